@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: make demo, make test. Each target sets up what it needs in .venv.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUN    := $(VENV)/.run-ready
+DEV    := $(VENV)/.dev-ready
+
+.PHONY: demo test check bench soak format clean
+
+demo: $(RUN)
+	$(PY) examples/all_reduce.py
+
+test: $(DEV)
+	$(PY) -m pytest -m "not soak"
+
+check: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -m fast
+
+bench: $(DEV)
+	$(PY) -m benchmarks
+
+soak: $(DEV)
+	$(PY) -m pytest -m soak
+
+format: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache build src/*.egg-info
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN): pyproject.toml constraints.txt | $(PY)
+	$(PIP) -e .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(PY)
+	$(PIP) -e ".[dev]"
+	@touch $@ $(RUN)

@@ -1,0 +1,128 @@
+"""What carries bytes between the ranks of one group: the interface that every transport implements.
+
+Owns the interface and the ``Work`` handle. Implementations: c10d (``_c10d.py``), ranks in one process
+(``_threads.py``), shared memory on one host (``_shm``). ``Group`` is the only caller and has checked the arguments
+before: tensors are contiguous, of a supported dtype, sizes fit, ranks are in range, ``op`` is known.
+
+Invariants:
+- A transport belongs to one generation and never reads another's keys.
+- Every rank calls the same collectives in the same order; calls are matched by order.
+- With ``async_op=False`` the call returns a finished ``Work`` (or raises); with ``async_op=True`` it returns at once and
+  the tensors must not be touched until ``wait``.
+- A failure raises ``PeerLost`` / ``PeerTimeout`` / ``GroupAborted`` from the call or from ``Work.wait``; after the first
+  failure the transport is dead and every later call raises the same error.
+- ``abort(cause)`` may come from any thread, returns promptly, and wakes whoever waits with ``cause``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class ReduceOp(str, Enum):
+    """How values of several ranks become one. Members compare equal to their names in lower case."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+class Work(ABC):
+    """A collective under way.
+
+    >>> work = group.all_reduce(gradient, async_op=True)     # doctest: +SKIP
+    >>> work.wait()                                          # doctest: +SKIP
+    """
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the result is in place. ``PeerTimeout`` after ``timeout`` seconds (default: the group's)."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+
+
+class Done(Work):
+    """The handle of what is finished already."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        return
+
+    def is_done(self) -> bool:
+        return True
+
+
+class Transport(ABC):
+    """Collectives among ``size`` ranks; see the module's invariants. Ranks are ranks of this group."""
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
+        """Only ``dst``'s tensor holds the result; the others' contents are left as they were."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
+        """``outputs[r]`` has the shape of rank r's tensor; shapes may differ between ranks."""
+
+    @abstractmethod
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
+        """Equal shapes; ``output`` holds them one after the other."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
+    ) -> Work:
+        """``inputs[r]`` is what this rank contributes to rank r's output; shapes may differ between r."""
+
+    @abstractmethod
+    def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
+        """``inputs[r]`` goes to rank r; ``outputs[r]`` comes from it; shapes may all differ."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def barrier(self, *, async_op: bool) -> Work: ...
+
+    def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose memory this transport reads and writes in place where it can."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    @abstractmethod
+    def abort(self, cause: BaseException) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; the ranks need not call it together."""

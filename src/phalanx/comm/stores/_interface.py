@@ -1,0 +1,124 @@
+"""What every store offers: a small, strongly consistent map from text keys to bytes.
+
+Owns the interface only. Guarantees that all implementations give: ``add`` and ``compare_and_set`` are atomic
+across clients; a ``set`` that returned is seen by every later ``get``; a key bound to a lease vanishes at most
+``ttl`` seconds (plus the store's own granularity) after the last refresh, whatever happened to its owner; a store
+that cannot be reached raises ``StoreLost`` with its address and never hangs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Change:
+    """One observed change of a key: its new value, or None when it was deleted or its lease ran out."""
+
+    key: str
+    value: bytes | None
+
+
+class Lease(ABC):
+    """A time-to-live that keys can be bound to. Refresh it more often than every ``ttl`` seconds."""
+
+    ttl: float
+
+    @abstractmethod
+    def refresh(self) -> bool:
+        """Start the time-to-live anew. False when it has run out already (its keys are gone)."""
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Give it up at once; its keys vanish."""
+
+
+class Watch(ABC):
+    """Changes under a prefix since the watch was made, in order; use as a context manager."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> list[Change]:
+        """Block until there is at least one change; an empty list after ``timeout`` seconds."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """A key-value store shared by the processes of a job.
+
+    >>> store = MemoryStore()                      # doctest: +SKIP
+    >>> store.set("job/7/host", b"node1")          # doctest: +SKIP
+    >>> store.namespace("job/7").get("host")       # doctest: +SKIP
+    b'node1'
+    """
+
+    address: str
+    """Where the store is, as a person would write it; every error names it."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value now, or None. Never waits for the key to appear."""
+
+    @abstractmethod
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values now, in the order of ``keys``; one round trip where the store allows it."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None: ...
+
+    @abstractmethod
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter (absent counts as 0) and return the new value."""
+
+    @abstractmethod
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        """Set if the value is ``expected`` (None: if absent). False, and nothing changed, when it is not."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """Block until all keys exist and return their values. ``StoreTimeout`` names those that are missing."""
+
+    @abstractmethod
+    def delete(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+
+    @abstractmethod
+    def items(self, prefix: str = "") -> dict[str, bytes]:
+        """All keys that start with ``prefix``, with their values, in the order of the keys."""
+
+    @abstractmethod
+    def watch(self, prefix: str = "") -> Watch: ...
+
+    @abstractmethod
+    def lease(self, ttl: float) -> Lease: ...
+
+    @abstractmethod
+    def namespace(self, prefix: str) -> Store:
+        """The same store seen under ``prefix/``: what is written here is invisible outside of it."""
+
+    @abstractmethod
+    def clone(self) -> Store:
+        """A second connection, for another thread: a blocking call on one never delays the other."""
+
+    @abstractmethod
+    def as_c10d(self) -> dist.Store:
+        """The same store for torch's process groups."""
+
+    @abstractmethod
+    def close(self) -> None: ...
