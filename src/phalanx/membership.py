@@ -1,0 +1,125 @@
+"""The contract between an agent and its workers: environment names, store keys, and the records behind them.
+
+Owns values only; nothing here talks to a store. Agents write these records, workers read them, neither imports the
+other. All keys live in the namespace ``job_prefix(job)`` of the job's store; records are JSON with a version number.
+
+How a heal goes: a worker dies -> its agent sets ``broken_key(g)`` -> survivors drop their step and wait for
+``members_key(g + 1)`` -> the agents agree on g+1 and write it -> survivors and replacements (started with
+``PHALANX_GENERATION=g+1``) form the group of g+1 in ``group_prefix(job, g + 1)``. A newcomer that can wait sets
+``wanted_key(g)`` instead: workers regroup at the next step boundary. A worker that leaves politely sets
+``leaving_key(g, worker_id)``; its agent plans g+1 without it and breaks g once the worker has exited with code 0.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VERSION = 1
+
+ENV_STORE = "PHALANX_STORE"
+"""URL of the job's store for ``phalanx.comm.stores.connect``: tcp://host:port, file:///dir, etcd://host:port."""
+ENV_JOB = "PHALANX_JOB"
+ENV_GENERATION = "PHALANX_GENERATION"
+ENV_WORKER_ID = "PHALANX_WORKER_ID"
+"""Unique among all workers the job ever has; kept by a worker through all its generations."""
+ENV_ON_FAILURE = "PHALANX_ON_FAILURE"
+"""``heal`` or ``restart``."""
+
+
+def job_prefix(job: str) -> str:
+    return f"phalanx/{job}"
+
+
+def group_prefix(job: str, generation: int) -> str:
+    """Namespace of the process group of one generation."""
+    return f"{job_prefix(job)}/gen/{generation}/group"
+
+
+def members_key(generation: int) -> str:
+    """JSON of ``Members``: the agreed membership of a generation. Written once."""
+    return f"gen/{generation}/members"
+
+
+def broken_key(generation: int) -> str:
+    """JSON of ``Broken``: the generation is over, stop what is in flight."""
+    return f"gen/{generation}/broken"
+
+
+def wanted_key(generation: int) -> str:
+    """JSON of ``Broken``: someone would like a new generation at the next step boundary."""
+    return f"gen/{generation}/wanted"
+
+
+def leaving_key(generation: int, worker_id: str) -> str:
+    """Present when the worker will exit with code 0 at its next step boundary."""
+    return f"gen/{generation}/leaving/{worker_id}"
+
+
+def progress_key(worker_id: str) -> str:
+    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; the hang detector reads it."""
+    return f"progress/{worker_id}"
+
+
+class RecordError(ValueError):
+    """A control record does not parse or has a version that this release does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One worker of a generation."""
+
+    id: str
+    rank: int
+    node_rank: int
+    local_rank: int
+    local_size: int
+    host: str
+    pid: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Who is in a generation; ``workers`` are in the order of their ranks."""
+
+    generation: int
+    workers: tuple[Member, ...]
+    num_nodes: int
+    master_addr: str
+    master_port: int
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Members:
+        record = _parse(data, "members")
+        workers = tuple(Member(**worker) for worker in record.pop("workers"))
+        return cls(workers=workers, **record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """Why a generation ends, and which workers are known to be gone."""
+
+    reason: str
+    workers: tuple[str, ...] = ()
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Broken:
+        record = _parse(data, "broken")
+        return cls(reason=record["reason"], workers=tuple(record["workers"]))
+
+
+def _parse(data: bytes, kind: str) -> dict[str, Any]:
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
+    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
+        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
+    return record
