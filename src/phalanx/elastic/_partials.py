@@ -76,6 +76,10 @@ class Partials:
             self.pool.give(flat)
         self.pieces.clear()
 
+    def abandon(self) -> None:
+        """Forget the step after a failed collective, which may still write into the copies: they are not used again."""
+        self.pieces.clear()
+
     def _carry(self) -> None:
         while len(self.pieces) > 1:
             (left, into), (right, flat) = self.pieces[-2:]

@@ -1,0 +1,98 @@
+"""A thread that looks at the store while the worker computes, and the flags it raises.
+
+Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
+once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
+writes the worker's progress. One read of four keys per tick; the main thread only ever looks at the flags.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+
+from phalanx import membership
+from phalanx.comm.stores import Store
+from phalanx.errors import PeerLost, StoreError
+
+from ._seats import Seat
+
+TICK = 0.02
+PROGRESS_EVERY = 0.25
+
+
+@dataclass
+class Signals:
+    """Flags of one seat: set by the watcher, read by the main thread."""
+
+    broken: PeerLost | None = None
+    wish: bool = False
+    """Regroup at the next step boundary."""
+
+
+class Watcher:
+    def __init__(self, store: Store, seat: Seat, worker_id: str, signals: Signals) -> None:
+        self.step = -1
+        self._store = store
+        self._seat = seat
+        self._worker_id = worker_id
+        self._signals = signals
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
+        self._reported: tuple[int, float] = (-1, 0.0)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; no flag changes after this returns."""
+        self._stop.set()
+        self._thread.join()
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK):
+            try:
+                if self._look():
+                    return
+                self._report()
+            except StoreError as error:
+                self._break(f"the job's store is gone: {error}")
+                return
+
+    def _look(self) -> bool:
+        """Read the keys once; True when the generation is over."""
+        g = self._seat.generation
+        broken, wanted, num_ready, num_leaving = self._store.get_many(
+            [membership.broken_key(g), membership.wanted_key(g), num_ready_key(g), num_leaving_key(g)]
+        )
+        if broken is not None:
+            self._break(membership.Broken.from_json(broken).reason)
+            return True
+        at_the_door = int(num_ready or 0) > len(self._seat.workers)
+        if wanted is not None or at_the_door or num_leaving is not None:
+            self._signals.wish = True
+        return False
+
+    def _break(self, reason: str) -> None:
+        g = self._seat.generation
+        error = PeerLost(f"generation {g} is over: {reason}", generation=g)
+        self._signals.broken = error
+        if self._seat.group is not None:
+            self._seat.group.abort(error)
+
+    def _report(self) -> None:
+        step, now = self.step, time.monotonic()
+        if step != self._reported[0] and now - self._reported[1] >= PROGRESS_EVERY:
+            self._store.set(membership.progress_key(self._worker_id), json.dumps({"step": step}).encode())
+            self._reported = (step, now)
+
+
+def num_ready_key(generation: int) -> str:
+    """How many workers have ever declared to be ready in a generation."""
+    return f"elastic/{generation}/num_ready"
+
+
+def num_leaving_key(generation: int) -> str:
+    return f"elastic/{generation}/num_leaving"
