@@ -61,7 +61,9 @@ _REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceO
 class C10dTransport(Transport):
     """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means."""
 
-    def __init__(self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool) -> None:
+    def __init__(
+        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool
+    ) -> None:
         self.name = name
         self.rank = engine.rank()
         self.size = engine.size()
@@ -131,7 +133,9 @@ class C10dTransport(Transport):
         args = (self._bytes(output).view(-1), self._bytes(tensor).view(-1))
         return self._start("_allgather_base", args, async_op=async_op)
 
-    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
+    ) -> Work:
         """Uneven parts: one all-reduce over them laid end to end, which every backend has."""
         sizes = [part.numel() for part in inputs]
         if not any(sizes):
@@ -166,7 +170,7 @@ class C10dTransport(Transport):
         work = self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op=async_op)
 
         def unpack() -> None:
-            for output, part in zip(outputs, received.split(out_splits), strict=True):
+            for output, part in zip(outputs, torch.split(received, out_splits), strict=True):
                 self._bytes(output).view(-1).copy_(part)
 
         return work.then(unpack)
@@ -342,7 +346,16 @@ class C10dWork(Work):
 
 # What gloo carries in every collective that only moves data.
 _GLOO_MOVES = frozenset(
-    {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
 )
 
 
