@@ -49,19 +49,21 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)")
+            raise ValueError(
+                f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)"
+            )
 
 
 def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
     place = replace(place, store=place.store.namespace(group_prefix(place.job, place.generation)))
     peers = _exchange_identities(place, interrupt)
     chosen = choose_backend(backend)
-    checker = CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
+    checker = (
+        CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
+    )
 
     def make_subgroup(ranks: tuple[int, ...], key: str) -> Transport:
-        sub = replace(
-            place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks)
-        )
+        sub = replace(place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks))
         members = {index: peers[rank] for index, rank in enumerate(ranks)}
         return _connect(sub, chosen, members, lambda: None)
 
@@ -113,7 +115,9 @@ def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identi
 def _identity(rank: int, data: bytes) -> Identity:
     record: dict[str, Any] = json.loads(data)
     if record.pop("v", None) != 1:
-        raise ValueError(f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere")
+        raise ValueError(
+            f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere"
+        )
     return Identity(**record)
 
 
@@ -148,8 +152,13 @@ def make_engine(backend: str, place: Place) -> Any:
         known = ["auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)]
         raise ValueError(f"unknown or unavailable backend {backend!r}; expected one of {', '.join(known)}")
     if plugin.extended_api:
-        common = dist.distributed_c10d._DistributedBackendOptions()
-        common.store, common.group_rank, common.group_size, common.timeout = store, place.rank, place.size, timeout
+        common = torch._C._distributed_c10d._DistributedBackendOptions()
+        common.store, common.group_rank, common.group_size, common.timeout = (
+            store,
+            place.rank,
+            place.size,
+            timeout,
+        )
         return plugin.creator_fn(common, None)
     return plugin.creator_fn(store, place.rank, place.size, timeout)
 
@@ -206,7 +215,9 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
     def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
         from phalanx.comm.stores import wrap_c10d_store  # only groups that users bring need it
 
-        store = wrap_c10d_store(process_group.get_group_store()).namespace(f"phalanx/{process_group.group_name}/{key}")
+        store = wrap_c10d_store(process_group.get_group_store()).namespace(
+            f"phalanx/{process_group.group_name}/{key}"
+        )
         place = Place(
             store=store,
             rank=members.index(rank),
