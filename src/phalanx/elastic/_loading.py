@@ -20,7 +20,6 @@ from ._rng import derive_seed, seed_everything
 class Ticket:
     """One part of a slot's batch: the unit that is fetched and computed at once."""
 
-    epoch: int
     step: int
     slot: int
     part: int

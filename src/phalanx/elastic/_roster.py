@@ -21,8 +21,15 @@ from ._seats import Ready, Round, Seat, choose_round
 from ._watcher import Signals, Watcher, num_leaving_key, num_ready_key
 
 
+DONE_KEY = "elastic/done"
+
+
 class Ejected(PhalanxError):
     """The job goes on without this worker; the process should end."""
+
+
+class JobOver(PhalanxError):
+    """The other workers have finished the job; there is nothing left to do for this one."""
 
 
 class RegroupTimeout(PhalanxError, TimeoutError):
@@ -31,6 +38,8 @@ class RegroupTimeout(PhalanxError, TimeoutError):
 
 class Roster(Protocol):
     worker_id: str
+    can_change: bool
+    """Whether workers can come and go while the job runs."""
     signals: Signals
     """What the outside world wants of this worker in its current seat."""
 
@@ -47,6 +56,9 @@ class Roster(Protocol):
     def step_aside(self, seat: Seat) -> None:
         """Called by a leaving worker at its last boundary, after the others know that it leaves."""
 
+    def declare_done(self) -> None:
+        """All workers have committed the last step."""
+
     def report(self, step: int) -> None:
         """Progress, for whoever looks for hangs."""
 
@@ -55,6 +67,8 @@ class Roster(Protocol):
 
 class FixedRoster:
     """A set of workers that cannot change: one process, or a launcher that restarts all of them together."""
+
+    can_change = False
 
     def __init__(self, group: Group | None, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -79,6 +93,9 @@ class FixedRoster:
     def step_aside(self, seat: Seat) -> None:
         pass
 
+    def declare_done(self) -> None:
+        pass
+
     def report(self, step: int) -> None:
         pass
 
@@ -88,6 +105,8 @@ class FixedRoster:
 
 class StoreRoster:
     """Workers under agents that heal: members come and go from generation to generation."""
+
+    can_change = True
 
     def __init__(
         self, store: Store, job: str, worker_id: str, generation: int, *, timeout: float = 600.0, comm_timeout: float
@@ -143,13 +162,16 @@ class StoreRoster:
         wait = _Wait(self.timeout)
         round_ = first_round
         while True:
-            broken, members, record = self._store.get_many(
+            done, broken, members, record = self._store.get_many(
                 [
+                    DONE_KEY,
                     membership.broken_key(generation),
                     membership.members_key(generation),
                     _round_key(generation, round_),
                 ]
             )
+            if done is not None and not mine.evaluating:
+                raise JobOver(f"worker {self.worker_id}: the other workers have finished job {self.job!r}")
             found = Round.from_json(record) if record is not None else None
             if broken is not None or (found is not None and found.move_to is not None):
                 generation, round_, declared = generation + 1, 0, False
@@ -231,7 +253,7 @@ class StoreRoster:
         key = membership.broken_key(seat.generation)
         until = time.monotonic() + grace
         while time.monotonic() < until:
-            if self._store.get(key) is not None:
+            if any(found is not None for found in self._store.get_many([key, DONE_KEY])):
                 return
             time.sleep(0.005)
         broken = membership.Broken(reason=f"worker {self.worker_id} lost contact: {cause}")
@@ -248,6 +270,9 @@ class StoreRoster:
         self._store.compare_and_set(
             _round_key(seat.generation, seat.round + 1), None, Round(move_to=seat.generation + 1).to_json()
         )
+
+    def declare_done(self) -> None:
+        self._store.set(DONE_KEY, b"1")
 
     def report(self, step: int) -> None:
         if self._watcher is not None:

@@ -1,61 +1,52 @@
-"""Where the job is in its data: epoch, step of the epoch, step of the job; moved by commits only.
+"""Where the job is in its data; moved by commits only.
 
-Owns the position. Which samples a (step, slot) has is ``ElasticBatchSampler``'s business; this asks it, for any step
-of any epoch, and tells what follows.
+Owns nothing but the conversation with ``ElasticBatchSampler``, which says which samples a (step, slot) has: it turns
+them into tickets, for the current step and for reading ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
+
+from phalanx.data import ElasticBatchSampler
 
 from ._loading import Ticket, split
 
 
-class BatchPlan(Protocol):
-    """What is needed of a sampler: a pure function from (epoch, step of the epoch, slot) to indices."""
-
-    num_samples: int
-    """Distinct samples that an epoch commits."""
-    steps_per_epoch: int
-
-    def indices(self, epoch: int, step: int, slot: int) -> list[int]: ...
-
-
 class Schedule:
-    def __init__(self, plan: BatchPlan, num_slots: int, num_parts: int) -> None:
-        self.plan = plan
-        self.num_slots = num_slots
+    def __init__(self, sampler: ElasticBatchSampler, num_parts: int) -> None:
+        self.sampler = sampler
         self.num_parts = num_parts
-        self.step = 0
+
+    @property
+    def step(self) -> int:
+        """The next step to commit; all before it are committed."""
+        return self.sampler.step
 
     @property
     def epoch(self) -> int:
-        return self.step // self.plan.steps_per_epoch
+        return self.sampler.epoch
 
-    def advance(self) -> None:
-        """The current step is committed."""
-        self.step += 1
+    @property
+    def num_samples_per_epoch(self) -> int:
+        """Distinct samples that a whole epoch commits."""
+        whole = self.sampler.steps_per_epoch * self.sampler.num_slots * self.sampler.slot_batch_size
+        return min(whole, len(self.sampler.dataset))
 
     def tickets(self, step: int, slot: int) -> list[Ticket]:
         """The parts of a slot's batch; none if the epoch's last step has no sample left for it."""
-        epoch, within = divmod(step, self.plan.steps_per_epoch)
-        indices = self.plan.indices(epoch, within, slot)
-        return [Ticket(epoch, step, slot, i, part) for i, part in enumerate(split(indices, self.num_parts))]
+        parts = split(self.sampler.indices(step, slot), self.num_parts)
+        return [Ticket(step, slot, i, part) for i, part in enumerate(parts)]
 
-    def ahead(self, slots: range, last_step: int) -> Iterator[Ticket]:
-        """All tickets of some slots from the current step on, in the order in which they will be computed."""
-        for step in range(self.step, last_step):
+    def ahead(self, slots: range) -> Iterator[Ticket]:
+        """All tickets of some slots up to the end of the epoch, in the order in which they will be computed."""
+        for step in range(self.step, self.sampler.end_of_epoch(self.step)):
             for slot in slots:
                 yield from self.tickets(step, slot)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "steps_per_epoch": self.plan.steps_per_epoch}
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["steps_per_epoch"] != self.plan.steps_per_epoch:
-            raise ValueError(
-                f"the state is of a job with {state['steps_per_epoch']} steps per epoch, this one has "
-                f"{self.plan.steps_per_epoch}: dataset length, num_slots, slot_batch_size and tail must be the same"
-            )
-        self.step = state["step"]
+        self.sampler.load_state_dict(state)

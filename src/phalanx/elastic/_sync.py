@@ -1,0 +1,102 @@
+"""Bringing the workers of a new round to one state: that of the most advanced.
+
+Phases: 1. everybody tells how far it is, what it runs and on what (one small gather); 2. a pure choice of the source;
+3. the source streams its state to those who are behind, one after the other; all others go on at once. A worker that
+fails meanwhile makes the whole round fail; nothing was changed in the source, and who was behind still is.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import PhalanxError
+
+from ._seats import FRESH, Seat, choose_source
+from ._stream import receive_state, send_state
+
+if TYPE_CHECKING:
+    from ._job import Job
+
+
+class WorkersDiffer(PhalanxError):
+    """Workers of one job run different jobs, or should have the same bits and have not."""
+
+
+class BitsWarning(UserWarning):
+    """The result may not have the same bits as on other workers or before; it is as right as theirs."""
+
+
+def fingerprint() -> dict[str, Any]:
+    """What the bits of a computation depend on, besides its inputs."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }
+
+
+def bring_level(job: Job, seat: Seat) -> None:
+    """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
+    step = FRESH if job.is_fresh else job.step
+    saved = job.saving.newest_step() if job.is_fresh else None
+    mine = {"step": step, "saved": FRESH if saved is None else saved, "job": _identity(job), "machine": fingerprint()}
+    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    _check_same(seat, told)
+    source = choose_source([(one["step"], one["saved"]) for one in told])
+    if source == seat.rank and job.is_fresh and saved is not None:
+        job.load_save()
+    if seat.group is None:
+        return
+    behind = [
+        rank for rank, one in enumerate(told) if rank != source and (one["step"] == FRESH or one["step"] < told[source]["step"])
+    ]
+    if seat.rank == source:
+        for rank in behind:
+            job.events.emit("sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank))
+    elif seat.rank in behind:
+        job.load_state_dict(receive_state(seat.group, source))
+        job.events.emit("received", step=job.step, source=seat.workers[source])
+    if job.run.verify:
+        digests = seat.group.all_gather_values(job.digest())
+        if len(set(digests)) > 1:
+            raise WorkersDiffer(f"after a regroup at step {job.step} the digests differ: {dict(zip(seat.workers, digests))}")
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    return {
+        "num_slots": job.num_slots,
+        "slot_batch_size": job.slot_batch_size,
+        "seed": job.seed,
+        "steps_per_epoch": job.schedule.sampler.steps_per_epoch,
+        "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in zip(job.param_names, job.params, strict=True)],
+    }
+
+
+def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
+    for worker, one in zip(seat.workers, told, strict=True):
+        for name, value in told[0]["job"].items():
+            if one["job"][name] != value:
+                raise WorkersDiffer(
+                    f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on {worker}; "
+                    "all workers must run the same script with the same arguments"
+                )
+        different = [name for name, value in told[0]["machine"].items() if one["machine"][name] != value]
+        if different:
+            ours, theirs = told[0]["machine"], one["machine"]
+            listed = ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in different)
+            warnings.warn(
+                f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them computes what. "
+                "For equal bits run them alike (RunOptions(threads=1) sets the threads)",
+                BitsWarning,
+                stacklevel=2,
+            )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else text[:200] + "..."
