@@ -7,7 +7,8 @@ same state (``_sync``) and goes on. What a step computes is ``_step``'s business
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,7 @@ class Job:
                         self._cross_boundary(step)
                     elif not step.dropped:
                         raise RuntimeError(f"step {step.number} was not committed; call step.commit() in the loop")
-                    if self._is_over(epochs, max_steps):
-                        self._part_together()
-            except JobOver:
-                if self.is_fresh or not self._is_over(epochs, max_steps):
-                    raise SystemExit(0) from None  # without the state, what follows the loop makes no sense here
+                self._part_together()
             finally:
                 self.close()
 
@@ -196,7 +193,7 @@ class Job:
         )
         self.events.emit("started")
         began = time.monotonic()
-        self._settle(self.roster.first_seat(self._ready()), began)
+        self._settle(lambda: self.roster.first_seat(self._ready()), began)
 
     def close(self) -> None:
         """End threads and files; the state stays in memory and can be looked at and saved."""
@@ -259,7 +256,7 @@ class Job:
         """The group is gone: take a seat in the next generation and bring everyone to the same state."""
         began = time.monotonic()
         self.events.emit("lost", generation=self.generation, step=self.step, reason=str(cause))
-        self._settle(self.roster.seat_after_loss(self.seat, self._ready(), cause), began)
+        self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause), began)
 
     # -- boundaries and regroups ------------------------------------------------------------------------------
 
@@ -283,36 +280,42 @@ class Job:
             self.roster.step_aside(self.seat)
             raise SystemExit(0)
         began = time.monotonic()
-        self._settle(self.roster.seat_at_boundary(self.seat, self._ready()), began)
+        self._settle(lambda: self.roster.seat_at_boundary(self.seat, self._ready()), began)
 
     def _part_together(self) -> None:
         """Nobody may end before all have committed the last step: one that is behind needs the others."""
-        group = self.seat.group
-        try:
-            self.check_group()
-            if group is not None:
-                group.barrier()
-        except LOST as error:
-            self.recover(error)
-        else:
-            self.roster.declare_done()
+        while True:
+            try:
+                self.check_group()
+                if self.seat.group is not None:
+                    self.seat.group.barrier()
+                self.roster.declare_done()
+                return
+            except LOST as error:
+                if self.roster.is_over_after(self.seat, error):
+                    return  # the others got through: all had committed
+                self.recover(error)
 
     def _ready(self) -> Ready:
         if self.is_fresh:
             return Ready()
         return Ready(step=self.step, peers=self.seat.workers)
 
-    def _settle(self, seat: Seat, began: float) -> None:
+    def _settle(self, take_seat: Callable[[], Seat], began: float) -> None:
         """Sit down: agree on the state with everyone in the round, or move on if that fails too."""
         before = self._seat
         while True:
+            try:
+                seat = take_seat()
+            except JobOver:
+                raise SystemExit(0) from None  # without the state, what follows the loop makes no sense here
             self._seat = seat
             try:
                 self._exchange = Exchange(seat.group, self.num_slots, self.pool)
                 bring_level(self, seat)
                 break
             except LOST as error:
-                seat = self.roster.seat_after_loss(seat, self._ready(), error)
+                take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)
         self.is_fresh = False
         self._tell(before, seat, time.monotonic() - began)
 

@@ -59,6 +59,9 @@ class Roster(Protocol):
     def declare_done(self) -> None:
         """All workers have committed the last step."""
 
+    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
+        """Whether a loss while waiting for the others' end only means that they have ended."""
+
     def report(self, step: int) -> None:
         """Progress, for whoever looks for hangs."""
 
@@ -95,6 +98,9 @@ class FixedRoster:
 
     def declare_done(self) -> None:
         pass
+
+    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
+        return True  # this worker has committed all steps, and those of the others that have not are not helped by it
 
     def report(self, step: int) -> None:
         pass
@@ -273,6 +279,10 @@ class StoreRoster:
 
     def declare_done(self) -> None:
         self._store.set(DONE_KEY, b"1")
+
+    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
+        self._make_sure_broken(seat, cause)
+        return self._store.get(DONE_KEY) is not None
 
     def report(self, step: int) -> None:
         if self._watcher is not None:
