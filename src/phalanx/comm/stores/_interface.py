@@ -96,7 +96,7 @@ class Store(ABC):
         """Write a key. It is bound to ``lease`` alone: any write without one unbinds the key from an
         earlier one.
 
-        ``StoreError`` when the lease has run out; the key is then absent.
+        ``StoreError`` when the lease has run out; nothing is written then.
         """
 
     @abstractmethod

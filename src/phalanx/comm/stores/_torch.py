@@ -30,7 +30,8 @@ def wrap_c10d_store(native: C10dStore) -> Store:
     """
 
     def link() -> Link:
-        return Link(native.clone(), f"c10d:{type(native).__name__}", link, batched=False)
+        copy = native.clone()  # type: ignore[attr-defined]  # torch's stub forgot it
+        return Link(copy, f"c10d:{type(native).__name__}", link, batched=False)
 
     return TorchStore(link())
 

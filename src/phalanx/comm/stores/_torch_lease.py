@@ -182,10 +182,17 @@ class TorchLease(Lease):
 
     def bind(self, key: str, value: bytes) -> None:
         """Write ``key`` bound to this lease. Listed first, so that the reaper finds it whenever we die."""
+        self._check_running(key)
         line = json.dumps(key) + "\n"
         self._link.call(lambda: self._link.native.append(_keys_key(self.id), line))
         raw = self._writer.encode(value, self.id)
         self._link.write(VALUES + key, raw, self._writer.encode(b""))
-        if self._link.read(_beat_key(self.id)) in (None, _ENDED):
+        try:
+            self._check_running(key)  # else the reaper may have looked before the key was there
+        except StoreError:
             sweep(self._link, self._writer, self.id)
+            raise
+
+    def _check_running(self, key: str) -> None:
+        if self._link.read(_beat_key(self.id)) in (None, _ENDED):
             raise StoreError(f"cannot set {key!r} in {self.address}: its lease of {self.ttl:g} s has run out")

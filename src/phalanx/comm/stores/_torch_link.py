@@ -98,19 +98,19 @@ class Link:
         return self._fork()
 
 
-def connect_link(host: str, port: int, *, timeout: float = REPLY_TIMEOUT) -> Link:
+def connect_link(host: str, port: int, *, timeout: float) -> Link:
     """Connect to the TCPStore server at ``host:port``."""
     address = tcp_address(host, port)
     _wait_for_server(host, port, timeout, address)
     try:
         native = TCPStore(
-            host, port, None, False, timedelta(seconds=max(timeout, 1.0)), wait_for_workers=False
+            host, port, None, False, timedelta(seconds=max(timeout, REPLY_TIMEOUT)), wait_for_workers=False
         )
     except dist.DistError as error:
         raise StoreLost(f"cannot connect to the store {address}: {error}", address=address) from error
     native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
     bound_replies(port)
-    return Link(native, address, lambda: connect_link(host, port), batched=True)
+    return Link(native, address, lambda: connect_link(host, port, timeout=1.0), batched=True)
 
 
 def tcp_address(host: str, port: int) -> str:
