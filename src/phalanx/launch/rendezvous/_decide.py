@@ -1,7 +1,7 @@
 """What the leader does next: one pure function over records and a clock.
 
-Owns the policy of forming, ending and growing generations. Does not touch a store; ``_participant`` carries out
-what is decided here.
+Owns the policy of forming, ending and growing generations. Does not touch a store; ``_participant`` carries
+out what is decided here.
 
 Guarantees, for whatever sequence of views it is given:
 - generation g+1 is only ever proposed once g is known to have ended, and with min <= size <= max;
@@ -10,8 +10,8 @@ Guarantees, for whatever sequence of views it is given:
 - if at least ``min_nodes`` wait and nobody comes or goes any more, a generation is proposed at the latest
   ``last_call`` seconds after the last of the needed nodes was seen.
 
-Rejected: waiting the last call again in later generations. Who is alive is known by then (every node has a lease),
-so a generation re-forms as soon as all live members are there.
+Rejected: waiting the last call again in later generations. Who is alive is known by then (every node has a
+lease), so a generation re-forms as soon as all live members are there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Rules:
     """From the moment that ``min_nodes`` are there: for more of them at the first generation, later for live
     members that have not yet stopped their workers."""
     admit_delay: float = 1.0
-    """How long newcomers must have been quiet before a running generation is disturbed, so that ten nodes that
-    arrive together cost one regroup and not ten."""
+    """How long newcomers must have been quiet before a running generation is disturbed, so that ten nodes
+    that arrive together cost one regroup and not ten."""
 
 
 class Seen(NamedTuple):

@@ -1,8 +1,8 @@
 """What an agent needs of a rendezvous, and what every backend gives.
 
 Owns values, the handler interface and its errors; no store is touched here. Words: a *node* runs one agent; a
-*generation* is one agreed membership, numbered from 0. All members of a generation see the same ``nodes`` in the
-same order, so global worker ranks follow from it without another exchange.
+*generation* is one agreed membership, numbered from 0. All members of a generation see the same ``nodes`` in
+the same order, so global worker ranks follow from it without another exchange.
 
 ::
 
@@ -186,9 +186,10 @@ class RendezvousInfo:
 class GenerationEnd:
     """Why an agent should leave its generation.
 
-    ``kind`` is ``broken`` (over now: workers were lost, or a node's lease ran out; those are named in ``broken``),
-    ``wanted`` (nodes wait to be admitted; the generation runs on until everybody calls ``next_rendezvous``),
-    ``closed`` (the job is over) or ``lost`` (the store cannot be reached, or this node's own lease ran out).
+    ``kind`` is ``broken`` (over now: workers were lost, or a node's lease ran out; those are named in
+    ``broken``), ``wanted`` (nodes wait to be admitted; the generation runs on until everybody calls
+    ``next_rendezvous``), ``closed`` (the job is over) or ``lost`` (the store cannot be reached, or this
+    node's own lease ran out).
     """
 
     kind: str
@@ -235,7 +236,8 @@ class RendezvousHandler(ABC):
     @property
     @abstractmethod
     def use_agent_store(self) -> bool:
-        """Whether ``bootstrap_store_info`` names a c10d TCPStore that an agent already serves to the workers."""
+        """Whether ``bootstrap_store_info`` names a c10d TCPStore that an agent already serves to the
+        workers."""
 
     @property
     @abstractmethod
@@ -245,6 +247,11 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
         """Say how many workers this node runs, and optionally their ids; counts from the next join on."""
+
+    @abstractmethod
+    def set_bootstrap_port(self, port: int | None) -> None:
+        """The port for the workers' bootstrap store, should this node come first; None: a free one at each
+        join."""
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:

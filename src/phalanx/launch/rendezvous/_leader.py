@@ -1,7 +1,8 @@
 """What the leading node does on top of following: observes all nodes, asks ``decide`` and carries it out.
 
-Owns the leader's view of live nodes and the writes that form or end a generation. Every write is safe to repeat and
-safe beside another leader's: generation records are written once, ends and reasons too (the first one wins).
+Owns the leader's view of live nodes and the writes that form or end a generation. Every write is safe to
+repeat and safe beside another leader's: generation records are written once, ends and reasons too (the first
+one wins).
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ KEEP = 8
 """How many past generations keep their records, for agents and workers that are slow to move on."""
 
 
+def ring(store: Store) -> None:
+    """Wake all nodes; call it after the write that they shall see."""
+    number = store.add(records.BELLS)
+    store.set(records.bell_key(number), b"{}")
+    store.delete(records.bell_key(number - KEEP))
+
+
 def end_generation(store: Store, signer: Signer, generation: int, kind: str, cause: Broken) -> None:
     """Tell workers, then agents, that a generation is over. The first reason stays."""
     for_workers = broken_key(generation) if kind == "broken" else wanted_key(generation)
     store.compare_and_set(for_workers, None, cause.to_json())
     key = records.ended_key(generation, kind)
-    store.compare_and_set(key, None, signer.seal(key, cause.to_json()))
+    if store.compare_and_set(key, None, signer.seal(key, cause.to_json())):
+        ring(store)
 
 
 def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
@@ -98,7 +107,10 @@ class Leader:
             log.warning("refused the join of node %s: %s", node_id, error)
             return
         known = self._nodes.get(node_id)
-        same = known is not None and (known.record.ticket, known.record.wants) == (record.ticket, record.wants)
+        same = known is not None and (known.record.ticket, known.record.wants) == (
+            record.ticket,
+            record.wants,
+        )
         self._nodes[node_id] = Seen(record, known.since if known is not None and same else now)
 
     def lead(self, facts: Facts, now: float) -> float:
@@ -134,9 +146,8 @@ class Leader:
             assert taken is not None, "a generation record is never deleted"
             record = GenerationRecord.from_json(self._signer.open(key, taken))
         publish_members(self._store, record)
-        self._store.set(
-            records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation))
-        )
+        self._store.set(records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation)))
+        ring(self._store)
         facts.latest = record
         log.info("generation %d formed with %d node(s)", record.generation, len(record.seats))
         self._forget(record.generation - KEEP)

@@ -1,8 +1,8 @@
 """Which nodes are in a generation and at which rank: pure functions.
 
 Owns the choice when more nodes wait than fit, and the ranks. Invariants: a survivor is never displaced by a
-newcomer; a survivor keeps its rank whenever that rank still exists; vacant ranks go to newcomers of the same host,
-then of the same topology, then in natural order (``node2`` before ``node10``).
+newcomer; a survivor keeps its rank whenever that rank still exists; vacant ranks go to newcomers of the same
+host, then of the same topology, then in natural order (``node2`` before ``node10``).
 """
 
 from __future__ import annotations

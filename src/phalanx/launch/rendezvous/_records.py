@@ -1,20 +1,25 @@
 """The records of a rendezvous and the keys they live under.
 
-Owns the shapes and their JSON; sealing (versions, signatures) is ``_signing``'s, meaning is ``_decide``'s. All keys
-are in the job's namespace, under ``rdzv/``:
+Owns the shapes and their JSON; sealing (versions, signatures) is ``_signing``'s, meaning is ``_decide``'s.
+All keys are in the job's namespace, under ``rdzv/``:
 
-====================== ======================================================================================
-``tickets``            counter; every registration of a node takes the next number
-``node/<id>``          ``NodeRecord``, bound to the node's lease; only its node writes it
-``gen/<g>``            ``GenerationRecord``; written once, by compare-and-set from absent; that write decides
-``waiting``            how many nodes could be admitted now
-``news/formed``        number of the newest generation, a hint: readers also look at the one after it
-``news/leader``        ``LeaderRecord``: the node that decides
-``news/ended/<g>/...`` ``broken`` or ``wanted``: generation g is over, and why
-``news/closed``        the job is over
-====================== ======================================================================================
+==================== ========================================================================================
+``tickets``          counter; every registration of a node takes the next number
+``live/node/<id>``   ``NodeRecord``, bound to the node's lease; only its node writes it
+``gen/<g>``          ``GenerationRecord``; written once, by compare-and-set from absent: that write decides
+``formed``           number of the newest generation, a hint: readers also look at the one after it
+``ended/<g>/<kind>`` ``Broken``: generation g is over; kind is ``broken`` or ``wanted``
+``leader``           ``LeaderRecord``: the node that decides
+``waiting``          how many nodes could be admitted now
+``closed``           the job is over, and why
+``bells``            counter; see below
+``live/bell/<n>``    the n-th ring
+==================== ========================================================================================
 
-Every node watches ``news/``, which sees a handful of writes per generation; only the leader watches ``node/``.
+Who changes something that all nodes want to know (formed, ended, leader, closed) then *rings*: takes the next
+number of ``bells`` and writes that bell. Nodes wait for the next bell, one key each, and on hearing it read
+the records: what counts is their state, never the sequence of rings, so a ring that is lost or doubled does
+no harm. Only the leader watches ``live/``: nodes that come and go wake nobody else.
 """
 
 from __future__ import annotations
@@ -26,18 +31,18 @@ from typing import Any, NamedTuple
 from phalanx.launch.rendezvous._interface import NodeInfo
 from phalanx.membership import RecordError
 
-ROOT = "rdzv/"
 TICKETS = "rdzv/tickets"
+LIVE = "rdzv/live/"
+NODES = "rdzv/live/node/"
+FORMED = "rdzv/formed"
+LEADER = "rdzv/leader"
 WAITING = "rdzv/waiting"
-NODES = "rdzv/node/"
-NEWS = "rdzv/news/"
-FORMED = "rdzv/news/formed"
-LEADER = "rdzv/news/leader"
-CLOSED = "rdzv/news/closed"
-ENDED = "rdzv/news/ended/"
+CLOSED = "rdzv/closed"
+BELLS = "rdzv/bells"
 
 GONE = b"{}"
-"""What an old generation's record is replaced with: its key must stay taken, so that it is never decided twice."""
+"""What an old generation's record is replaced with: its key must stay taken, so that it is never decided
+twice."""
 
 
 def node_key(node_id: str) -> str:
@@ -49,7 +54,11 @@ def generation_key(generation: int) -> str:
 
 
 def ended_key(generation: int, kind: str) -> str:
-    return f"{ENDED}{generation}/{kind}"
+    return f"rdzv/ended/{generation}/{kind}"
+
+
+def bell_key(number: int) -> str:
+    return f"rdzv/live/bell/{number}"
 
 
 def dump(value: Any) -> bytes:

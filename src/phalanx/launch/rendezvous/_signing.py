@@ -1,9 +1,10 @@
 """Envelopes for control records: versioned JSON, signed when the job has a secret.
 
 Owns the outermost layer of every rendezvous record: ``{"v":1,"mac":"<hex>","record":<json>}`` with a secret,
-``{"v":1,"record":<json>}`` without. The HMAC-SHA256 covers the job, the key and the exact bytes of the record, so a
-record can neither be changed nor moved to another key or job. It keeps strangers out; it does not hide what is
-written, and it does not stop someone who can record a member's traffic from replaying a record to its own key.
+``{"v":1,"record":<json>}`` without. The HMAC-SHA256 covers the job, the key and the exact bytes of the
+record, so a record can neither be changed nor moved to another key or job. It keeps strangers out; it does
+not hide what is written, and it does not stop someone who can record a member's traffic from replaying a
+record to its own key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _MAC_LENGTH = hashlib.sha256().digest_size * 2
 
 
 class SignatureError(RecordError):
-    """A record is unsigned, or signed with another secret, although the job has one; or the other way round."""
+    """A record is unsigned, or signed with another secret, although the job has one; or the other way
+    round."""
 
 
 class Signer:
