@@ -51,6 +51,7 @@ def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
 
 def become_worker(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> None:
     """Take on the worker's environment: what a fresh interpreter would have been started with."""
+    signal.signal(_linux.stack_signal(), signal.SIG_IGN)  # its default would kill what is no Python
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

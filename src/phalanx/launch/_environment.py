@@ -68,6 +68,7 @@ def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) ->
         membership.ENV_GENERATION: place.generation,
         membership.ENV_WORKER_ID: place.worker_id,
         membership.ENV_ON_FAILURE: job.on_failure,
+        **thread_defaults(place.local_size, outer),
     }
     if job.virtual_local_rank:
         env["LOCAL_RANK"] = 0

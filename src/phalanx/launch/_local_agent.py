@@ -127,13 +127,8 @@ def make_zygote(plan: Plan, preload: tuple[str, ...], local_size: int) -> Zygote
         return Zygote.fork({"main": (plan.entrypoint, plan.args)}, preload)
     env = {**os.environ, **thread_defaults(local_size, os.environ)}
     if plan.is_warm:
-        return Zygote.execute((*WARM_IMPORTS, *preload), single_threaded(env))
+        return Zygote.execute((*WARM_IMPORTS, *preload), env)
     return Zygote.execute((), env)
-
-
-def single_threaded(env: dict[str, str]) -> dict[str, str]:
-    """The environment in which ``import torch`` starts no thread: OpenBLAS (numpy's) would start its pool at once."""
-    return {**env, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _binding(spec: WorkerSpec) -> Callable[[int, int], Sequence[int]]:

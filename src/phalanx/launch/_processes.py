@@ -76,6 +76,7 @@ class Zygote:
         self._on_exit: Callable[[WorkerProcess], None] = lambda process: None
         self._count = 0
         self._is_gone = False
+        self._is_closed = False
         self._reader = threading.Thread(target=self._read, name="phalanx-zygote-reader", daemon=True)
 
     @classmethod
@@ -143,7 +144,10 @@ class Zygote:
             theirs.close()
 
     def close(self) -> None:
-        """Kill every process that is left, end the zygote and reap it."""
+        """Kill every process that is left, end the zygote and reap it. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         with self._send_lock:
             try:
                 send_message(self._sock, {"kind": "end"})

@@ -18,6 +18,8 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from phalanx.launch import _linux
@@ -25,7 +27,27 @@ from phalanx.launch._child import FunctionTable, run_parked
 from phalanx.launch._messages import receive_message, send_message
 
 
-def serve(sock: socket.socket, functions: FunctionTable, preload: tuple[str, ...], parent: int) -> NoReturn:
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """In here ``import torch`` starts no thread: numpy's OpenBLAS would start its pool the moment it is loaded.
+
+    The pool was the one extra thread after the import. A worker's numpy then computes on one thread unless the user
+    sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def serve(
+    sock: socket.socket, functions: FunctionTable, preload: tuple[str, ...], parent: int, error: str = ""
+) -> NoReturn:
     """Fork workers on demand until the agent is gone. Never returns."""
     try:
         os.setsid()
@@ -39,7 +61,8 @@ def serve(sock: socket.socket, functions: FunctionTable, preload: tuple[str, ...
         signal.signal(ignored, signal.SIG_IGN)
     if not _linux.die_with_parent(signal.SIGTERM, parent):
         server.end()
-    error = _import_all(preload)
+    with quiet_imports():
+        error = error or _import_all(preload)
     gc.collect()
     gc.freeze()  # keep the imported objects' pages shared: the collector would write to each of them
     server.say({"kind": "ready", "error": error})
@@ -177,7 +200,9 @@ def _reap_for(seconds: float) -> None:
 def main() -> None:
     """Entry of a zygote in a fresh interpreter: ``python -m phalanx.launch._zygote FD PARENT [PRELOAD...]``."""
     fd, parent, *preload = sys.argv[1:]
-    serve(socket.socket(fileno=int(fd)), FunctionTable(), tuple(preload), int(parent))
+    with quiet_imports():
+        error = _import_all(tuple(preload))
+    serve(socket.socket(fileno=int(fd)), FunctionTable(), (), int(parent), error)
 
 
 if __name__ == "__main__":
