@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.comm._liveness import Identity
 from phalanx.comm._shm import _collectives as through_slots
 from phalanx.comm._shm import _layout as L
+from phalanx.comm._shm._channel import Channel
 from phalanx.comm._shm._engine import Engine, Lane, Steps
 from phalanx.comm._shm._fold import Fold
 from phalanx.comm._shm._join import Interrupt, ShmUnavailable, exchange_identities, join, obstacle
@@ -50,6 +51,7 @@ class ShmTransport(Transport):
         self._peers = peers
         self._engine = Engine(segment, peers, timeout, threaded=threaded)
         self._window = Window(self._engine)
+        self._channels: dict[int, Channel] = {}
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
         self._at_exit = weakref.finalize(self, _mark_closed, segment, os.getpid())
 
@@ -144,10 +146,18 @@ class ShmTransport(Transport):
         return self._start(through_slots.scatter(self._window, output, inputs, src), async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
-        raise NotImplementedError
+        channel = self._channel(dst)
+        return self._start(channel.send(tensor, tag), async_op, channel.sending)
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
-        raise NotImplementedError
+        channel = self._channel(src)
+        return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
+
+    def _channel(self, peer: int) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            channel = self._channels[peer] = Channel(self._engine, peer)
+        return channel
 
     def barrier(self, *, async_op: bool) -> Work:
         return self._start(through_slots.barrier(self._window), async_op)
@@ -163,4 +173,5 @@ class ShmTransport(Transport):
         self._at_exit.detach()
         self._window.forget_views()
         self._folds.clear()
+        self._channels.clear()
         self._peers.close()
