@@ -248,7 +248,7 @@ def all_to_all(w: Window, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -
             w.check(n, call)
             count = max([count, *(w.detail(n, rank, 1) for rank in w.peers)])
             for rank in w.peers:
-                _check_size("all_to_all", w, rank, w.size_for(n, rank, w.rank), taken[rank])
+                check_size("all_to_all", w, rank, w.size_for(n, rank, w.rank), taken[rank])
         for rank in w.peers:
             if taken[rank] > done:
                 w.get(n, rank, outputs[rank].data_ptr() + done, min(piece, taken[rank] - done), w.rank * piece)
@@ -278,7 +278,7 @@ def gather(w: Window, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int
             w.check(n, call)
             count = max([count, *(w.detail(n, rank, 1) for rank in w.peers)])
             for rank in w.peers if outputs is not None else ():
-                _check_size("gather", w, rank, w.detail(n, rank, 2), nbytes_of(outputs[rank]))
+                check_size("gather", w, rank, w.detail(n, rank, 2), nbytes_of(outputs[rank]))
         for rank in w.peers if outputs is not None else ():
             if (size := nbytes_of(outputs[rank])) > done:
                 w.get(n, rank, outputs[rank].data_ptr() + done, min(piece, size - done))
@@ -313,14 +313,14 @@ def scatter(w: Window, output: Tensor, inputs: Sequence[Tensor] | None, src: int
             if i == 0:
                 w.check(n, call, (src,))
                 count = w.detail(n, src, 1)
-                _check_size("scatter", w, src, w.size_for(n, src, w.rank), size)
+                check_size("scatter", w, src, w.size_for(n, src, w.rank), size)
             if size > done:
                 w.get(n, src, output.data_ptr() + done, min(piece, size - done), w.rank * piece)
         w.took(n)
         i += 1
 
 
-def _check_size(kind: str, w: Window, rank: int, sent: int, expected: int) -> None:
+def check_size(kind: str, w: Window, rank: int, sent: int, expected: int) -> None:
     if sent != expected:
         raise CollectiveMismatch(
             f"{kind}: rank {rank} sends {sent} bytes to rank {w.rank}, whose output takes {expected}"

@@ -42,7 +42,6 @@ HEADER_WORDS = PAGE // 8
 READY, TAKEN, BELL, ASLEEP, STATE, CALLS = 0, 1, LINE, LINE + 1, 2 * LINE, 3 * LINE
 CALL_WORDS = 8
 REGIONS = 1024
-REGION_WORDS = 4
 
 # values of STATE
 OPEN, CLOSED, FAILED = 0, 1, 2
@@ -79,7 +78,7 @@ class Layout:
 
     @property
     def block_words(self) -> int:
-        return _up(self.regions_word + REGIONS * REGION_WORDS, PAGE // 8)
+        return _up(self.regions_word + REGIONS, PAGE // 8)
 
     @property
     def channels_word(self) -> int:

@@ -18,13 +18,17 @@ from torch import Tensor
 
 from phalanx.comm._liveness import Identity
 from phalanx.comm._shm import _collectives as through_slots
+from phalanx.comm._shm import _direct as direct
 from phalanx.comm._shm import _layout as L
 from phalanx.comm._shm._channel import Channel
+from phalanx.comm._shm._collectives import nbytes_of
 from phalanx.comm._shm._engine import Engine, Lane, Steps
 from phalanx.comm._shm._fold import Fold
 from phalanx.comm._shm._join import Interrupt, ShmUnavailable, exchange_identities, join, obstacle
 from phalanx.comm._shm._layout import Layout
+from phalanx.comm._shm._memory import shared_empty
 from phalanx.comm._shm._peers import Peers
+from phalanx.comm._shm._regions import Regions
 from phalanx.comm._shm._segment import Segment
 from phalanx.comm._shm._window import Window
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
@@ -51,6 +55,7 @@ class ShmTransport(Transport):
         self._peers = peers
         self._engine = Engine(segment, peers, timeout, threaded=threaded)
         self._window = Window(self._engine)
+        self._regions = Regions(segment, peers.pids)
         self._channels: dict[int, Channel] = {}
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
         self._at_exit = weakref.finalize(self, _mark_closed, segment, os.getpid())
@@ -108,34 +113,49 @@ class ShmTransport(Transport):
         return fold
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        return self._start(through_slots.all_reduce(self._window, tensor, self._fold(op, tensor.dtype), op), async_op)
+        fold = self._fold(op, tensor.dtype)
+        if self._is_large(tensor):
+            return self._start(direct.all_reduce(self._window, self._regions, tensor, fold, op), async_op)
+        return self._start(through_slots.all_reduce(self._window, tensor, fold, op), async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         fold = self._fold(op, tensor.dtype)
         return self._start(through_slots.reduce(self._window, tensor, fold, op, dst), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
+        if self._is_large(tensor):
+            return self._start(direct.broadcast(self._window, self._regions, tensor, src), async_op)
         return self._start(through_slots.broadcast(self._window, tensor, src), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
+        if any(map(self._is_large, outputs)):
+            return self._start(direct.all_gather(self._window, self._regions, outputs, tensor), async_op)
         return self._start(through_slots.all_gather(self._window, outputs, tensor), async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
-        parts = output.view(self.size, -1) if output.numel() else output.view(1, 0).expand(self.size, 0)
-        return self._start(through_slots.all_gather(self._window, parts.unbind(0), tensor), async_op)
+        return self.all_gather(self._parts(output), tensor, async_op=async_op)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
     ) -> Work:
         fold = self._fold(op, output.dtype)
+        if any(map(self._is_large, inputs)):
+            steps = direct.reduce_scatter(self._window, self._regions, output, inputs, fold, op)
+            return self._start(steps, async_op)
         return self._start(through_slots.reduce_scatter(self._window, output, inputs, fold, op), async_op)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        parts = tensor.view(self.size, -1) if tensor.numel() else tensor.view(1, 0).expand(self.size, 0)
-        return self.reduce_scatter(output, parts.unbind(0), op, async_op=async_op)
+        return self.reduce_scatter(output, self._parts(tensor), op, async_op=async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
-        return self._start(through_slots.all_to_all(self._window, outputs, inputs), async_op)
+        return self._start(direct.all_to_all(self._window, self._regions, outputs, inputs), async_op)
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        """Whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
+        return nbytes_of(tensor) > self._window.slot_bytes
+
+    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.view(self.size, -1).unbind(0) if whole.numel() else [whole] * self.size
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         outputs = outputs if self.rank == dst else None
@@ -162,6 +182,9 @@ class ShmTransport(Transport):
     def barrier(self, *, async_op: bool) -> Work:
         return self._start(through_slots.barrier(self._window), async_op)
 
+    def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return shared_empty(shape, dtype)
+
     def abort(self, cause: BaseException) -> None:
         self._engine.fail(cause)
 
@@ -174,4 +197,5 @@ class ShmTransport(Transport):
         self._window.forget_views()
         self._folds.clear()
         self._channels.clear()
+        self._regions.close()
         self._peers.close()
