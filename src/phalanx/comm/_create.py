@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm._auto import connect_auto
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._group import DEFAULT_TIMEOUT, Group, Interrupt
@@ -80,10 +81,10 @@ def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
 
 
 def choose_backend(backend: str) -> str:
-    """The transport's name; ``auto`` is nccl where every rank has a GPU to itself, else gloo."""
+    """The transport's name; ``auto`` is nccl where every rank has a GPU to itself, else decided by ``_auto``."""
     if backend != "auto":
         return backend
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "auto"
 
 
 def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identity]:
@@ -122,6 +123,8 @@ def _identity(rank: int, data: bytes) -> Identity:
 
 
 def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
+    if backend == "auto":
+        return connect_auto(place, peers, interrupt, lambda: _connect(place, "gloo", peers, interrupt))
     engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place))
     failures = FailureDetector(
         rank=place.rank,
