@@ -51,17 +51,18 @@ class Mean:
 
 
 class Sometimes(nn.Module):
-    """Has a parameter that only some steps use, and one that none does."""
+    """Has a parameter that only some steps use, one that none does, and a buffer that the result depends on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
         self.extra = nn.Parameter(torch.ones(5))
         self.never = nn.Parameter(torch.ones(3))
-        self.calls = 0
+        self.register_buffer("drift", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.inner(x)
+        out = self.inner(x) + self.drift
+        self.drift = self.drift + 0.1 * x.mean()
         return out * self.extra if torch.rand(()) < 0.05 else out
 
 

@@ -16,7 +16,6 @@ class Buffers:
         self.module = module
         self._names = [name for name, _ in module.named_buffers()]
         self._start: list[Tensor] = []
-        self._seen: list[tuple[int, int]] = []
 
     def live(self) -> list[Tensor]:
         """The buffers now; a module may replace one by assignment, so they are looked up each time."""
@@ -33,19 +32,11 @@ class Buffers:
         live = self.live()
         if not self._start:
             self._start = [buffer.detach().clone() for buffer in live]
-        else:
-            for start, buffer in zip(self._start, live, strict=True):
-                start.copy_(buffer.detach())
-        self._mark(live)
+        elif live:
+            torch._foreach_copy_(self._start, [buffer.detach() for buffer in live])
 
     def restore(self) -> None:
-        """Put the step's buffers back, where a slot changed them."""
-        live = self.live()
-        with torch.no_grad():
-            for start, buffer, seen in zip(self._start, live, self._seen, strict=True):
-                if seen != (id(buffer), buffer._version):
-                    buffer.copy_(start)
-        self._mark(live)
-
-    def _mark(self, live: list[Tensor]) -> None:
-        self._seen = [(id(buffer), buffer._version) for buffer in live]
+        """Put the step's buffers back. All of them: BatchNorm's kernel changes its statistics without a trace."""
+        live = [buffer.detach() for buffer in self.live()]
+        if live and self._start:
+            torch._foreach_copy_(live, self._start)

@@ -287,6 +287,7 @@ class Job:
         while True:
             try:
                 self.check_group()
+                self.roster.waiting(True)
                 if self.seat.group is not None:
                     self.seat.group.barrier()
                 self.roster.declare_done()
@@ -312,7 +313,9 @@ class Job:
             self._seat = seat
             try:
                 self._exchange = Exchange(seat.group, self.num_slots, self.pool)
+                self.roster.waiting(True)
                 bring_level(self, seat)
+                self.roster.waiting(False)
                 break
             except LOST as error:
                 take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from phalanx import membership
@@ -18,7 +18,7 @@ from phalanx.errors import CommError, PeerLost, PhalanxError
 from phalanx.world import World
 
 from ._seats import Ready, Round, Seat, choose_round
-from ._watcher import Signals, Watcher, num_leaving_key, num_ready_key
+from ._watcher import PROGRESS_EVERY, Signals, Watcher, num_leaving_key, num_ready_key, report_progress
 
 
 DONE_KEY = "elastic/done"
@@ -65,6 +65,9 @@ class Roster(Protocol):
     def report(self, step: int) -> None:
         """Progress, for whoever looks for hangs."""
 
+    def waiting(self, is_waiting: bool) -> None:
+        """Whether this worker waits for others, and so cannot progress by itself."""
+
     def close(self) -> None: ...
 
 
@@ -103,6 +106,9 @@ class FixedRoster:
         return True  # this worker has committed all steps, and those of the others that have not are not helped by it
 
     def report(self, step: int) -> None:
+        pass
+
+    def waiting(self, is_waiting: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -165,7 +171,7 @@ class StoreRoster:
 
     def _take_seat(self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False) -> Seat:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        wait = _Wait(self.timeout)
+        wait = _Wait(self.timeout, lambda count: report_progress(self._store, self.worker_id, mine.step, count))
         round_ = first_round
         while True:
             done, broken, members, record = self._store.get_many(
@@ -288,6 +294,10 @@ class StoreRoster:
         if self._watcher is not None:
             self._watcher.step = step
 
+    def waiting(self, is_waiting: bool) -> None:
+        if self._watcher is not None:
+            self._watcher.is_waiting = is_waiting
+
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.stop()
@@ -298,16 +308,23 @@ class StoreRoster:
 
 
 class _Wait:
-    """Short sleeps that grow, up to a deadline."""
+    """Short sleeps that grow, up to a deadline; ``report`` is called now and then with a growing number."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, report: Callable[[int], None]) -> None:
         self.timeout = timeout
-        self._began = time.monotonic()
+        self._report = report
+        self._began = self._reported = time.monotonic()
         self._sleep = 0.002
+        self._count = 0
 
     def a_little(self, what: str) -> None:
-        if time.monotonic() - self._began > self.timeout:
+        now = time.monotonic()
+        if now - self._began > self.timeout:
             raise RegroupTimeout(f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?")
+        if now - self._reported > PROGRESS_EVERY:
+            self._count += 1
+            self._reported = now
+            self._report(-self._count)
         time.sleep(self._sleep)
         self._sleep = min(self._sleep * 1.2, 0.05)
 

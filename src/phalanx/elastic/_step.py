@@ -157,7 +157,9 @@ class Step:
             job.check_group()
             if self._partials.pieces:
                 self._partials.pieces[0][1].scalars.add_(job.wishes())
+            job.roster.waiting(True)
             self._root = job.exchange.reduce(self._partials)
+            job.roster.waiting(False)
         except LOST as error:
             self._partials.abandon()
             self._drop()

@@ -16,6 +16,7 @@ import torch
 from phalanx.errors import PhalanxError
 
 from ._seats import FRESH, Seat, choose_source
+from ._state import digest
 from ._stream import receive_state, send_state
 
 if TYPE_CHECKING:
@@ -62,9 +63,24 @@ def bring_level(job: Job, seat: Seat) -> None:
         job.load_state_dict(receive_state(seat.group, source))
         job.events.emit("received", step=job.step, source=seat.workers[source])
     if job.run.verify:
-        digests = seat.group.all_gather_values(job.digest())
-        if len(set(digests)) > 1:
-            raise WorkersDiffer(f"after a regroup at step {job.step} the digests differ: {dict(zip(seat.workers, digests))}")
+        _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
+
+
+def _digests(job: Job) -> dict[str, str]:
+    parts = job.state_dict()["parts"]
+    named = {"position": job.schedule.state_dict(), "optimizer": parts["optimizer"]}
+    for kind in ("model", "buffers", "others"):
+        named |= {f"{kind} {name}": value for name, value in parts[kind].items()}
+    return {name: digest(value) for name, value in named.items()}
+
+
+def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> None:
+    for worker, one in zip(workers, told, strict=True):
+        different = [name for name, value in told[0].items() if one.get(name) != value]
+        if different:
+            raise WorkersDiffer(
+                f"after a regroup at step {job.step}, workers {workers[0]} and {worker} differ in {', '.join(different)}"
+            )
 
 
 def _identity(job: Job) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Signals:
 class Watcher:
     def __init__(self, store: Store, seat: Seat, worker_id: str, signals: Signals) -> None:
         self.step = -1
+        self.is_waiting = False
+        """Whether the main thread waits for other workers: then it is not the one that hangs."""
         self._store = store
         self._seat = seat
         self._worker_id = worker_id
@@ -41,6 +43,7 @@ class Watcher:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
         self._reported: tuple[int, float] = (-1, 0.0)
+        self._num_waits = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -84,9 +87,17 @@ class Watcher:
 
     def _report(self) -> None:
         step, now = self.step, time.monotonic()
-        if step != self._reported[0] and now - self._reported[1] >= PROGRESS_EVERY:
-            self._store.set(membership.progress_key(self._worker_id), json.dumps({"step": step}).encode())
-            self._reported = (step, now)
+        if now - self._reported[1] < PROGRESS_EVERY or (step == self._reported[0] and not self.is_waiting):
+            return
+        self._num_waits += self.is_waiting
+        report_progress(self._store, self._worker_id, step, self._num_waits)
+        self._reported = (step, now)
+
+
+def report_progress(store: Store, worker_id: str, step: int, num_waits: int) -> None:
+    """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
+    record = {"step": step, "waits": num_waits}
+    store.set(membership.progress_key(worker_id), json.dumps(record).encode())
 
 
 def num_ready_key(generation: int) -> str:
