@@ -70,7 +70,12 @@ def make_model() -> nn.Module:
     torch.manual_seed(0)
     return Sometimes(
         nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 5)
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(288, 5),
         )
     )
 
@@ -81,7 +86,9 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def make_job(kind: str = "adamw", parts: int = 1, num_workers: int = 0, length: int = 203, **keywords: Any) -> Job:
+def make_job(
+    kind: str = "adamw", parts: int = 1, num_workers: int = 0, length: int = 203, **keywords: Any
+) -> Job:
     model = make_model()
     optimizer = make_optimizer(kind, model)
     mean = Mean(model)

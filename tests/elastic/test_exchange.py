@@ -13,7 +13,12 @@ from phalanx.elastic._slots import fold
 
 pytestmark = pytest.mark.fast
 
-SHAPES = [((3, 5), torch.float32), ((70_000,), torch.float32), ((7,), torch.bfloat16), ((2, 2), torch.float64)]
+SHAPES = [
+    ((3, 5), torch.float32),
+    ((70_000,), torch.float32),
+    ((7,), torch.bfloat16),
+    ((2, 2), torch.float64),
+]
 BUFFERS = [torch.arange(5), torch.rand(3), torch.tensor(True), torch.rand(2, dtype=torch.float64)]
 
 
@@ -31,7 +36,9 @@ def reference(num_slots):
     slots = gradients(num_slots)
     sums = []
     for i, (shape, dtype) in enumerate(SHAPES):
-        leaves = {(s, s + 1): torch.zeros(shape, dtype=dtype) if g[i] is None else g[i] for s, g in enumerate(slots)}
+        leaves = {
+            (s, s + 1): torch.zeros(shape, dtype=dtype) if g[i] is None else g[i] for s, g in enumerate(slots)
+        }
         sums.append(fold(num_slots, leaves, torch.add))
     return sums
 

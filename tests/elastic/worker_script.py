@@ -20,16 +20,17 @@ def main() -> None:
     directory, num_steps, pace = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     saves = Saves(directory=directory / "saves", every=5) if "--save" in sys.argv else None
     job = make_job(
-        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=60), saves=saves
+        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=60),
+        saves=saves,
     )
-    (directory / f"pid-{job.roster.worker_id}").write_text(str(os.getpid()))
+    (directory / f"pid-{job.worker_id}").write_text(str(os.getpid()))
     for step in job.steps(max_steps=num_steps):
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
             time.sleep(pace)
         if step.commit(max_grad_norm=1.0):
             job.mean.update(job.model)
-    (directory / f"digest-{job.roster.worker_id}").write_text(f"{job.step} {job.digest()}")
+    (directory / f"digest-{job.worker_id}").write_text(f"{job.step} {job.digest()}")
 
 
 if __name__ == "__main__":

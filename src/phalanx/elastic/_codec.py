@@ -56,16 +56,22 @@ class _Encoder:
         if isinstance(value, (torch.dtype, torch.device)):
             return {"$": type(value).__name__, "v": str(value).removeprefix("torch.")}
         raise StateTypeError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a job's state may hold tensors, numbers, "
-            "text, bytes, None, arrays, and lists, tuples, sets and dicts of them. "
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a job's state may hold tensors, "
+            "numbers, text, bytes, None, arrays, and lists, tuples, sets and dicts of them. "
             "Give the object a state_dict() that returns such values."
         )
 
     def _tensor(self, tensor: Tensor, path: str) -> int:
         if tensor.layout != torch.strided or tensor.is_quantized:
-            raise StateTypeError(f"{path} is a {tensor.layout} tensor; a job's state may hold dense tensors only")
+            raise StateTypeError(
+                f"{path} is a {tensor.layout} tensor; a job's state may hold dense tensors only"
+            )
         tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
+        key = (
+            (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel()
+            else (id(tensor),)
+        )
         if key not in self.known:
             self.known[key] = len(self.tensors)
             self.tensors.append(tensor)
@@ -106,7 +112,11 @@ def decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "array":
-        return np.frombuffer(base64.b64decode(value), dtype=np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+        return (
+            np.frombuffer(base64.b64decode(value), dtype=np.dtype(tree["dtype"]))
+            .reshape(tree["shape"])
+            .copy()
+        )
     if kind == "dtype":
         return dtype_from_name(value)
     if kind == "device":

@@ -1,39 +1,35 @@
 """Job: training that goes on when workers die, leave or join, with the bits of an undisturbed run.
 
-Owns the loop: it hands out steps, and between and inside them takes a new seat (``_roster``), brings all workers to the
-same state (``_sync``) and goes on. What a step computes is ``_step``'s business, what a state is ``_state``'s.
+Owns the loop and the parts of the job. Who the other workers are, and how that changes, is ``_team``'s business, what a
+step computes ``_step``'s, what a state is ``_state``'s.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.data import ElasticBatchSampler
-from phalanx.errors import CommError
 
 from ._buffers import Buffers
-from ._exchange import Exchange
-from ._layout import SCALARS, Layout
-from ._leave import LeaveRequest
+from ._evaluate import evaluate
+from ._layout import Layout
 from ._loading import Fetcher, Loading
-from ._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
+from ._options import Callbacks, DataOptions, RunOptions, Saves
 from ._partials import Pool
 from ._progress import Progress
 from ._records import Audit, Events
-from ._roster import JobOver, make_roster
+from ._roster import make_roster
 from ._saving import Saving
 from ._schedule import Schedule
-from ._seats import Ready, Seat
 from ._state import Parts, State, Stateful, digest
-from ._step import LOST, Step
-from ._sync import bring_level, fingerprint
+from ._step import Step
+from ._sync import fingerprint
+from ._team import Team
 
 MAX_WORKERS = 1024
 
@@ -85,7 +81,9 @@ class Job:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         _check_optimizer(optimizer, model)
         others = {"scheduler": scheduler, "scaler": scaler}
-        self._parts = Parts(model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})})
+        self._parts = Parts(
+            model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
+        )
         self.buffers = Buffers(model)
         self.pool = Pool(Layout.of(self.params, self.buffers.live()), MAX_WORKERS)
         sampler = ElasticBatchSampler(
@@ -93,17 +91,18 @@ class Job:
         )
         self.schedule = Schedule(sampler, data.parts)
         self.loading = Loading(Fetcher(dataset, data.collate_fn, seed), data.num_workers)
-        self.roster = make_roster(run.group, comm_timeout=run.timeout)
+        roster = make_roster(run.group, comm_timeout=run.timeout)
         logs = None if run.log_dir is None else Path(run.log_dir)
-        name = self.roster.worker_id.replace("/", "_")
+        name = roster.worker_id.replace("/", "_")
         self.audit = Audit(logs and logs / f"audit-{name}.jsonl")
-        self.events = Events(logs and logs / f"events-{name}.jsonl", self.roster.worker_id)
+        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id)
         self.progress = Progress(run.progress)
         self.saving = Saving(saves, self.events)
-        self.leave = LeaveRequest()
-        self._seat: Seat | None = None
-        self._exchange: Exchange | None = None
+        self.team = Team(self, roster)
         self.is_fresh = True
+        """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
+        self.num_evaluations = 0
+        self.last_evaluation: dict[str, float] = {}
         self._resumes = 0
         self._read_ahead: tuple[int, int, int] | None = None
 
@@ -120,35 +119,24 @@ class Job:
 
     @property
     def generation(self) -> int:
-        return self.seat.generation
+        return self.team.seat.generation
 
     @property
     def rank(self) -> int:
-        return self.seat.rank
+        return self.team.seat.rank
 
     @property
     def world_size(self) -> int:
-        return len(self.seat.workers)
+        return len(self.team.seat.workers)
 
     @property
-    def seat(self) -> Seat:
-        if self._seat is None:
-            raise RuntimeError("the job has not begun; it joins the other workers when its first step is asked for")
-        return self._seat
-
-    @property
-    def exchange(self) -> Exchange:
-        assert self._exchange is not None, "a seat comes with an exchange"
-        return self._exchange
+    def worker_id(self) -> str:
+        return self.team.roster.worker_id
 
     @property
     def lineage(self) -> list[int]:
         """What tells this attempt at a step from earlier ones; later is larger."""
-        return [self._resumes, self.seat.generation, self.seat.round]
-
-    @property
-    def num_carriers(self) -> int:
-        return min(self.world_size, self.num_slots)
+        return [self._resumes, self.team.seat.generation, self.team.seat.round]
 
     def digest(self) -> str:
         """sha256 over weights, optimizer state, the other objects' state and the data position."""
@@ -163,7 +151,7 @@ class Job:
         """
         if epochs is None and max_steps is None:
             raise ValueError("steps() needs epochs or max_steps; expected an end")
-        with self.leave.listen():
+        with self.team.leave.listen():
             try:
                 self.begin()
                 while not self._is_over(epochs, max_steps):
@@ -173,16 +161,19 @@ class Job:
                     step = Step(self)
                     yield step
                     if step.committed:
-                        self._cross_boundary(step)
+                        self._tell_step(step)
+                        self.team.cross_boundary(step)
                     elif not step.dropped:
-                        raise RuntimeError(f"step {step.number} was not committed; call step.commit() in the loop")
-                self._part_together()
+                        raise RuntimeError(
+                            f"step {step.number} was not committed; call step.commit() in the loop"
+                        )
+                self.team.part()
             finally:
                 self.close()
 
     def begin(self) -> None:
         """Join the other workers and take their state; ``steps`` does it."""
-        if self._seat is not None:
+        if self.team.has_begun:
             return
         self.audit.begin(
             {
@@ -192,22 +183,21 @@ class Job:
             }
         )
         self.events.emit("started")
-        began = time.monotonic()
-        self._settle(lambda: self.roster.first_seat(self._ready()), began)
+        self.team.begin()
 
     def close(self) -> None:
         """End threads and files; the state stays in memory and can be looked at and saved."""
         self.loading.close()
         self.saving.wait_idle()
         self.progress.close()
-        self.roster.close()
-        if self._seat is not None and self._seat.group is not None and self.run.group is None:
-            self._seat.group.close()
+        self.team.close()
         self.audit.close()
         self.events.close()
 
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
-        return (epochs is not None and self.epoch >= epochs) or (max_steps is not None and self.step >= max_steps)
+        return (epochs is not None and self.epoch >= epochs) or (
+            max_steps is not None and self.step >= max_steps
+        )
 
     def _check_frozen(self) -> None:
         for name, param in self._frozen:
@@ -219,128 +209,55 @@ class Job:
 
     def _follow_data(self) -> None:
         """Have the loader read along our slots, anew after a regroup and at the beginning of an epoch."""
-        now = (self.seat.generation, self.seat.round, self.epoch)
+        now = (self.generation, self.team.seat.round, self.epoch)
         if now != self._read_ahead:
-            slots = self.exchange.slots
+            slots = self.team.exchange.slots
             self.loading.follow(lambda: self.schedule.ahead(slots))
             self._read_ahead = now
 
-    # -- what Step needs --------------------------------------------------------------------------------------
-
-    @property
-    def is_broken(self) -> bool:
-        return self.roster.signals.broken is not None
-
-    def check_group(self) -> None:
-        if self.roster.signals.broken is not None:
-            raise self.roster.signals.broken
-
-    def wishes(self) -> Tensor:
-        """This worker's part of the numbers that ride along: whether it wants to regroup, whether it leaves."""
-        if self.leave.requested and not self.leave.announced:
-            self.roster.announce_leaving(self.seat)
-            self.leave.announced = True
-        wish = float(self.roster.signals.wish or self.leave.requested)
-        values = {"wish": wish, "leaving": float(self.leave.requested)}
-        return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self.pool.layout.device)
-
     def advance(self, step: Step) -> None:
-        """The optimizer has stepped: move everything else along."""
+        """The optimizer has stepped: move everything else along. For ``Step`` only."""
         self.schedule.sampler.commit(step.number)
         if self.scheduler is not None:
             self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
         self.audit.committed(self.lineage, step.epoch, step.number)
-        self.roster.report(self.step)
+        self.team.roster.report(self.step)
 
-    def recover(self, cause: CommError) -> None:
-        """The group is gone: take a seat in the next generation and bring everyone to the same state."""
-        began = time.monotonic()
-        self.events.emit("lost", generation=self.generation, step=self.step, reason=str(cause))
-        self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause), began)
-
-    # -- boundaries and regroups ------------------------------------------------------------------------------
-
-    def _cross_boundary(self, step: Step) -> None:
+    def _tell_step(self, step: Step) -> None:
         if self.rank == 0:
-            assert step.loss is not None or step.num_samples == 0, "a committed step has a loss"
             self.progress.show(self, step)
             self.events.emit(
-                "step", step=step.number, epoch=step.epoch, loss=step.loss, samples=step.num_samples,
-                generation=self.generation, world_size=self.world_size,
-            )  # fmt: skip
+                "step",
+                step=step.number,
+                epoch=step.epoch,
+                loss=step.loss,
+                samples=step.num_samples,
+                generation=self.generation,
+                world_size=self.world_size,
+            )
         if self.saving.is_due(self.step) and self.rank == 0:
             self.save(wait=False)
-        if not step.wish:
-            return
-        everyone = step.all_leave or not self.roster.can_change
-        if step.leaving and everyone and self.rank == 0 and self.saving.options is not None:
-            self.save()
-        if self.leave.requested or (step.leaving and everyone):
-            self.events.emit("left", step=self.step, generation=self.generation)
-            self.roster.step_aside(self.seat)
-            raise SystemExit(0)
-        began = time.monotonic()
-        self._settle(lambda: self.roster.seat_at_boundary(self.seat, self._ready()), began)
 
-    def _part_together(self) -> None:
-        """Nobody may end before all have committed the last step: one that is behind needs the others."""
-        while True:
-            try:
-                self.check_group()
-                self.roster.waiting(True)
-                if self.seat.group is not None:
-                    self.seat.group.barrier()
-                self.roster.declare_done()
-                return
-            except LOST as error:
-                if self.roster.is_over_after(self.seat, error):
-                    return  # the others got through: all had committed
-                self.recover(error)
+    # -- evaluation -------------------------------------------------------------------------------------------
 
-    def _ready(self) -> Ready:
-        if self.is_fresh:
-            return Ready()
-        return Ready(step=self.step, peers=self.seat.workers)
+    def evaluate(
+        self,
+        dataset: Any,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """Means over a dataset, each sample exactly once, shared out among the workers; the same on all of them.
 
-    def _settle(self, take_seat: Callable[[], Seat], began: float) -> None:
-        """Sit down: agree on the state with everyone in the round, or move on if that fails too."""
-        before = self._seat
-        while True:
-            try:
-                seat = take_seat()
-            except JobOver:
-                raise SystemExit(0) from None  # without the state, what follows the loop makes no sense here
-            self._seat = seat
-            try:
-                self._exchange = Exchange(seat.group, self.num_slots, self.pool)
-                self.roster.waiting(True)
-                bring_level(self, seat)
-                self.roster.waiting(False)
-                break
-            except LOST as error:
-                take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)
-        self.is_fresh = False
-        self._tell(before, seat, time.monotonic() - began)
+        ``function(batch)`` returns means over the batch by name. It runs without gradients on the model in
+        evaluation mode. Call it on every worker, inside the loop after a commit, or after the loop.
 
-    def _tell(self, before: Seat | None, seat: Seat, seconds: float) -> None:
-        old = before.workers if before is not None else ()
-        news = Regrouped(
-            generation=seat.generation,
-            round=seat.round,
-            workers=seat.workers,
-            joined=tuple(w for w in seat.workers if w not in old),
-            left=tuple(w for w in old if w not in seat.workers),
-            step=self.step,
-            seconds=seconds,
-        )
-        self.events.emit("regrouped", **{**vars(news), "rank": seat.rank, "machine": fingerprint()})
-        if before is None:
-            return
-        if self.callbacks.on_regroup is not None:
-            self.callbacks.on_regroup(news)
-        for callback, workers in ((self.callbacks.on_newcomer, news.joined), (self.callbacks.on_leave, news.left)):
-            for worker in workers if callback is not None else ():
-                callback(worker)  # type: ignore[misc]  # the condition is in the line above
+        >>> job.evaluate(test_set, lambda batch: {"loss": loss(batch)}, batch_size=64)     # doctest: +SKIP
+        {'loss': 0.41}
+        """
+        self.begin()
+        return evaluate(self, dataset, function, batch_size, collate_fn)
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -350,6 +267,7 @@ class Job:
             "parts": self._parts.capture(),
             "sampler": self.schedule.state_dict(),
             "resumes": self._resumes,
+            "evaluations": [self.num_evaluations, self.last_evaluation],
             "seed": self.seed,
             "machine": fingerprint(),
         }
@@ -361,6 +279,7 @@ class Job:
         self._parts.apply(state["parts"])
         self.schedule.load_state_dict(state["sampler"])
         self._resumes = state["resumes"]
+        self.num_evaluations, self.last_evaluation = state["evaluations"]
         self.is_fresh = False
 
     def save(self, *, wait: bool = True) -> None:
@@ -385,8 +304,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         for param in group["params"]:
             if id(param) not in known:
                 raise ValueError(
-                    f"the optimizer's group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; "
-                    "build the optimizer from model.parameters() of the same model"
+                    f"the optimizer's group {i} holds a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's; build the optimizer from model.parameters() of the same model"
                 )
-
-

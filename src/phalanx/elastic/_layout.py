@@ -51,7 +51,9 @@ class Layout:
         """Lay out the gradients of ``params`` and the values of ``buffers``."""
         devices = {tensor.device for tensor in [*params, *buffers]} or {torch.device("cpu")}
         if len(devices) > 1:
-            raise ValueError(f"the model is spread over devices {sorted(map(str, devices))}; expected one device")
+            raise ValueError(
+                f"the model is spread over devices {sorted(map(str, devices))}; expected one device"
+            )
         raw_sizes = tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
         dtypes = [torch.float32, *sorted({p.dtype for p in params} - {torch.float32}, key=str)]
         buckets = []
@@ -82,7 +84,9 @@ class Flat:
     def __init__(self, layout: Layout, max_size: int) -> None:
         self.layout = layout
         self.tensors = [
-            torch.zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, dtype=b.dtype, device=layout.device)
+            torch.zeros(
+                layout.chunk(b, max_size) * max_size + ALIGN * max_size, dtype=b.dtype, device=layout.device
+            )
             for b in layout.buckets
         ]
         self.grads: list[Tensor] = [torch.empty(0)] * len(layout.shapes)

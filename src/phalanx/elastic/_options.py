@@ -28,7 +28,9 @@ class DataOptions:
         if self.parts < 1:
             raise ValueError(f"parts is {self.parts}; expected at least 1")
         if self.tail not in ("uneven", "drop"):
-            raise ValueError(f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples")
+            raise ValueError(
+                f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,14 @@ class Audit(JsonLines):
 
     def computed(self, lineage: list[int], epoch: int, step: int, slot: int, indices: list[int]) -> None:
         self.write(
-            {"kind": "slot", "lineage": lineage, "epoch": epoch, "step": step, "slot": slot, "indices": indices}
+            {
+                "kind": "slot",
+                "lineage": lineage,
+                "epoch": epoch,
+                "step": step,
+                "slot": slot,
+                "indices": indices,
+            }
         )
 
     def committed(self, lineage: list[int], epoch: int, step: int) -> None:

@@ -20,7 +20,6 @@ from phalanx.world import World
 from ._seats import Ready, Round, Seat, choose_round
 from ._watcher import PROGRESS_EVERY, Signals, Watcher, num_leaving_key, num_ready_key, report_progress
 
-
 DONE_KEY = "elastic/done"
 
 
@@ -121,7 +120,14 @@ class StoreRoster:
     can_change = True
 
     def __init__(
-        self, store: Store, job: str, worker_id: str, generation: int, *, timeout: float = 600.0, comm_timeout: float
+        self,
+        store: Store,
+        job: str,
+        worker_id: str,
+        generation: int,
+        *,
+        timeout: float = 600.0,
+        comm_timeout: float,
     ) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
@@ -169,9 +175,13 @@ class StoreRoster:
             following = Round(tuple(w for w in members if w in ready or w in seat.workers))
         self._store.compare_and_set(_round_key(g, seat.round + 1), None, following.to_json())
 
-    def _take_seat(self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False) -> Seat:
+    def _take_seat(
+        self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
+    ) -> Seat:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        wait = _Wait(self.timeout, lambda count: report_progress(self._store, self.worker_id, mine.step, count))
+        wait = _Wait(
+            self.timeout, lambda count: report_progress(self._store, self.worker_id, mine.step, count)
+        )
         round_ = first_round
         while True:
             done, broken, members, record = self._store.get_many(
@@ -320,7 +330,9 @@ class _Wait:
     def a_little(self, what: str) -> None:
         now = time.monotonic()
         if now - self._began > self.timeout:
-            raise RegroupTimeout(f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?")
+            raise RegroupTimeout(
+                f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?"
+            )
         if now - self._reported > PROGRESS_EVERY:
             self._count += 1
             self._reported = now
@@ -329,7 +341,9 @@ class _Wait:
         self._sleep = min(self._sleep * 1.2, 0.05)
 
 
-def make_roster(group: Group | None, environ: Mapping[str, str] = os.environ, *, comm_timeout: float) -> Roster:
+def make_roster(
+    group: Group | None, environ: Mapping[str, str] = os.environ, *, comm_timeout: float
+) -> Roster:
     """The roster for where this process runs."""
     world = World.from_env(environ)
     worker_id = environ.get(membership.ENV_WORKER_ID) or f"rank{group.rank if group else world.rank}"

@@ -52,7 +52,13 @@ def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor]
     partial.mkdir()
     tensor_file = partial / "tensors.safetensors"
     save_file({f"{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}, tensor_file)
-    body = {"format": FORMAT, "step": step, "num_tensors": len(tensors), "tensors": _hash_file(tensor_file), "tree": tree}
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "num_tensors": len(tensors),
+        "tensors": _hash_file(tensor_file),
+        "tree": tree,
+    }
     text = json.dumps(body, sort_keys=True)
     (partial / "state.json").write_text(json.dumps({"checksum": _hash(text.encode()), "body": text}))
     for path in [tensor_file, partial / "state.json", partial]:

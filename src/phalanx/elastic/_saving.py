@@ -29,11 +29,17 @@ class Saving:
     def submit(self, step: int, state: State) -> None:
         """Copy the state now, write it in the background."""
         if self.options is None:
-            raise RuntimeError("this job has nowhere to save to; construct it with saves=Saves(directory=...)")
+            raise RuntimeError(
+                "this job has nowhere to save to; construct it with saves=Saves(directory=...)"
+            )
         if self._writer is None:
-            self._writer = SaveWriter(Path(self.options.directory), keep=self.options.keep, on_saved=self._on_saved)
+            self._writer = SaveWriter(
+                Path(self.options.directory), keep=self.options.keep, on_saved=self._on_saved
+            )
         tree, tensors = encode(state)
-        copies = [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+        copies = [
+            tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors
+        ]
         self._writer.submit((step, tree, copies))
 
     def wait_idle(self) -> None:

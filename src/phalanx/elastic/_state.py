@@ -29,7 +29,9 @@ class Stateful(Protocol):
 class Parts:
     """The objects whose state is the job's, by name."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful]
+    ) -> None:
         for name, part in others.items():
             if not isinstance(part, Stateful):
                 raise TypeError(
@@ -91,7 +93,7 @@ def digest(value: Any) -> str:
         if isinstance(item, Tensor):
             sha.update(f"{path}:{item.dtype}{tuple(item.shape)};".encode())
             flat = item.detach().to("cpu").contiguous().reshape(-1)
-            sha.update(flat.view(torch.uint8).numpy())
+            sha.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(item, Mapping):
             for key in sorted(item, key=repr):
                 feed(item[key], f"{path}.{key!r}")

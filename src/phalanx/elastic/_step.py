@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
-
 from ._layout import SCALARS, Flat
 from ._loading import Ticket
 from ._partials import Partials
 from ._rng import derive_seed, seed_everything
+from ._team import LOST
 
 if TYPE_CHECKING:
     from ._job import Job
-
-LOST = (PeerLost, PeerTimeout, GroupAborted)
-"""Errors after which the group is gone but the job goes on in the next generation."""
 
 
 class Micro:
@@ -69,7 +65,7 @@ class Micro:
         value = float(loss.detach())
         if share:  # the mean over no tokens is nan, and nan * 0 is too: leave it out
             scaled = loss if share == 1.0 else loss * share
-            (job.scaler.scale(scaled) if job.scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+            (job.scaler.scale(scaled) if job.scaler is not None else scaled).backward()
         self.step._count(value * share if share else 0.0, share, self.num_samples)
 
     def _pair(self) -> Any:
@@ -87,14 +83,16 @@ class Step:
         self.job = job
         self.number = job.schedule.step
         self.epoch = job.schedule.epoch
-        self.slots = job.exchange.slots
+        self.slots = job.team.exchange.slots
         self.committed = False
         self.dropped = False
         self.loss: float | None = None
         """Weighted mean over all slots of all workers; known after the reduction."""
         self.num_samples = 0
         self.grad_norm: float | None = None
-        self.wish = self.leaving = False
+        self.wish = False
+        """Whether any worker wants to regroup at the boundary after this step."""
+        self.num_leaving = 0
         self._partials = Partials(job.pool, job.num_slots)
         self._sums = dict.fromkeys(("loss", "weight", "samples"), 0.0)
         self._next_slot = self.slots.start
@@ -103,7 +101,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Micro]:
         for slot in self.slots:
-            if self.job.is_broken:
+            if self.job.team.is_broken:
                 return  # commit() will regroup; what follows would be thrown away
             self._begin_slot()
             tickets = self.job.schedule.tickets(self.number, slot)
@@ -148,22 +146,22 @@ class Step:
         job = self.job
         if self.dropped or self._root is not None:
             return not self.dropped
-        if not job.is_broken and self._next_slot != self.slots.stop:
+        if not job.team.is_broken and self._next_slot != self.slots.stop:
             raise RuntimeError(
                 f"step {self.number}: slots {list(range(self._next_slot, self.slots.stop))} of this worker were not "
                 "computed; iterate over the whole step before commit()"
             )
         try:
-            job.check_group()
+            job.team.check()
             if self._partials.pieces:
-                self._partials.pieces[0][1].scalars.add_(job.wishes())
-            job.roster.waiting(True)
-            self._root = job.exchange.reduce(self._partials)
-            job.roster.waiting(False)
+                self._partials.pieces[0][1].scalars.add_(job.team.wishes())
+            job.team.roster.waiting(True)
+            self._root = job.team.exchange.reduce(self._partials)
+            job.team.roster.waiting(False)
         except LOST as error:
             self._partials.abandon()
             self._drop()
-            job.recover(error)
+            job.team.recover(error)
             return False
         self._take(self._root)
         return True
@@ -182,8 +180,7 @@ class Step:
         for param, grad, count in zip(self.job.params, root.grads, used, strict=True):
             param.grad = grad if count else None
         self.num_samples = int(sums["samples"])
-        self.wish, self.leaving = sums["wish"] > 0, sums["leaving"] > 0
-        self.all_leave = sums["leaving"] >= self.job.num_carriers
+        self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
 
     def commit(self, max_grad_norm: float | None = None) -> bool:
         """Apply the update; model, optimizer, scheduler and data position move together.

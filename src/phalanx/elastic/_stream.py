@@ -73,5 +73,3 @@ def _blocks(sizes: list[int]) -> Iterator[list[tuple[int, int, int, int]]]:
                 spans, at = [], 0
     if spans:
         yield spans
-
-

@@ -45,7 +45,13 @@ def bring_level(job: Job, seat: Seat) -> None:
     """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
     step = FRESH if job.is_fresh else job.step
     saved = job.saving.newest_step() if job.is_fresh else None
-    mine = {"step": step, "saved": FRESH if saved is None else saved, "job": _identity(job), "machine": fingerprint()}
+    mine: dict[str, Any] = {
+        "step": step,
+        "saved": FRESH if saved is None else saved,
+        "job": _identity(job),
+        "machine": fingerprint(),
+        "evaluations": [job.num_evaluations, job.last_evaluation],
+    }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
     _check_same(seat, told)
     source = choose_source([(one["step"], one["saved"]) for one in told])
@@ -54,16 +60,27 @@ def bring_level(job: Job, seat: Seat) -> None:
     if seat.group is None:
         return
     behind = [
-        rank for rank, one in enumerate(told) if rank != source and (one["step"] == FRESH or one["step"] < told[source]["step"])
+        rank
+        for rank, one in enumerate(told)
+        if rank != source and (one["step"] == FRESH or one["step"] < told[source]["step"])
     ]
     if seat.rank == source:
         for rank in behind:
-            job.events.emit("sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank))
+            job.events.emit(
+                "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
+            )
     elif seat.rank in behind:
         job.load_state_dict(receive_state(seat.group, source))
         job.events.emit("received", step=job.step, source=seat.workers[source])
+    elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
+        # It was cut off from an evaluation that the others completed.
+        job.num_evaluations, job.last_evaluation = max(told, key=_num_evaluations)["evaluations"]
     if job.run.verify:
         _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
+
+
+def _num_evaluations(told: dict[str, Any]) -> int:
+    return int(told["evaluations"][0])
 
 
 def _digests(job: Job) -> dict[str, str]:
@@ -79,7 +96,8 @@ def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> N
         different = [name for name, value in told[0].items() if one.get(name) != value]
         if different:
             raise WorkersDiffer(
-                f"after a regroup at step {job.step}, workers {workers[0]} and {worker} differ in {', '.join(different)}"
+                f"after a regroup at step {job.step}, workers {workers[0]} and {worker} differ in "
+                f"{', '.join(different)}"
             )
 
 
@@ -89,7 +107,9 @@ def _identity(job: Job) -> dict[str, Any]:
         "slot_batch_size": job.slot_batch_size,
         "seed": job.seed,
         "steps_per_epoch": job.schedule.sampler.steps_per_epoch,
-        "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in zip(job.param_names, job.params, strict=True)],
+        "parameters": digest(
+            [(n, str(p.shape), str(p.dtype)) for n, p in zip(job.param_names, job.params, strict=True)]
+        ),
     }
 
 
@@ -98,16 +118,16 @@ def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
         for name, value in told[0]["job"].items():
             if one["job"][name] != value:
                 raise WorkersDiffer(
-                    f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on {worker}; "
-                    "all workers must run the same script with the same arguments"
+                    f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on "
+                    f"{worker}; all workers must run the same script with the same arguments"
                 )
         different = [name for name, value in told[0]["machine"].items() if one["machine"][name] != value]
         if different:
             ours, theirs = told[0]["machine"], one["machine"]
             listed = ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in different)
             warnings.warn(
-                f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them computes what. "
-                "For equal bits run them alike (RunOptions(threads=1) sets the threads)",
+                f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them "
+                "computes what. For equal bits run them alike (RunOptions(threads=1) sets the threads)",
                 BitsWarning,
                 stacklevel=2,
             )

@@ -58,7 +58,9 @@ def check(records: Iterable[dict[str, Any]]) -> Verdict:
         verdict.problems.append("no job record: no worker began")
         return verdict
     if any(job != jobs[0] for job in jobs):
-        verdict.problems.append(f"workers ran different jobs: {jobs[0]} and {next(j for j in jobs if j != jobs[0])}")
+        verdict.problems.append(
+            f"workers ran different jobs: {jobs[0]} and {next(j for j in jobs if j != jobs[0])}"
+        )
     _check_steps(verdict, jobs[0], computed, winner)
     return verdict
 
@@ -81,7 +83,8 @@ def _check_steps(
             attempts = computed.get((step, lineage, slot), [])
             if len(attempts) != 1:
                 verdict.problems.append(
-                    f"step {step} slot {slot} was computed by {len(attempts)} workers in lineage {list(lineage)}; expected 1"
+                    f"step {step} slot {slot} was computed by {len(attempts)} workers in lineage {list(lineage)}; "
+                    "expected 1"
                 )
                 continue
             num_used += 1
@@ -92,13 +95,17 @@ def _check_steps(
         verdict.num_samples += counts.total()
         repeated = [index for index, count in counts.items() if count > 1]
         if repeated:
-            verdict.problems.append(f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}")
+            verdict.problems.append(
+                f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}"
+            )
         if num_per_epoch[epoch] < job["steps_per_epoch"]:
             continue
         verdict.num_epochs += 1
         missing = job["num_samples_per_epoch"] - len(counts)
         if missing:
-            verdict.problems.append(f"epoch {epoch}: {missing} of {job['num_samples_per_epoch']} samples never committed")
+            verdict.problems.append(
+                f"epoch {epoch}: {missing} of {job['num_samples_per_epoch']} samples never committed"
+            )
 
 
 def check_directory(directory: Path) -> Verdict:
@@ -109,7 +116,10 @@ def check_directory(directory: Path) -> Verdict:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print("usage: python -m phalanx.elastic.audit DIR   (DIR holds the audit-*.jsonl files of a job)", file=sys.stderr)
+        print(
+            "usage: python -m phalanx.elastic.audit DIR   (DIR holds the audit-*.jsonl files of a job)",
+            file=sys.stderr,
+        )
         return 2
     verdict = check_directory(Path(arguments[0]))
     print(verdict)
