@@ -334,7 +334,8 @@ class C10dWork(Work):
                 return
             except RuntimeError as error:
                 if inner.is_completed():
-                    raise
+                    inner.wait(_SLICE)  # it may have succeeded just after the slice ended
+                    return
                 now = time.monotonic()
                 if transport._failures.cause is not None:
                     raise
