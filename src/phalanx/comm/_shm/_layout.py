@@ -41,6 +41,8 @@ HEADER_WORDS = PAGE // 8
 # words of a rank block
 READY, TAKEN, BELL, ASLEEP, STATE, CALLS = 0, 1, LINE, LINE + 1, 2 * LINE, 3 * LINE
 CALL_WORDS = 8
+HISTORY = 7
+"""The last word of a call record: a digest of all calls so far, which tells of an earlier difference."""
 REGIONS = 1024
 
 # values of STATE

@@ -70,8 +70,8 @@ class Peers:
             if state == L.FAILED or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in tokens))
         ]
         if left:
-            # Whoever gave up may have seen a death before this process was told of it.
-            dead = self.dead_among(others)
+            # Whoever gave up may have seen a death before this process was told of it: look for oneself.
+            dead = tuple(sorted(r for who, ranks in self._ranks.items() if not who.is_alive() for r in ranks))
             if dead:
                 return self.lost(dead, "the group was in use")
             return PeerLost(

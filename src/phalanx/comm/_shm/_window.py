@@ -28,6 +28,7 @@ from phalanx.comm._shm._syscalls import copy_bytes, fence
 from phalanx.errors import CollectiveMismatch
 
 _KEPT_VIEWS = 64
+_HISTORY_MASK = (1 << 62) - 1
 
 
 class Window:
@@ -47,6 +48,7 @@ class Window:
             [segment.address + layout.slot(r, k) for k in range(layout.slots)] for r in range(layout.size)
         ]
         self._step = 0
+        self._history = 0
         self._words = segment.words
         blocks = [layout.block(r) for r in range(layout.size)]
         self._blocks = blocks
@@ -82,6 +84,7 @@ class Window:
             words = self._words
             at = self._blocks[self.rank] + L.CALLS + n % self.slots * L.CALL_WORDS
             words[at] = call
+            words[at + L.HISTORY] = self._history = (self._history * 31 + call) & _HISTORY_MASK
             for detail in details:
                 at += 1
                 words[at] = detail
@@ -115,12 +118,17 @@ class Window:
 
     def check(self, n: int, call: int, ranks: Sequence[int] | None = None) -> None:
         """``CollectiveMismatch`` unless these ranks (default: all peers) are in the same collective."""
-        words, at = self._words, L.CALLS + n % self.slots * L.CALL_WORDS
+        words, at, history = self._words, L.CALLS + n % self.slots * L.CALL_WORDS, self._history
         for rank in self.peers if ranks is None else ranks:
-            found = words[self._blocks[rank] + at]
-            if found != call:
+            record = self._blocks[rank] + at
+            if words[record] != call:
                 raise CollectiveMismatch(
-                    f"rank {self.rank} called {describe(call)} but rank {rank} called {describe(found)}; "
+                    f"rank {self.rank} called {describe(call)} but rank {rank} called {describe(words[record])}; "
+                    "every rank must call the same collectives in the same order with matching tensors"
+                )
+            if words[record + L.HISTORY] != history:
+                raise CollectiveMismatch(
+                    f"rank {self.rank} and rank {rank} both called {describe(call)} now, but something else before; "
                     "every rank must call the same collectives in the same order with matching tensors"
                 )
 
