@@ -23,6 +23,8 @@ def main() -> None:
         run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=60),
         saves=saves,
     )
+    (directory / "store").write_text(os.environ.get("PHALANX_STORE", ""))
+    (directory / "job").write_text(os.environ.get("PHALANX_JOB", ""))
     (directory / f"pid-{job.worker_id}").write_text(str(os.getpid()))
     for step in job.steps(max_steps=num_steps):
         for micro in step:
