@@ -21,11 +21,15 @@ PRELOAD = "torch._dynamo,phalanx.elastic"
 class Cluster:
     """One agent and its workers; everything that it writes is under ``directory``."""
 
-    def __init__(self, directory: Path, num_workers: int, num_steps: int = 60, pace: float = 0.01, **options: str) -> None:
+    def __init__(
+        self, directory: Path, num_workers: int, num_steps: int = 60, pace: float = 0.01, **options: str
+    ) -> None:
         self.directory = directory
         self.size = num_workers
         directory.mkdir(parents=True, exist_ok=True)
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"]
+        flags = [
+            f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
+        ]
         script_flag = [options["script_flag"]] if "script_flag" in options else []
         self.output = (directory / "output").open("wb")
         self.process = subprocess.Popen(
@@ -64,7 +68,9 @@ class Cluster:
     def wait_until(self, condition, what: str, timeout: float = 90.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, (
+                f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
+            )
             assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-4000:]}"
             time.sleep(0.02)
 

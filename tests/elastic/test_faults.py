@@ -16,7 +16,9 @@ NUM_STEPS = 60
 def undisturbed(tmp_path_factory):
     """Steps and digest of the same script in one process, without a launcher."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run([sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=100
+    )
     return (directory / "digest-rank0").read_text()
 
 
@@ -38,8 +40,10 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
     cluster.wait_step(10)
     first, second, third = cluster.pids()
     cluster.signal(second)
-    cluster.wait_until(lambda: [r for r in cluster.events("regrouped") if r["left"]], "regroup of the survivors")
-    survived = [r for r in cluster.events("regrouped") if r["left"]][0]
+    cluster.wait_until(
+        lambda: [r for r in cluster.events("regrouped") if r["left"]], "regroup of the survivors"
+    )
+    survived = next(r for r in cluster.events("regrouped") if r["left"])
     assert survived["workers"] == [first, third], "survivors did not wait for the replacement"
     cluster.wait_workers(3)
     verdict = cluster.finish()
@@ -73,7 +77,7 @@ def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):
     cluster.wait_step(5)
     cluster.resize(3)
     cluster.wait_workers(3)
-    leaver = list(cluster.pids())[0]
+    leaver = next(iter(cluster.pids()))
     cluster.signal(leaver, signal.SIGTERM)
     cluster.wait_until(lambda: leaver not in cluster.pids(), "the leaver's end")
     verdict = cluster.finish()

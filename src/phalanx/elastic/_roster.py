@@ -53,7 +53,10 @@ class Roster(Protocol):
     def announce_leaving(self, seat: Seat) -> None: ...
 
     def step_aside(self, seat: Seat) -> None:
-        """Called by a leaving worker at its last boundary, after the others know that it leaves."""
+        """Called by a leaving worker at its last boundary: returns when the others have crossed it too.
+
+        Were it to exit before, they would take it for dead and drop the step that they are just committing.
+        """
 
     def declare_done(self) -> None:
         """All workers have committed the last step."""
@@ -154,6 +157,7 @@ class StoreRoster:
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         self._stop_watching()
         generation = seat.generation
+        self._store.add(_crossed_key(seat))
         if seat.rank == 0:
             self._close_round(seat)
         found = self._take_seat(generation, mine, first_round=seat.round + 1, declared=True)
@@ -287,11 +291,20 @@ class StoreRoster:
         self._store.set(membership.leaving_key(seat.generation, self.worker_id), b"1")
         self._store.add(num_leaving_key(seat.generation))
 
-    def step_aside(self, seat: Seat) -> None:
+    def step_aside(self, seat: Seat, patience: float = 5.0) -> None:
         self._stop_watching()
         self._store.compare_and_set(
             _round_key(seat.generation, seat.round + 1), None, Round(move_to=seat.generation + 1).to_json()
         )
+        self._store.add(_crossed_key(seat))
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            crossed, broken = self._store.get_many(
+                [_crossed_key(seat), membership.broken_key(seat.generation)]
+            )
+            if int(crossed or 0) >= len(seat.workers) or broken is not None:
+                return
+            time.sleep(0.002)
 
     def declare_done(self) -> None:
         self._store.set(DONE_KEY, b"1")
@@ -358,6 +371,11 @@ def make_roster(
 
 def _ready_key(generation: int, worker: str) -> str:
     return f"elastic/{generation}/ready/{worker}"
+
+
+def _crossed_key(seat: Seat) -> str:
+    """How many workers have committed the last step of a round."""
+    return f"elastic/{seat.generation}/crossed/{seat.round}"
 
 
 def _round_key(generation: int, round_: int) -> str:

@@ -20,6 +20,8 @@ from ._seats import Seat
 
 TICK = 0.02
 PROGRESS_EVERY = 0.25
+PATIENCE = 10.0
+"""Seconds that a step may go on when its generation was ended although no worker is gone."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
         self._reported: tuple[int, float] = (-1, 0.0)
         self._num_waits = 0
+        self._broken_since = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -71,8 +74,12 @@ class Watcher:
             [membership.broken_key(g), membership.wanted_key(g), num_ready_key(g), num_leaving_key(g)]
         )
         if broken is not None:
-            self._break(membership.Broken.from_json(broken).reason)
-            return True
+            record = membership.Broken.from_json(broken)
+            self._broken_since = self._broken_since or time.monotonic()
+            if record.workers or time.monotonic() - self._broken_since > PATIENCE:
+                self._break(record.reason)
+                return True
+            self._signals.wish = True  # nobody is gone: the step under way can be finished
         at_the_door = int(num_ready or 0) > len(self._seat.workers)
         if wanted is not None or at_the_door or num_leaving is not None:
             self._signals.wish = True
