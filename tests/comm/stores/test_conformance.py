@@ -200,7 +200,7 @@ class TestWait:
 
     def test_timeout_names_the_missing_keys_and_the_address(self, store: Store) -> None:
         store.set("there", b"")
-        with pytest.raises(StoreTimeout, match="absent1.*absent2") as caught:
+        with pytest.raises(StoreTimeout, match=r"absent1.*absent2") as caught:
             store.wait(["absent1", "there", "absent2"], 0.1)
         assert "'there'" not in str(caught.value)
         assert store.address in str(caught.value)
