@@ -118,14 +118,18 @@ class TestServerGone:
             assert caught.value.address == url
 
 
+def read_for_ever(store: Store) -> None:
+    while True:
+        store.get("k")
+
+
 def test_a_tcp_server_that_hangs_counts_as_lost() -> None:
     with servers.tcp_server() as server:
         store = connect(server.url)
         store.set("k", b"v")
         os.kill(server.process.pid, signal.SIGSTOP)
         with pytest.raises(StoreLost) as caught:
-            for _ in range(100):  # the signal takes effect a moment later
-                store.get("k")
+            read_for_ever(store)  # the signal takes effect a moment later
         assert caught.value.address == server.url
         os.kill(server.process.pid, signal.SIGCONT)
         with pytest.raises(StoreLost):  # for good: late answers must not be taken for new ones
@@ -208,46 +212,64 @@ def test_the_keys_of_a_killed_owner_vanish(shared_url: str, processes: Any, tmp_
     with store.watch("node") as watch:
         while store.get("node") is not None:  # already gone when this process was slow
             watch.wait(60)
-    assert connect(shared_url).namespace(space).items() == {}
+    with connect(shared_url) as late:
+        assert late.namespace(space).items() == {}
     root.close()
 
 
-def test_sixteen_clients_in_four_processes_lose_nothing(
-    shared_url: str, processes: Any, tmp_path: Path
-) -> None:
-    space = f"count/{tmp_path.name}"
-    store = connect(shared_url).namespace(space)
-    # Sixteen interpreters that import torch would take a minute here: four processes with four clients each.
-    clients = [processes(FOUR_CLIENTS, shared_url, space) for _ in range(4)]
-    for client in clients:
-        assert client.stdout.readline() == "ready\n"
-    store.set("go", b"")
-    numbers = [number for client in clients for number in json.loads(client.stdout.readline())]
-    assert sorted(numbers) == list(range(1, 161))
-    assert sorted(int(word) for word in (store.get("list") or b"").split()) == list(range(1, 161))
-    assert store.get("n") == b"160"
-
-
-FOUR_CLIENTS = """
-import json, sys
-from concurrent.futures import ThreadPoolExecutor
+# One import of torch for all processes: the rest are forked after it, before any thread or store exists.
+FORK = """
+import json, os, sys, traceback
 from phalanx.comm.stores import connect
 
-def work(store):
-    numbers = [store.add("n") for _ in range(10)]
+def fork_all(count, work):
+    pids = []
+    for index in range(count):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with connect(sys.argv[1]) as root:
+                    work(index, root)
+                sys.stdout.flush()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    sys.exit(any([os.waitpid(pid, 0)[1] for pid in pids]))
+"""
+
+COUNT = """
+def work(index, root):
+    store = root.namespace(sys.argv[2])
+    store.add("ready")
+    store.wait(["go"], 60)
+    numbers = [store.add("n") for _ in range(5)]
     for number in numbers:
         done = False
         while not done:
             before = store.get("list")
             done = store.compare_and_set("list", before, (before or b"") + b"%d " % number)
-    return numbers
+    print(json.dumps(numbers))
 
-stores = [connect(sys.argv[1]).namespace(sys.argv[2]) for _ in range(4)]
-print("ready", flush=True)
-stores[0].wait(["go"], 100)
-with ThreadPoolExecutor(4) as pool:
-    print(json.dumps([n for numbers in pool.map(work, stores) for n in numbers]), flush=True)
+fork_all(16, work)
 """
+
+
+def test_sixteen_processes_lose_nothing(shared_url: str, processes: Any, tmp_path: Path) -> None:
+    space = f"count/{tmp_path.name}"
+    clients = processes(FORK + COUNT, shared_url, space)
+    with connect(shared_url) as root:
+        store = root.namespace(space)
+        servers.wait_until(lambda: store.get("ready") == b"16", 100)
+        store.set("go", b"")
+        lines = [json.loads(clients.stdout.readline()) for _ in range(16)]
+        assert clients.wait(60) == 0
+        assert sorted(number for numbers in lines for number in numbers) == list(range(1, 81))
+        assert sorted(int(word) for word in (store.get("list") or b"").split()) == list(range(1, 81))
+        assert store.get("n") == b"80"
 
 
 HOLD_LOCK = """
@@ -283,34 +305,34 @@ def test_the_lock_file_is_free_after_a_write(tmp_path: Path) -> None:
 
 
 GLOO = """
-import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from phalanx.comm.stores import connect
-torch.set_num_threads(1)
-rank, root = int(sys.argv[2]), connect(sys.argv[1])
-for generation in range(2):
-    store = root.namespace(f"{sys.argv[3]}/{generation}").as_c10d()
-    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-    tensor = torch.full((5,), float(rank + 1))
-    group.allreduce([tensor]).wait()
-    assert tensor.tolist() == [3.0] * 5, tensor
-store = root.namespace(f"{sys.argv[3]}/default").as_c10d()
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-dist.barrier()
-print("done", root.items(), flush=True)
-dist.destroy_process_group()
+
+def work(rank, root):
+    torch.set_num_threads(1)
+    for generation in range(2):
+        store = root.namespace(f"{sys.argv[2]}/{generation}").as_c10d()
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        tensor = torch.full((5,), float(rank + 1))
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [3.0] * 5, tensor
+    store = root.namespace(f"{sys.argv[2]}/default").as_c10d()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    print(json.dumps(list(root.items())))
+    dist.destroy_process_group()
+
+fork_all(2, work)
 """
 
 
 def test_gloo_groups_form_over_it(shared_url: str, processes: Any, tmp_path: Path) -> None:
-    ranks = [processes(GLOO, shared_url, str(rank), f"gloo/{tmp_path.name}") for rank in range(2)]
-    for rank in ranks:
-        line = rank.stdout.readline()
-        assert line.startswith("done")
-        assert f"gloo/{tmp_path.name}" not in line  # what torch writes lies apart
-        assert rank.wait(60) == 0
+    ranks = processes(FORK + GLOO, shared_url, f"gloo/{tmp_path.name}")
+    for _ in range(2):
+        keys = json.loads(ranks.stdout.readline())
+        assert not [key for key in keys if key.startswith("gloo/")], "what torch writes lies apart"
+    assert ranks.wait(60) == 0
 
 
 def test_a_tcp_server_listens_on_its_own_address_only() -> None:
