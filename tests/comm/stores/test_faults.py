@@ -97,7 +97,7 @@ class TestServerGone:
             lambda: store.watch(),
             lambda: store.lease(5),
             lambda: store.clone(),
-            lambda: store.as_c10d(),
+            lambda: store.as_c10d().set("k", b"w"),
             lease.refresh,
             lambda: watch.wait(10),
         ]
