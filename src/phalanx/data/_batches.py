@@ -120,9 +120,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             epochs.add(epoch)
             ranges.append(self._timeline.slot_range(position, slot, self.num_slots))
         if len(epochs) > 1:
-            raise ValueError(
-                f"steps of epochs {sorted(epochs)} asked for at once; expected those of one epoch"
-            )
+            raise ValueError(f"steps of epochs {sorted(epochs)} asked for at once; expected one epoch")
         if not ranges:
             return []
         positions = np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in ranges])
@@ -136,8 +134,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """
         if step != self._step:
             raise ValueError(
-                f"commit of step {step}, but the next step to commit is {self._step}; every step is committed "
-                "once, in order"
+                f"commit of step {step}, but the next step to commit is {self._step}; every step is "
+                "committed once, in order"
             )
         self._step += 1
 

@@ -201,8 +201,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         done = 0 if cursor is None else cursor.rounds_done
         if consumed is not None and not 0 <= consumed <= done:
             raise ValueError(
-                f"consumed is {consumed} on rank {self.rank}, but this replica was given {done} samples since "
-                f"the pass began; expected one in [0, {done}]"
+                f"consumed is {consumed} on rank {self.rank}, but this replica was given {done} samples "
+                f"since the pass began; expected one in [0, {done}]"
             )
         return self._start if cursor is None else cursor.position_after(consumed)
 

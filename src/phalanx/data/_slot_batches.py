@@ -72,7 +72,7 @@ class SlotBatches(Iterator[list[int]]):
         wanted = [(step, place) for step in range(self._undrawn, stop) for place in range(len(self._slots))]
         wanted = [where for where in wanted if where >= self._next]
         batches = self._sampler.batches([(step, self._slots[place]) for step, place in wanted])
-        self._ready.extend((*where, batch) for where, batch in zip(wanted, batches) if batch)
+        self._ready.extend((*where, batch) for where, batch in zip(wanted, batches, strict=True) if batch)
         self._undrawn = stop
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class SlotBatches(Iterator[list[int]]):
         step_size = self._sampler.num_slots * self._sampler.slot_batch_size
         if integer_of(state_dict, "step_size") != step_size:
             raise ValueError(
-                f"the loader's state was saved with steps of {state_dict['step_size']} samples, but steps have "
-                f"{step_size} now; load the state of the batch sampler itself to go on with other steps"
+                f"the loader's state was saved with steps of {state_dict['step_size']} samples, but steps "
+                f"have {step_size} now; load the state of the batch sampler itself to go on with other steps"
             )
         step, place, end = (integer_of(state_dict, name) for name in ("step", "place", "end"))
         if list(state_dict["slots"]) != list(self._sampler.slots):
