@@ -7,12 +7,10 @@ step, as training does; what is "used" is what would have been trained.
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from phalanx.data import ElasticBatchSampler, ElasticDistributedSampler, weight_of
 
@@ -40,7 +38,7 @@ class Replicas:
     def __init__(self, length, count, options):
         self.length, self.options = length, options
         self.used: list[int] = []
-        self.since = 0  # where in `used` the rounds that can be given back begin
+        self.rounds: list[list[int]] = []  # taken since the last settlement
         self.start(count)
 
     def start(self, count, state=None):
@@ -58,7 +56,7 @@ class Replicas:
         for sampler in self.samplers:
             sampler.set_epoch(sampler.epoch)
         self.iterators = [iter(sampler) for sampler in self.samplers]
-        self.rounds: list[list[int]] = []
+        self.rounds = []
 
     def train(self, rounds):
         for _ in range(rounds):
@@ -77,8 +75,10 @@ class Replicas:
         return states[0]
 
 
-def run_history(length, count, history, options):
+def run_history(length, count, epoch, history, options):
     run = Replicas(length, count, options)
+    for sampler in run.samplers:
+        sampler.set_epoch(epoch)
     for action, *numbers in history:
         limit = length if options["tail"] == "drop" else 99
         new_count = min(numbers[0], limit)
@@ -96,10 +96,8 @@ def run_history(length, count, history, options):
             run.settle()
             run.start(new_count, run.states())
         else:
-            run.give_back_to = max(0, len(run.rounds) - numbers[1])
-            kept = min(
-                run.give_back_to, run.samplers[0]._cursor.rounds_done if run.samplers[0]._cursor else 0
-            )
+            # Rounds after the end are empty: nothing was given in them that could be used.
+            kept = max(0, sum(map(bool, run.rounds)) - numbers[1])
             if action == "restore_prefetched":
                 state = run.states(consumed=kept)
                 run.settle(kept)
@@ -122,13 +120,14 @@ def check_distributed(length, seed, epoch, shuffle, tail, count, history):
     if shuffle == "block":
         options["block_size"] = 5
     undisturbed = ElasticDistributedSampler(range(length), 1, 0, **options)
+    undisturbed.set_epoch(epoch)
     expected = list(undisturbed)
-    used = run_history(length, count, history, options)
+    used = run_history(length, count, epoch, history, options)
     if tail == "uneven":
         assert used == expected
     elif tail == "drop":
         assert used == expected[: len(used)]
-        assert len(used) > length - 8  # at most one round of the last 7 replicas is left out
+        assert len(used) > length - 7  # less than one round of 7 replicas is left out
     elif tail == "mask":
         assert [index for index in used if weight_of(index)] == expected
     else:
@@ -160,3 +159,141 @@ def test_any_history_of_replicas_uses_one_epoch_in_order(**example):
 @given(**arguments)
 def test_any_history_of_replicas_uses_one_epoch_in_order_long(**example):
     check_distributed(**example)
+
+
+slot_history = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 4)),
+        st.tuples(st.just("regroup"), st.integers(1, 5)),
+        st.tuples(st.just("restore"), st.integers(1, 5)),
+    ),
+    max_size=12,
+)
+
+
+class Workers:
+    """Workers that carry all slots between them, read ahead as loaders do, and commit in step."""
+
+    def __init__(self, make, num_workers):
+        self.make = make
+        self.used: list[list[int]] = []
+        self.start(num_workers)
+
+    def start(self, num_workers, state=None):
+        self.samplers = [self.make() for _ in range(num_workers)]
+        for rank, sampler in enumerate(self.samplers):
+            sampler.resize(num_workers, rank)
+            if state is not None:
+                sampler.load_state_dict(state)
+        self.iterators = [iter(sampler) for sampler in self.samplers]
+
+    def read(self):
+        """One step's batch of every slot; a slot without samples in an uneven last step has none."""
+        step, batches = self.samplers[0].step, []
+        for sampler, iterator in zip(self.samplers, self.iterators, strict=True):
+            for slot in sampler.slots:
+                wanted = sampler.indices(step, slot)
+                batches.append(next(iterator) if wanted else [])
+                assert batches[-1] == wanted, "an iteration gives what indices() gives"
+        return batches
+
+    def train(self):
+        sampler = self.samplers[0]
+        batches, step = self.read(), sampler.step
+        for each in self.samplers:
+            each.commit(step)
+        self.used += batches
+        if step + 1 == sampler.end_of_epoch(step):
+            for iterator in self.iterators:
+                assert next(iterator, None) is None, "an iteration ends with its epoch"
+            self.iterators = [iter(each) for each in self.samplers]
+
+    def abort(self, ahead):
+        """Read the step, and perhaps more, and throw everything away."""
+        self.read()
+        for iterator in self.iterators:
+            for _ in range(ahead):
+                next(iterator, None)
+        self.iterators = [iter(each) for each in self.samplers]
+
+    def state(self):
+        states = [json.loads(json.dumps(sampler.state_dict())) for sampler in self.samplers]
+        assert all(state == states[0] for state in states)
+        return states[0]
+
+    def regroup(self, num_workers):
+        if num_workers > len(self.samplers):
+            self.start(num_workers, self.state())
+            return
+        self.samplers = self.samplers[:num_workers]
+        for rank, sampler in enumerate(self.samplers):
+            sampler.resize(num_workers, rank)
+        self.iterators = [iter(sampler) for sampler in self.samplers]
+
+
+def check_slots(length, seed, shuffle, tail, num_slots, slot_batch_size, num_workers, history):
+    def make():
+        return ElasticBatchSampler(
+            range(length), num_slots, slot_batch_size, slots=[], seed=seed, shuffle=shuffle, tail=tail
+        )
+
+    if tail == "drop" and num_slots * slot_batch_size > length:
+        with pytest.raises(ValueError, match="drops all"):
+            make()
+        return
+    run, reference = Workers(make, num_workers), make()
+    for action, *numbers in history:
+        if action == "train":
+            for _ in range(numbers[0]):
+                run.train()
+        elif action == "restore":
+            run.start(numbers[0], run.state())
+        else:
+            getattr(run, action)(numbers[0])
+    while run.samplers[0].epoch < 2:
+        run.train()
+    steps = run.samplers[0].step
+    assert run.used == [reference.indices(step, slot) for step in range(steps) for slot in range(num_slots)]
+    per_epoch = num_slots * reference.steps_per_epoch
+    for epoch in range(2):
+        flat = [index for batch in run.used[epoch * per_epoch : (epoch + 1) * per_epoch] for index in batch]
+        undisturbed = ElasticDistributedSampler(range(length), 1, 0, seed=seed, shuffle=shuffle)
+        undisturbed.set_epoch(epoch)
+        expected = list(undisturbed)
+        if tail == "drop":
+            assert flat == expected[: length - length % (num_slots * slot_batch_size)]
+        elif tail == "mask":
+            assert [index for index in flat if weight_of(index)] == expected
+        else:
+            assert flat[:length] == expected
+            assert tail == "pad" or len(flat) == length
+
+
+slot_arguments = {
+    "length": st.integers(1, 60),
+    "seed": st.integers(0, 2**64),
+    "shuffle": SHUFFLES,
+    "tail": st.sampled_from(TAILS),
+    "num_slots": st.integers(1, 6),
+    "slot_batch_size": st.integers(1, 5),
+    "num_workers": st.integers(1, 5),
+    "history": slot_history,
+}
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:step . is issued again")  # that is what an abort is for
+@STEADY
+@given(**slot_arguments)
+def test_any_history_of_workers_commits_every_epoch_once_in_order(**example):
+    check_slots(**example)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:step . is issued again")
+@LONG
+@given(**slot_arguments)
+def test_any_history_of_workers_commits_every_epoch_once_in_order_long(**example):
+    check_slots(**example)

@@ -7,7 +7,6 @@ the loader had delivered was used.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,6 @@ class SlotBatches(Iterator[list[int]]):
         self._undrawn = 0  # the first step that is not in _ready
         self._next = 0, 0  # the step and the place among the slots of the next batch
         self._ready: deque[tuple[int, int, list[int]]] = deque()
-        self.first_step = 0
-        self.exhausted = False
 
     def __next__(self) -> list[int]:
         # Not in __init__: a loader prepares its iterator before it loads a state or waits for a commit.
@@ -41,7 +38,7 @@ class SlotBatches(Iterator[list[int]]):
             self._begin()
         while not self._ready:
             if self._undrawn >= self._end or not self._slots:
-                self.exhausted = True
+                self._sampler.epoch_was_read()
                 raise StopIteration
             self._draw()
         step, place, batch = self._ready.popleft()
@@ -50,21 +47,14 @@ class SlotBatches(Iterator[list[int]]):
 
     def _begin(self) -> None:
         sampler = self._sampler
-        before = sampler.last_pass
-        if before is not None and before.exhausted and before.first_step == sampler.step and len(sampler):
-            warnings.warn(
-                f"step {sampler.step} is issued again: a whole iteration was read and none of its steps was "
-                "committed. Call commit(step) after each step that was trained",
-                stacklevel=3,
-            )
+        sampler.remind_of_commits()
         self._begin_at(sampler.step, 0, sampler.end_of_epoch(sampler.step))
 
     def _begin_at(self, step: int, place: int, end: int) -> None:
         self._begun, self._slots, self._end = True, self._sampler.slots, end
-        self._undrawn = self.first_step = step
+        self._undrawn = step
         self._next = step, place
         self._ready.clear()
-        self._sampler.last_pass = self
 
     def _draw(self) -> None:
         per_step = len(self._slots) * self._sampler.slot_batch_size
