@@ -147,8 +147,11 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
             state_dict, length=self._dataset_length, order=self._order.name, last=self._order.length
         )
         self._close_pass("a state was loaded into the sampler")
+        # A loader may load its state after set_epoch: who named this very epoch gets the rest of it, even
+        # if nothing is left, and names the next one then.
+        self._epoch_was_set = self._epoch_was_set and state.epoch == self._epoch
         self.seed, self._epoch, self._start = state.seed, state.epoch, state.position
-        self._untouched = self._epoch_was_set = False
+        self._untouched = False
 
     def resize(self, num_replicas: int, rank: int, *, consumed: int | None = None) -> None:
         """Split what is left of the epoch over another number of replicas, in place.
