@@ -224,6 +224,8 @@ class C10dTransport(Transport):
             if not self._failures.is_fault(error):
                 raise
             raise self._fail(error) from error
+        if self._sliced and name in ("send", "recv"):
+            inner = _PointToPoint(inner)
         work = C10dWork(self, inner)
         if async_op:
             self._pending.add(work)
@@ -332,7 +334,8 @@ class C10dWork(Work):
                 return
             except RuntimeError as error:
                 if inner.is_completed():
-                    raise
+                    inner.wait(_SLICE)  # it may have succeeded just after the slice ended
+                    return
                 now = time.monotonic()
                 if transport._failures.cause is not None:
                     raise
@@ -342,6 +345,36 @@ class C10dWork(Work):
                     if timeout is not None:
                         raise transport._failures.timed_out(timeout) from error
                     raise
+
+
+class _PointToPoint:
+    """A gloo send or receive, waited for in a thread.
+
+    A wait of gloo's that times out on these closes every connection of the group, so it cannot be cut into slices;
+    and an operation whose handle is dropped is cancelled. The thread keeps the handle and waits once.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, args=(inner,), name="phalanx-p2p", daemon=True).start()
+
+    def _run(self, inner: Any) -> None:
+        try:
+            inner.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError("operation timed out")
+        if self._error is not None:
+            raise self._error
 
 
 # What gloo carries in every collective that only moves data.
