@@ -8,11 +8,11 @@ what torch's process groups write under ``c10d/``, so that none can be mistaken 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, from where its stub can be seen
+from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as C10dStore
 
+from phalanx.comm.stores._c10d import StoreForTorch
 from phalanx.comm.stores._counter import counter_value
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -28,6 +28,12 @@ def wrap_c10d_store(native: C10dStore) -> Store:
     >>> wrap_c10d_store(torch.distributed.HashStore()).add("joined")       # doctest: +SKIP
     1
     """
+
+    root = native
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    if isinstance(root, StoreForTorch):
+        return root.store  # ours all along; torch cannot clone a store written in Python
 
     def link() -> Link:
         copy = native.clone()  # type: ignore[attr-defined]  # torch's stub forgot it
@@ -108,9 +114,9 @@ class TorchStore(Store):
         return TorchStore(self._link.fork())
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        native = self._link.fork().native
-        native.set_timeout(timedelta(seconds=300))
-        return PrefixStore(f"c10d/{prefix}", native)
+        # Not a native client: each of them looks the peer's name up when it connects (seconds where the resolver is
+        # slow), and its waits block in C++ where nothing can interrupt them.
+        return StoreForTorch(self, f"c10d/{prefix}")
 
     def close(self) -> None:
         self._link.lose(f"store {self.address} was closed by this client")
