@@ -111,9 +111,10 @@ class SamplerOrder(Order):
         return f"sampler({type(self.sampler).__name__},{self.length})"
 
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
-        if self._drawn is None or self._drawn[:2] != (seed, epoch):
-            self._drawn = seed, epoch, self._draw(seed, epoch)
-        return self._drawn[2][positions]
+        drawn = self._drawn
+        if drawn is None or drawn[:2] != (seed, epoch):
+            drawn = self._drawn = seed, epoch, self._draw(seed, epoch)
+        return drawn[2][positions]
 
     def _draw(self, seed: int, epoch: int) -> Indices:
         set_epoch = getattr(self.sampler, "set_epoch", None)
@@ -196,9 +197,10 @@ class WeightedOrder(Order):
             found = np.searchsorted(self._steps, uniform * self._steps[-1], side="right")
             # Rounding up to the very end may step over trailing zeros: back to the last positive weight.
             return np.asarray(np.minimum(found, self._last), dtype=np.int64)
-        if self._drawn is None or self._drawn[:2] != (seed, epoch):
-            self._drawn = seed, epoch, self._draw(derive_key("weighted", seed, epoch))
-        return self._drawn[2][positions]
+        drawn = self._drawn
+        if drawn is None or drawn[:2] != (seed, epoch):
+            drawn = self._drawn = seed, epoch, self._draw(derive_key("weighted", seed, epoch))
+        return drawn[2][positions]
 
     def _draw(self, key: bytes) -> Indices:
         candidates = np.flatnonzero(self._weights)
