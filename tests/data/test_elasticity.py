@@ -17,8 +17,8 @@ from phalanx.data import ElasticBatchSampler, ElasticDistributedSampler, weight_
 TAILS = ["pad", "drop", "uneven", "mask"]
 SHUFFLES = st.sampled_from([True, False, "block"])
 #: The same examples in every run, so that a failure is never a matter of luck.
-STEADY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-LONG = settings(max_examples=5000, deadline=None, database=None)
+STEADY = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+LONG = settings(max_examples=2000, deadline=None, database=None)
 
 steps_of_history = st.lists(
     st.one_of(

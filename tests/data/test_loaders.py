@@ -142,7 +142,7 @@ loader_arguments = {
 
 @fast
 @pytest.mark.filterwarnings("ignore:step . is issued again")  # that is what an abort is for
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(**loader_arguments)
 def test_aborts_and_regroups_through_loaders(**example):
     check_loaders(**example, num_workers=0)

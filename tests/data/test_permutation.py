@@ -70,7 +70,7 @@ def test_the_network_alone_is_a_bijection_also_where_the_table_stands_in(length)
     assert sorted(network.walk(np.arange(length)).tolist()) == list(range(length))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, MAX_LENGTH), st.integers(), st.data())
 def test_vectorised_network_is_the_plain_one(length, seed, data):
     network = FeistelNetwork(length, derive_key(seed))
@@ -108,10 +108,10 @@ def test_orders_never_change_between_versions():
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_small_lengths_reach_all_permutations_equally_often(length):
-    trials = 200 * math.factorial(length)
+    trials = 100 * math.factorial(length)
     seen = Counter(tuple(whole(length, "small", trial).tolist()) for trial in range(trials))
     observed = np.array([seen[order] for order in itertools.permutations(range(length))])
-    assert abs(chi_square_z(observed, 200)) < 4
+    assert abs(chi_square_z(observed, 100)) < 4
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_differences_of_neighbours_are_spread_evenly(length):
     assert abs(statistic - (cells - 1)) / math.sqrt(2 * (cells - 1)) < 4.5
 
 
-@pytest.mark.parametrize("length", [TABLE_LIMIT + 1, 10_007, 65_536])
+@pytest.mark.parametrize("length", [TABLE_LIMIT + 1, 10_007, 16_384])
 def test_fixed_points_and_cycles_are_those_of_a_random_permutation(length):
     """Expected: 1 fixed point on average, and about ln(n) + 0.577 cycles."""
     keys, fixed, cycles = 30, 0, 0

@@ -168,7 +168,6 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         else:
             self._close_pass("samples were given back by resize(consumed=...)")
         self.num_replicas, self.rank, self._start = num_replicas, rank, position
-        self._untouched = False
 
     def check_agreement(self, group: Group | None = None) -> None:
         """Make sure that all ranks agree on seed, epoch and position; collective over the group.
@@ -193,10 +192,14 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         return self._cursor
 
     def _is_over(self) -> bool:
-        """Whether this replica has nothing left of the epoch."""
+        """Whether all replicas are through the epoch.
+
+        Asked by rounds, not by this replica's own count: all must give the same answer, also those that
+        have less than others.
+        """
         if self._cursor is None:
-            return self._share().count == 0
-        return self._cursor.finished or self._cursor.taken >= self._cursor.share.count
+            return self._share().rounds == 0
+        return self._cursor.finished or self._cursor.taken >= self._cursor.share.rounds
 
     def _position(self, consumed: int | None) -> int:
         """How many positions of the epoch are done, if ``consumed`` of those that were taken were used."""
