@@ -33,10 +33,13 @@ steps_of_history = st.lists(
 
 
 class Replicas:
-    """All replicas of a run, in step, and what they have used."""
+    """All replicas of a run, in step, and what they have used.
 
-    def __init__(self, length, count, options):
-        self.length, self.options = length, options
+    ``naming``: whether the training loop calls set_epoch. ``rolling``: whether it goes on after an epoch.
+    """
+
+    def __init__(self, length, count, options, *, naming=True, rolling=False):
+        self.length, self.options, self.naming, self.rolling = length, options, naming, rolling
         self.used: list[int] = []
         self.rounds: list[list[int]] = []  # taken since the last settlement
         self.start(count)
@@ -53,7 +56,7 @@ class Replicas:
 
     def iterate(self):
         # Naming the epoch again, as a training loop that is entered anew does.
-        for sampler in self.samplers:
+        for sampler in self.samplers if self.naming else ():
             sampler.set_epoch(sampler.epoch)
         self.iterators = [iter(sampler) for sampler in self.samplers]
         self.rounds = []
@@ -62,6 +65,11 @@ class Replicas:
         for _ in range(rounds):
             taken = [next(iterator, None) for iterator in self.iterators]
             self.rounds.append([index for index in taken if index is not None])
+            if self.rolling and not self.rounds[-1]:
+                self.settle()
+                for sampler in self.samplers if self.naming else ():
+                    sampler.set_epoch(sampler.epoch + 1)
+                self.iterators = [iter(sampler) for sampler in self.samplers]
 
     def settle(self, rounds=None):
         """Count the rounds so far, or the first of them, as used."""
@@ -75,10 +83,7 @@ class Replicas:
         return states[0]
 
 
-def run_history(length, count, epoch, history, options):
-    run = Replicas(length, count, options)
-    for sampler in run.samplers:
-        sampler.set_epoch(epoch)
+def run_history(run, length, history, options):
     for action, *numbers in history:
         limit = length if options["tail"] == "drop" else 99
         new_count = min(numbers[0], limit)
@@ -109,7 +114,7 @@ def run_history(length, count, epoch, history, options):
                     sampler.resize(len(survivors), rank, consumed=kept)
                 run.samplers = survivors
                 run.iterate()
-    run.train(length + 1)
+    run.train(2 * length + 2 if run.rolling else length + 1)
     run.settle()
     return run.used
 
@@ -122,7 +127,10 @@ def check_distributed(length, seed, epoch, shuffle, tail, count, history):
     undisturbed = ElasticDistributedSampler(range(length), 1, 0, **options)
     undisturbed.set_epoch(epoch)
     expected = list(undisturbed)
-    used = run_history(length, count, epoch, history, options)
+    run = Replicas(length, count, options)
+    for sampler in run.samplers:
+        sampler.set_epoch(epoch)
+    used = run_history(run, length, history, options)
     if tail == "uneven":
         assert used == expected
     elif tail == "drop":
@@ -159,6 +167,47 @@ def test_any_history_of_replicas_uses_one_epoch_in_order(**example):
 @given(**arguments)
 def test_any_history_of_replicas_uses_one_epoch_in_order_long(**example):
     check_distributed(**example)
+
+
+def check_epochs(length, seed, tail, naming, count, history):
+    """A run through many epochs uses their orders one after the other, whether or not epochs are named."""
+    options = {"seed": seed, "tail": tail}
+    run = Replicas(length, count, options, naming=naming, rolling=True)
+    used = [index for index in run_history(run, length, history, options) if weight_of(index)]
+    undisturbed = ElasticDistributedSampler(range(length), 1, 0, **options)
+    expected = []
+    for epoch in range(len(used) // length + 1):
+        undisturbed.set_epoch(epoch)
+        expected += list(undisturbed)
+    assert used == expected[: len(used)]
+    assert len(used) >= length
+
+
+epoch_arguments = {
+    "length": st.integers(1, 30),
+    "seed": st.integers(0, 2**64),
+    "tail": st.sampled_from(["uneven", "mask"]),
+    "naming": st.booleans(),
+    "count": st.integers(1, 7),
+    "history": steps_of_history,
+}
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:epoch .* is over and set_epoch was not called")
+@STEADY
+@given(**epoch_arguments)
+def test_any_history_goes_through_the_epochs_in_order(**example):
+    check_epochs(**example)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:epoch .* is over and set_epoch was not called")
+@LONG
+@given(**epoch_arguments)
+def test_any_history_goes_through_the_epochs_in_order_long(**example):
+    check_epochs(**example)
 
 
 slot_history = st.lists(
