@@ -103,6 +103,8 @@ def run_history(run, length, history, options):
         else:
             # Rounds after the end are empty: nothing was given in them that could be used.
             kept = max(0, sum(map(bool, run.rounds)) - numbers[1])
+            if run.rolling and not run.rounds:
+                kept = None  # a pass that has not begun: nothing to count in yet
             if action == "restore_prefetched":
                 state = run.states(consumed=kept)
                 run.settle(kept)

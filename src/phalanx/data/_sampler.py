@@ -133,7 +133,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
 
         By default all that this replica has yielded counts as used. A loader that prefetches has taken
         more than was used: then say how many samples this replica really used, since this pass, or the
-        last ``resize`` in it, began: ``state_dict(consumed=n)``.
+        last ``resize`` in it, began: ``state_dict(consumed=n)``. A pass begins with its first index; until
+        then, and until ``set_epoch`` names another epoch, n counts in the pass before.
         """
         return self._state(self._position(consumed)).to_dict()
 

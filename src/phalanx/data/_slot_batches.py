@@ -24,18 +24,20 @@ class SlotBatches(Iterator[list[int]]):
     """The batches from the sampler's step to the end of that step's epoch."""
 
     def __init__(self, sampler: ElasticBatchSampler) -> None:
+        # Fixed here, not at the first batch: a worker whose slots get nothing in the last step of an
+        # epoch may ask only after the commit, and must hear that the epoch is over.
         self._sampler = sampler
-        self._begun = False
-        self._slots: tuple[int, ...] = ()
-        self._end = 0  # the step after the last
-        self._undrawn = 0  # the first step that is not in _ready
-        self._next = 0, 0  # the step and the place among the slots of the next batch
+        self._slots = sampler.slots
+        self._next = sampler.step, 0  # the step and the place among the slots of the next batch
+        self._end = sampler.end_of_epoch(sampler.step)  # the step after the last
+        self._undrawn = sampler.step  # the first step that is not in _ready
         self._ready: deque[tuple[int, int, list[int]]] = deque()
+        self._begun = False
 
     def __next__(self) -> list[int]:
-        # Not in __init__: a loader prepares its iterator before it loads a state or waits for a commit.
-        if not self._begun:
-            self._begin()
+        if not self._begun:  # not in __init__: loaders make iterators that they never ask
+            self._begun = True
+            self._sampler.remind_of_commits()
         while not self._ready:
             if self._undrawn >= self._end or not self._slots:
                 self._sampler.epoch_was_read()
@@ -44,17 +46,6 @@ class SlotBatches(Iterator[list[int]]):
         step, place, batch = self._ready.popleft()
         self._next = (step, place + 1) if place + 1 < len(self._slots) else (step + 1, 0)
         return batch
-
-    def _begin(self) -> None:
-        sampler = self._sampler
-        sampler.remind_of_commits()
-        self._begin_at(sampler.step, 0, sampler.end_of_epoch(sampler.step))
-
-    def _begin_at(self, step: int, place: int, end: int) -> None:
-        self._begun, self._slots, self._end = True, self._sampler.slots, end
-        self._undrawn = step
-        self._next = step, place
-        self._ready.clear()
 
     def _draw(self) -> None:
         per_step = len(self._slots) * self._sampler.slot_batch_size
@@ -67,15 +58,10 @@ class SlotBatches(Iterator[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """What the loader has read; see ``load_state_dict``."""
-        sampler = self._sampler
-        step, place = self._next if self._begun else (sampler.step, 0)
-        return {
-            "step": step,
-            "place": place,
-            "end": self._end if self._begun else sampler.end_of_epoch(step),
-            "slots": list(self._slots if self._begun else sampler.slots),
-            "step_size": sampler.num_slots * sampler.slot_batch_size,
-        }
+        step, place = self._next
+        step_size = self._sampler.num_slots * self._sampler.slot_batch_size
+        slots = list(self._slots)
+        return {"step": step, "place": place, "end": self._end, "slots": slots, "step_size": step_size}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on after what was read when the state was saved, and count all steps before as committed.
@@ -92,4 +78,5 @@ class SlotBatches(Iterator[list[int]]):
         if list(state_dict["slots"]) != list(self._sampler.slots):
             place = 0
         self._sampler.continue_at(step)
-        self._begin_at(step, place, end)
+        self._slots, self._next, self._end, self._undrawn = self._sampler.slots, (step, place), end, step
+        self._ready.clear()
