@@ -242,3 +242,15 @@ def test_a_resize_before_the_first_iteration_keeps_the_start():
     sampler.set_epoch(3)
     assert (len(sampler), sampler.epoch) == (10, 3)
     assert len(list(sampler)) == 10
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven", "mask"])
+def test_a_resize_at_the_very_end_of_an_epoch_does_not_run_it_again(tail):
+    sampler = sampler_of(8, 4, 0, tail=tail)
+    iterator = iter(sampler)
+    assert len([next(iterator), next(iterator)]) == 2
+    sampler.resize(1, 0)
+    sampler.set_epoch(0)  # the training loop is entered again
+    assert list(iterator) == list(sampler) == []
+    sampler.set_epoch(1)
+    assert sorted(sampler) == list(range(8))

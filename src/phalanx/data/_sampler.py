@@ -166,6 +166,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         cursor = self._cursor
         if cursor is not None and not cursor.finished and consumed in (None, cursor.rounds_done):
             cursor.move(moved)
+            if not moved.rounds:  # the epoch is over, as after loading its end: naming it again is no replay
+                self._cursor = None
         else:
             self._close_pass("samples were given back by resize(consumed=...)")
         self.num_replicas, self.rank, self._start = num_replicas, rank, position
