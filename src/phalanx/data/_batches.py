@@ -7,6 +7,7 @@ thrown away and be made anew, and gets the same batches for the same steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
             length=self._order.length, step_size=num_slots * slot_batch_size, tail=self.tail
         )
         self._step = 0
-        #: The iteration that was begun last, to notice when nobody commits.
-        self.last_pass: SlotBatches | None = None
+        self._watch_commits = True  # until the first commit, or until someone was reminded of it
+        self._read_in_vain = False  # an epoch was read to its end, and nothing was ever committed
         self._slots: tuple[int, ...] = ()
         if slots is None:
             self.resize(*_ranks.place(None, None))
@@ -120,9 +121,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             epochs.add(epoch)
             ranges.append(self._timeline.slot_range(position, slot, self.num_slots))
         if len(epochs) > 1:
-            raise ValueError(
-                f"steps of epochs {sorted(epochs)} asked for at once; expected those of one epoch"
-            )
+            raise ValueError(f"steps of epochs {sorted(epochs)} asked for at once; expected one epoch")
         if not ranges:
             return []
         positions = np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in ranges])
@@ -136,10 +135,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """
         if step != self._step:
             raise ValueError(
-                f"commit of step {step}, but the next step to commit is {self._step}; every step is committed "
-                "once, in order"
+                f"commit of step {step}, but the next step to commit is {self._step}; every step is "
+                "committed once, in order"
             )
         self._step += 1
+        self._watch_commits = self._read_in_vain = False
 
     def continue_at(self, step: int) -> None:
         """Count all steps before ``step`` as committed."""
@@ -207,7 +207,20 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 first_position=state.position,
             )
         self._timeline, self.seed, self._step = timeline, state.seed, step
-        self.last_pass = None
+
+    def epoch_was_read(self) -> None:
+        """An iteration has come to the end of the epoch."""
+        self._read_in_vain = self._watch_commits and bool(self._slots)
+
+    def remind_of_commits(self) -> None:
+        """Warn, once, someone who iterates again but has never committed: it would go on forever."""
+        if self._read_in_vain:
+            self._watch_commits = self._read_in_vain = False
+            warnings.warn(
+                f"step {self._step} is issued again: an epoch was read to its end and no step has ever been "
+                "committed. Call commit(step) after each step that was trained",
+                stacklevel=4,
+            )
 
     def check_agreement(self, group: Group | None = None) -> None:
         """Make sure that all ranks agree on seed, epoch, step and layout; collective over the group.

@@ -19,7 +19,10 @@ DEFAULT_BLOCK_SIZE = 1024
 
 
 class Order(abc.ABC):
-    """The positions [0, length) of an epoch, each with a dataset index."""
+    """The positions [0, length) of an epoch, each with a dataset index.
+
+    Threads may share an order: what it remembers of an epoch is replaced as a whole, never changed.
+    """
 
     #: How many samples an epoch has.
     length: int
@@ -79,9 +82,10 @@ class Shuffled(Order):
         return f"shuffled({self.inner.name})"
 
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
-        if self._of is None or self._of[:2] != (seed, epoch):
-            self._of = seed, epoch, KeyedPermutation(self.length, derive_key("shuffled", seed, epoch))
-        return self.inner.at(seed, epoch, self._of[2](positions))
+        of = self._of
+        if of is None or of[:2] != (seed, epoch):
+            of = self._of = seed, epoch, KeyedPermutation(self.length, derive_key("shuffled", seed, epoch))
+        return self.inner.at(seed, epoch, of[2](positions))
 
 
 class BlockShuffled(Order):
@@ -110,16 +114,17 @@ class BlockShuffled(Order):
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
         size = self.block_size
         num_full, short = divmod(self.length, size)
-        if self._blocks is None or self._blocks[:2] != (seed, epoch):
+        blocks = self._blocks
+        if blocks is None or blocks[:2] != (seed, epoch):
             key = derive_key("blocks", seed, epoch)
-            self._blocks = seed, epoch, KeyedPermutation(num_full, key)
+            blocks = self._blocks = seed, epoch, KeyedPermutation(num_full, key)
         # Where the short block stands: before that many full ones. It is block number num_full.
         place = int.from_bytes(derive_key("short block", seed, epoch)[:16], "little") % (num_full + 1)
         in_short = (positions >= place * size) & (positions < place * size + short)
         shifted = np.where(positions >= place * size + short, positions - short, positions)
         # Positions of the short block get any valid full block here, and their own below.
         slot = np.minimum(shifted // size, num_full - 1)
-        block = np.where(in_short, num_full, self._blocks[2](slot))
+        block = np.where(in_short, num_full, blocks[2](slot))
         offset = np.where(in_short, positions - place * size, shifted - shifted // size * size)
         result = np.empty_like(positions)
         # Positions mostly ascend, so that equal blocks stand together: one lookup per run of them.
@@ -132,9 +137,9 @@ class BlockShuffled(Order):
 
     def _shuffle_inside(self, seed: int, epoch: int, block: int, size: int) -> Indices:
         wanted = (seed, epoch, block)
-        if wanted not in self._inside:
+        table = self._inside.get(wanted)
+        if table is None:
+            table = table_permutation(derive_key("inside", *wanted), size)
             # Readers go on from block to block: the last few are enough.
-            while len(self._inside) >= 4:
-                del self._inside[next(iter(self._inside))]
-            self._inside[wanted] = table_permutation(derive_key("inside", *wanted), size)
-        return self._inside[wanted]
+            self._inside = dict([*self._inside.items(), (wanted, table)][-4:])
+        return table

@@ -56,7 +56,7 @@ class WithWeights(Dataset[tuple[Any, float]]):
             items = self.dataset.__getitems__(plain)
         else:
             items = [self.dataset[index] for index in plain]
-        return list(zip(items, map(weight_of, indices)))
+        return list(zip(items, map(weight_of, indices), strict=True))
 
 
 def draw(order: Order, seed: int, epoch: int, positions: Indices, tail: Tail) -> list[int]:

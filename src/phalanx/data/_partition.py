@@ -109,8 +109,8 @@ class Timeline:
     def __post_init__(self) -> None:
         if self.tail == "drop" and self.step_size > self.length:
             raise ValueError(
-                f"tail='drop' with steps of {self.step_size} samples drops all {self.length} samples of every "
-                "epoch; use tail='pad', 'uneven' or 'mask', or smaller steps"
+                f"tail='drop' with steps of {self.step_size} samples drops all {self.length} samples of "
+                "every epoch; use tail='pad', 'uneven' or 'mask', or smaller steps"
             )
 
     def steps_from(self, position: int) -> int:

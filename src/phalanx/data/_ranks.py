@@ -46,8 +46,8 @@ def check_agreement(
     problems = disagreements(everyone, num_parts)
     if problems:
         raise SamplerMismatch(
-            f"samplers disagree (seen on rank {group.rank} of {group.size}): {'; '.join(problems)}. Build them "
-            "with the same arguments, and load the same state on every rank"
+            f"samplers disagree (seen on rank {group.rank} of {group.size}): {'; '.join(problems)}. Build "
+            "them with the same arguments, and load the same state on every rank"
         )
 
 

@@ -133,7 +133,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
 
         By default all that this replica has yielded counts as used. A loader that prefetches has taken
         more than was used: then say how many samples this replica really used, since this pass, or the
-        last ``resize`` in it, began: ``state_dict(consumed=n)``.
+        last ``resize`` in it, began: ``state_dict(consumed=n)``. A pass begins with its first index; until
+        then, and until ``set_epoch`` names another epoch, n counts in the pass before.
         """
         return self._state(self._position(consumed)).to_dict()
 
@@ -147,8 +148,11 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
             state_dict, length=self._dataset_length, order=self._order.name, last=self._order.length
         )
         self._close_pass("a state was loaded into the sampler")
+        # A loader may load its state after set_epoch: who named this very epoch gets the rest of it, even
+        # if nothing is left, and names the next one then.
+        self._epoch_was_set = self._epoch_was_set and state.epoch == self._epoch
         self.seed, self._epoch, self._start = state.seed, state.epoch, state.position
-        self._untouched = self._epoch_was_set = False
+        self._untouched = False
 
     def resize(self, num_replicas: int, rank: int, *, consumed: int | None = None) -> None:
         """Split what is left of the epoch over another number of replicas, in place.
@@ -162,10 +166,11 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         cursor = self._cursor
         if cursor is not None and not cursor.finished and consumed in (None, cursor.rounds_done):
             cursor.move(moved)
+            if not moved.rounds:  # the epoch is over, as after loading its end: naming it again is no replay
+                self._cursor = None
         else:
             self._close_pass("samples were given back by resize(consumed=...)")
         self.num_replicas, self.rank, self._start = num_replicas, rank, position
-        self._untouched = False
 
     def check_agreement(self, group: Group | None = None) -> None:
         """Make sure that all ranks agree on seed, epoch and position; collective over the group.
@@ -190,10 +195,14 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         return self._cursor
 
     def _is_over(self) -> bool:
-        """Whether this replica has nothing left of the epoch."""
+        """Whether all replicas are through the epoch.
+
+        Asked by rounds, not by this replica's own count: all must give the same answer, also those that
+        have less than others.
+        """
         if self._cursor is None:
-            return self._share().count == 0
-        return self._cursor.finished or self._cursor.taken >= self._cursor.share.count
+            return self._share().rounds == 0
+        return self._cursor.finished or self._cursor.taken >= self._cursor.share.rounds
 
     def _position(self, consumed: int | None) -> int:
         """How many positions of the epoch are done, if ``consumed`` of those that were taken were used."""
@@ -201,8 +210,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         done = 0 if cursor is None else cursor.rounds_done
         if consumed is not None and not 0 <= consumed <= done:
             raise ValueError(
-                f"consumed is {consumed} on rank {self.rank}, but this replica was given {done} samples since "
-                f"the pass began; expected one in [0, {done}]"
+                f"consumed is {consumed} on rank {self.rank}, but this replica was given {done} samples "
+                f"since the pass began; expected one in [0, {done}]"
             )
         return self._start if cursor is None else cursor.position_after(consumed)
 

@@ -7,7 +7,6 @@ the loader had delivered was used.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,46 +24,28 @@ class SlotBatches(Iterator[list[int]]):
     """The batches from the sampler's step to the end of that step's epoch."""
 
     def __init__(self, sampler: ElasticBatchSampler) -> None:
+        # Fixed here, not at the first batch: a worker whose slots get nothing in the last step of an
+        # epoch may ask only after the commit, and must hear that the epoch is over.
         self._sampler = sampler
-        self._begun = False
-        self._slots: tuple[int, ...] = ()
-        self._end = 0  # the step after the last
-        self._undrawn = 0  # the first step that is not in _ready
-        self._next = 0, 0  # the step and the place among the slots of the next batch
+        self._slots = sampler.slots
+        self._next = sampler.step, 0  # the step and the place among the slots of the next batch
+        self._end = sampler.end_of_epoch(sampler.step)  # the step after the last
+        self._undrawn = sampler.step  # the first step that is not in _ready
         self._ready: deque[tuple[int, int, list[int]]] = deque()
-        self.first_step = 0
-        self.exhausted = False
+        self._begun = False
 
     def __next__(self) -> list[int]:
-        # Not in __init__: a loader prepares its iterator before it loads a state or waits for a commit.
-        if not self._begun:
-            self._begin()
+        if not self._begun:  # not in __init__: loaders make iterators that they never ask
+            self._begun = True
+            self._sampler.remind_of_commits()
         while not self._ready:
             if self._undrawn >= self._end or not self._slots:
-                self.exhausted = True
+                self._sampler.epoch_was_read()
                 raise StopIteration
             self._draw()
         step, place, batch = self._ready.popleft()
         self._next = (step, place + 1) if place + 1 < len(self._slots) else (step + 1, 0)
         return batch
-
-    def _begin(self) -> None:
-        sampler = self._sampler
-        before = sampler.last_pass
-        if before is not None and before.exhausted and before.first_step == sampler.step and len(sampler):
-            warnings.warn(
-                f"step {sampler.step} is issued again: a whole iteration was read and none of its steps was "
-                "committed. Call commit(step) after each step that was trained",
-                stacklevel=3,
-            )
-        self._begin_at(sampler.step, 0, sampler.end_of_epoch(sampler.step))
-
-    def _begin_at(self, step: int, place: int, end: int) -> None:
-        self._begun, self._slots, self._end = True, self._sampler.slots, end
-        self._undrawn = self.first_step = step
-        self._next = step, place
-        self._ready.clear()
-        self._sampler.last_pass = self
 
     def _draw(self) -> None:
         per_step = len(self._slots) * self._sampler.slot_batch_size
@@ -72,20 +53,15 @@ class SlotBatches(Iterator[list[int]]):
         wanted = [(step, place) for step in range(self._undrawn, stop) for place in range(len(self._slots))]
         wanted = [where for where in wanted if where >= self._next]
         batches = self._sampler.batches([(step, self._slots[place]) for step, place in wanted])
-        self._ready.extend((*where, batch) for where, batch in zip(wanted, batches) if batch)
+        self._ready.extend((*where, batch) for where, batch in zip(wanted, batches, strict=True) if batch)
         self._undrawn = stop
 
     def state_dict(self) -> dict[str, Any]:
         """What the loader has read; see ``load_state_dict``."""
-        sampler = self._sampler
-        step, place = self._next if self._begun else (sampler.step, 0)
-        return {
-            "step": step,
-            "place": place,
-            "end": self._end if self._begun else sampler.end_of_epoch(step),
-            "slots": list(self._slots if self._begun else sampler.slots),
-            "step_size": sampler.num_slots * sampler.slot_batch_size,
-        }
+        step, place = self._next
+        step_size = self._sampler.num_slots * self._sampler.slot_batch_size
+        slots = list(self._slots)
+        return {"step": step, "place": place, "end": self._end, "slots": slots, "step_size": step_size}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on after what was read when the state was saved, and count all steps before as committed.
@@ -95,11 +71,12 @@ class SlotBatches(Iterator[list[int]]):
         step_size = self._sampler.num_slots * self._sampler.slot_batch_size
         if integer_of(state_dict, "step_size") != step_size:
             raise ValueError(
-                f"the loader's state was saved with steps of {state_dict['step_size']} samples, but steps have "
-                f"{step_size} now; load the state of the batch sampler itself to go on with other steps"
+                f"the loader's state was saved with steps of {state_dict['step_size']} samples, but steps "
+                f"have {step_size} now; load the state of the batch sampler itself to go on with other steps"
             )
         step, place, end = (integer_of(state_dict, name) for name in ("step", "place", "end"))
         if list(state_dict["slots"]) != list(self._sampler.slots):
             place = 0
         self._sampler.continue_at(step)
-        self._begin_at(step, place, end)
+        self._slots, self._next, self._end, self._undrawn = self._sampler.slots, (step, place), end, step
+        self._ready.clear()

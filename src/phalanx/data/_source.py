@@ -6,14 +6,14 @@ Owns the meaning of ``shuffle``, ``order``, ``block_size`` and ``seed``.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import torch
 
 from phalanx.data._order import DEFAULT_BLOCK_SIZE, BlockShuffled, Order, Sequential, Shuffled
 from phalanx.data._wrapped_orders import OrderLike, as_order
 
-Shuffle = Union[bool, Literal["block"]]
+Shuffle = bool | Literal["block"]
 
 
 def length_of(dataset: Any) -> int:

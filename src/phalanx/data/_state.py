@@ -41,13 +41,12 @@ class SamplerState:
         if numbers["length"] != length:
             raise ValueError(
                 f"sampler state is of a dataset of length {numbers['length']}, but this dataset's length is "
-                f"{length}: positions would mean other samples. Load it with the same dataset, or start a new "
-                "epoch with set_epoch"
+                f"{length}: positions would mean other samples. Load it with the dataset it was saved with"
             )
         if state.get("order") != order:
             raise ValueError(
-                f"sampler state is of order {state.get('order')!r}, but this sampler's is {order!r}: positions "
-                "would mean other samples. Use the same shuffle and order as when it was saved"
+                f"sampler state is of order {state.get('order')!r}, but this sampler's is {order!r}: "
+                "positions would mean other samples. Use the same shuffle and order as when it was saved"
             )
         if not 0 <= numbers["position"] <= last:
             raise ValueError(f"sampler state has position {numbers['position']}; expected one in [0, {last}]")

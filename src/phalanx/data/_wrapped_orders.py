@@ -12,18 +12,18 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from phalanx.data._order import Order, Sequential, checked_length
+from phalanx.data._order import Order, checked_length
 from phalanx.data._permutation import Indices, derive_key, random_words
 
 #: What ``order=`` of the samplers takes.
-OrderLike = Union[Order, Sequence[int], npt.NDArray[Any], torch.Tensor, Iterable[int]]
+OrderLike = Order | Sequence[int] | npt.NDArray[Any] | torch.Tensor | Iterable[int]
 
 
 def as_order(given: OrderLike) -> Order:
@@ -111,9 +111,10 @@ class SamplerOrder(Order):
         return f"sampler({type(self.sampler).__name__},{self.length})"
 
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
-        if self._drawn is None or self._drawn[:2] != (seed, epoch):
-            self._drawn = seed, epoch, self._draw(seed, epoch)
-        return self._drawn[2][positions]
+        drawn = self._drawn
+        if drawn is None or drawn[:2] != (seed, epoch):
+            drawn = self._drawn = seed, epoch, self._draw(seed, epoch)
+        return drawn[2][positions]
 
     def _draw(self, seed: int, epoch: int) -> Indices:
         set_epoch = getattr(self.sampler, "set_epoch", None)
@@ -183,6 +184,7 @@ class WeightedOrder(Order):
                 f"cannot draw {self.length} samples without replacement: only {positive} weights are above 0"
             )
         self._steps = np.cumsum(self._weights)
+        self._last = int(np.flatnonzero(self._weights)[-1])
         self._drawn: tuple[int, int, Indices] | None = None
 
     @property
@@ -194,10 +196,11 @@ class WeightedOrder(Order):
             uniform = uniform_at(derive_key("weighted", seed, epoch), positions)
             found = np.searchsorted(self._steps, uniform * self._steps[-1], side="right")
             # Rounding up to the very end may step over trailing zeros: back to the last positive weight.
-            return np.minimum(found, np.flatnonzero(self._weights)[-1])
-        if self._drawn is None or self._drawn[:2] != (seed, epoch):
-            self._drawn = seed, epoch, self._draw(derive_key("weighted", seed, epoch))
-        return self._drawn[2][positions]
+            return np.asarray(np.minimum(found, self._last), dtype=np.int64)
+        drawn = self._drawn
+        if drawn is None or drawn[:2] != (seed, epoch):
+            drawn = self._drawn = seed, epoch, self._draw(derive_key("weighted", seed, epoch))
+        return drawn[2][positions]
 
     def _draw(self, key: bytes) -> Indices:
         candidates = np.flatnonzero(self._weights)
@@ -207,7 +210,9 @@ class WeightedOrder(Order):
 
 
 def _to_unit(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    return (words >> np.uint64(11)) * 2.0**-53  # the 53 bits that a float64 holds: [0, 1)
+    return np.ldexp(
+        (words >> np.uint64(11)).astype(np.float64), -53
+    )  # the 53 bits that a float64 holds: [0, 1)
 
 
 def uniform_at(key: bytes, positions: Indices) -> npt.NDArray[np.float64]:
@@ -228,7 +233,7 @@ class ConcatOrder(Order):
     ``sizes`` are the lengths of the datasets; by default each part covers its dataset. Each part gets
     a seed of its own. Put it into ``Shuffled`` to mix the parts.
 
-    >>> ConcatOrder([Sequential(2), IndexOrder([1, 0])]).at(0, 0, np.arange(4)).tolist()
+    >>> ConcatOrder([range(2), IndexOrder([1, 0])]).at(0, 0, np.arange(4)).tolist()
     [0, 1, 3, 2]
     """
 
@@ -237,7 +242,7 @@ class ConcatOrder(Order):
         self.sizes = list(sizes) if sizes is not None else [part.bound for part in self.parts]
         if len(self.sizes) != len(self.parts):
             raise ValueError(f"{len(self.parts)} parts but {len(self.sizes)} sizes; expected one per part")
-        for number, (part, size) in enumerate(zip(self.parts, self.sizes)):
+        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
             if size < 1 or part.bound > size:
                 raise ValueError(
                     f"part {number} ({part.name}) gives indices up to {part.bound - 1} of a dataset of size "
@@ -249,7 +254,8 @@ class ConcatOrder(Order):
 
     @property
     def name(self) -> str:
-        return "concat(" + ",".join(f"{part.name}:{size}" for part, size in zip(self.parts, self.sizes)) + ")"
+        parts = zip(self.parts, self.sizes, strict=True)
+        return f"concat({','.join(f'{part.name}:{size}' for part, size in parts)})"
 
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
         number_of = np.searchsorted(self._ends, positions, side="right")
