@@ -95,7 +95,9 @@ class Link:
         """Another connection to the same server."""
         if self._lost is not None:
             raise StoreLost(self._lost, address=self.address)
-        return Link(self.host, self.port, timeout=REPLY_TIMEOUT)
+        # Longer than a reply may take: torch looks up the server's name first, and a name server that loses
+        # a packet costs five seconds.
+        return Link(self.host, self.port, timeout=6 * REPLY_TIMEOUT)
 
 
 def tcp_address(host: str, port: int) -> str:
