@@ -142,7 +142,7 @@ class GenerationRecord:
     def from_json(cls, data: bytes) -> GenerationRecord:
         record = load(data, "generation record")
         try:
-            seats = tuple(Seat(*row[:-1], tuple(row[-1])) for row in record["seats"])
+            seats = tuple(Seat._make((*row[:-1], tuple(row[-1]))) for row in record["seats"])
             return cls(record["generation"], seats)
         except (TypeError, KeyError) as error:
             raise RecordError(f"generation record has unexpected fields: {error}") from error
