@@ -63,6 +63,11 @@ class CrewMember:
     def has_succeeded(self) -> bool:
         return self.process.exit_code == 0
 
+    @property
+    def wants_successor(self) -> bool:
+        """Whether it ended although it should not have."""
+        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrewOptions:

@@ -16,7 +16,7 @@ class Ended(Protocol):
     def is_running(self) -> bool: ...
 
     @property
-    def has_succeeded(self) -> bool: ...
+    def wants_successor(self) -> bool: ...
 
 
 class Roster:
@@ -52,8 +52,8 @@ class Roster:
         self.ids.remove(worker_id)
 
     def close_ranks(self, started: Mapping[str, Ended], *, replace: bool) -> dict[str, str | None]:
-        """Every survivor keeps its place; one that failed is replaced in its place or dropped, one that is done is
-        dropped. Returns who takes the place of each of those (None: nobody)."""
+        """Every survivor keeps its place; one that failed is replaced in its place or dropped, one that is done
+        or was asked to go is dropped. Returns who takes the place of each of those (None: nobody)."""
         successors: dict[str, str | None] = {}
         ids: list[str] = []
         for worker_id in self.ids:
@@ -61,7 +61,7 @@ class Roster:
             if worker is None or worker.is_running:
                 ids.append(worker_id)
                 continue
-            successors[worker_id] = self._new_id() if replace and not worker.has_succeeded else None
+            successors[worker_id] = self._new_id() if replace and worker.wants_successor else None
             ids += [successor for successor in (successors[worker_id],) if successor]
         self.ids = ids
         return successors
