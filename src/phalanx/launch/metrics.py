@@ -55,9 +55,8 @@ class MetricHandler(ABC):
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  not abstract: most handlers hold nothing
         """Give up files and ports. By default there are none."""
-        return None
 
 
 class NullMetricHandler(MetricHandler):
@@ -107,7 +106,7 @@ class PrometheusMetricHandler(MetricHandler):
         name = re.sub(r"\W", "_", f"{metric_data.group_name}_{metric_data.name}")
         collector = self._collectors.get(name)
         if collector is None:
-            kinds = {"counter": self._client.Counter, "timer": self._client.Summary}
+            kinds: dict[str, Any] = {"counter": self._client.Counter, "timer": self._client.Summary}
             make = kinds.get(metric_data.kind, self._client.Gauge)
             collector = make(name, f"{metric_data.name} of {metric_data.group_name}", registry=self._registry)
             self._collectors[name] = collector

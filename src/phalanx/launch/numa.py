@@ -119,8 +119,9 @@ def choose_cpus(topology: Topology, mode: AffinityMode, local_rank: int, local_s
         cores = _groups(topology.nodes[node], topology.cores)
         if len(cores) < len(neighbours):
             raise NumaError(
-                f"exclusive binding: NUMA node {node} has {len(cores)} usable core(s) for {len(neighbours)} workers "
-                "(one each is needed); start fewer workers or choose another binding"
+                f"exclusive binding: NUMA node {node} has {len(cores)} usable core(s) for "
+                f"{len(neighbours)} workers (one each is needed); start fewer workers "
+                "or choose another binding"
             )
         share = _share(len(cores), len(neighbours), place)
         return frozenset(cpu for core in cores[share.start : share.stop] for cpu in core)
