@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
@@ -59,14 +60,20 @@ _REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceO
 
 
 class C10dTransport(Transport):
-    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means."""
+    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means.
 
-    def __init__(self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool) -> None:
+    ``store`` is what the engine was made with (torch does not keep one written in Python alive), or None for an
+    engine that belongs to the user, which is then left open at the end.
+    """
+
+    def __init__(
+        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, store: C10dStore | None
+    ) -> None:
         self.name = name
         self.rank = engine.rank()
         self.size = engine.size()
         self._engine = engine
-        self._owned = owned
+        self._store = store
         self._sliced = name == "gloo"
         self._timeout = timeout
         self._failures = failures
@@ -131,7 +138,9 @@ class C10dTransport(Transport):
         args = (self._bytes(output).view(-1), self._bytes(tensor).view(-1))
         return self._start("_allgather_base", args, async_op=async_op)
 
-    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
+    ) -> Work:
         """Uneven parts: one all-reduce over them laid end to end, which every backend has."""
         sizes = [part.numel() for part in inputs]
         if not any(sizes):
@@ -166,7 +175,7 @@ class C10dTransport(Transport):
         work = self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op=async_op)
 
         def unpack() -> None:
-            for output, part in zip(outputs, received.split(out_splits), strict=True):
+            for output, part in zip(outputs, torch.split(received, out_splits), strict=True):
                 self._bytes(output).view(-1).copy_(part)
 
         return work.then(unpack)
@@ -220,6 +229,8 @@ class C10dTransport(Transport):
             if not self._failures.is_fault(error):
                 raise
             raise self._fail(error) from error
+        if self._sliced and name in ("send", "recv"):
+            inner = _PointToPoint(inner)
         work = C10dWork(self, inner)
         if async_op:
             self._pending.add(work)
@@ -260,8 +271,8 @@ class C10dTransport(Transport):
             engine, self._engine = self._engine, None
             pending = [work.detach() for work in self._pending]
         self._failures.stop()
-        if engine is not None and self._owned:
-            holder = [engine, pending]
+        if engine is not None and self._store is not None:
+            holder = [engine, pending, self._store]
             del engine, pending
             threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
 
@@ -328,7 +339,8 @@ class C10dWork(Work):
                 return
             except RuntimeError as error:
                 if inner.is_completed():
-                    raise
+                    inner.wait(_SLICE)  # it may have succeeded just after the slice ended
+                    return
                 now = time.monotonic()
                 if transport._failures.cause is not None:
                     raise
@@ -340,9 +352,48 @@ class C10dWork(Work):
                     raise
 
 
+class _PointToPoint:
+    """A gloo send or receive, waited for in a thread.
+
+    A wait of gloo's that times out on these closes every connection of the group, so it cannot be cut into slices;
+    and an operation whose handle is dropped is cancelled. The thread keeps the handle and waits once.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, args=(inner,), name="phalanx-p2p", daemon=True).start()
+
+    def _run(self, inner: Any) -> None:
+        try:
+            inner.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError("operation timed out")
+        if self._error is not None:
+            raise self._error
+
+
 # What gloo carries in every collective that only moves data.
 _GLOO_MOVES = frozenset(
-    {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
 )
 
 

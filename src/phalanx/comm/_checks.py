@@ -44,7 +44,9 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} got a {type(tensor).__name__}; expected a torch.Tensor")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} got a tensor of layout {tensor.layout}; expected a dense one (call .to_dense())")
+        raise TypeError(
+            f"{name} got a tensor of layout {tensor.layout}; expected a dense one (call .to_dense())"
+        )
     if tensor.is_quantized:
         raise TypeError(f"{name} got a quantized tensor; send .int_repr() with its scale and zero point")
 
@@ -58,7 +60,9 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
         return tensor, op
     if dtype in _INTEGERS:
         if op is ReduceOp.AVG:
-            raise TypeError(f"{name} with op 'avg' got {dtype}; reduce with 'sum' and divide, or cast to a float")
+            raise TypeError(
+                f"{name} with op 'avg' got {dtype}; reduce with 'sum' and divide, or cast to a float"
+            )
         return tensor, op
     if dtype is torch.bool:
         if op is ReduceOp.AVG:
@@ -73,4 +77,6 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
 
 def check_sizes(name: str, rank: int, total: int, parts: Sequence[int], what: str) -> None:
     if sum(parts) != total:
-        raise ValueError(f"rank {rank}: {name} {what} sum to {sum(parts)} but the tensor's first dim is {total}")
+        raise ValueError(
+            f"rank {rank}: {name} {what} sum to {sum(parts)} but the tensor's first dim is {total}"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from phalanx.comm._group import Group
@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 registry_lock = threading.Lock()
 
 
+class RankToken(Protocol):
+    """Stands for a simulated rank; fault scripts end or stop it through this."""
+
+    def die(self) -> None: ...
+
+    def hang(self) -> None: ...
+
+
 class _RankLocal(threading.local):
-    token: object | None = None
+    token: RankToken | None = None
     group: Group | None = None
 
 
@@ -30,12 +38,12 @@ _rank = _RankLocal()
 _process = _Process()
 
 
-def rank_token() -> object | None:
-    """An object that stands for the simulated rank that this thread belongs to; None in a real process."""
+def rank_token() -> RankToken | None:
+    """What stands for the simulated rank that this thread belongs to; None in a real process."""
     return _rank.token
 
 
-def enter_rank(token: object) -> None:
+def enter_rank(token: RankToken) -> None:
     """Make this thread act for a simulated rank (also threads that a rank starts for itself)."""
     _rank.token = token
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
@@ -49,19 +50,21 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)")
+            raise ValueError(
+                f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)"
+            )
 
 
 def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
     place = replace(place, store=place.store.namespace(group_prefix(place.job, place.generation)))
     peers = _exchange_identities(place, interrupt)
     chosen = choose_backend(backend)
-    checker = CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
+    checker = (
+        CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
+    )
 
     def make_subgroup(ranks: tuple[int, ...], key: str) -> Transport:
-        sub = replace(
-            place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks)
-        )
+        sub = replace(place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks))
         members = {index: peers[rank] for index, rank in enumerate(ranks)}
         return _connect(sub, chosen, members, lambda: None)
 
@@ -113,12 +116,15 @@ def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identi
 def _identity(rank: int, data: bytes) -> Identity:
     record: dict[str, Any] = json.loads(data)
     if record.pop("v", None) != 1:
-        raise ValueError(f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere")
+        raise ValueError(
+            f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere"
+        )
     return Identity(**record)
 
 
 def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
-    engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place))
+    store = place.store.as_c10d()
+    engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place, store))
     failures = FailureDetector(
         rank=place.rank,
         size=place.size,
@@ -127,15 +133,15 @@ def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: 
         peers=peers,
         store=place.store,
     )
-    return C10dTransport(engine, backend, place.timeout, failures, owned=True)
+    return C10dTransport(engine, backend, place.timeout, failures, store=store)
 
 
-def make_engine(backend: str, place: Place) -> Any:
+def make_engine(backend: str, place: Place, store: C10dStore) -> Any:
     """A c10d backend by name: torch's own, or one that was registered with ``Backend.register_backend``."""
-    store = place.store.as_c10d()
     timeout = timedelta(seconds=place.timeout)
+    connect = timedelta(seconds=min(place.timeout, _CONNECT_TIMEOUT))
+    store.set_timeout(connect)  # an abandoned thread must not wait for a dead peer's keys for long
     if backend == "gloo":
-        connect = timedelta(seconds=min(place.timeout, _CONNECT_TIMEOUT))
         engine = dist.ProcessGroupGloo(store, place.rank, place.size, connect)
         engine._set_default_timeout(timeout)
         return engine
@@ -148,8 +154,13 @@ def make_engine(backend: str, place: Place) -> Any:
         known = ["auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)]
         raise ValueError(f"unknown or unavailable backend {backend!r}; expected one of {', '.join(known)}")
     if plugin.extended_api:
-        common = dist.distributed_c10d._DistributedBackendOptions()
-        common.store, common.group_rank, common.group_size, common.timeout = store, place.rank, place.size, timeout
+        common = torch._C._distributed_c10d._DistributedBackendOptions()
+        common.store, common.group_rank, common.group_size, common.timeout = (
+            store,
+            place.rank,
+            place.size,
+            timeout,
+        )
         return plugin.creator_fn(common, None)
     return plugin.creator_fn(store, place.rank, place.size, timeout)
 
@@ -206,7 +217,9 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
     def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
         from phalanx.comm.stores import wrap_c10d_store  # only groups that users bring need it
 
-        store = wrap_c10d_store(process_group.get_group_store()).namespace(f"phalanx/{process_group.group_name}/{key}")
+        store = wrap_c10d_store(process_group.get_group_store()).namespace(
+            f"phalanx/{process_group.group_name}/{key}"
+        )
         place = Place(
             store=store,
             rank=members.index(rank),
@@ -215,12 +228,13 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
             job="wrapped",
             generation=0,
         )
-        engine = make_engine(name, place)
+        native = store.as_c10d()
+        engine = make_engine(name, place, native)
         detector = FailureDetector(rank=place.rank, size=place.size, timeout=DEFAULT_TIMEOUT, store=store)
-        return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, owned=True)
+        return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, store=native)
 
     return Group(
-        C10dTransport(process_group, name, DEFAULT_TIMEOUT, failures, owned=False),
+        C10dTransport(process_group, name, DEFAULT_TIMEOUT, failures, store=None),
         ranks=ranks,
         make_subgroup=make_subgroup,
     )
@@ -247,9 +261,10 @@ def make_torch_default(group: Group) -> Callable[[], None]:
             f"destroy it first (torch.distributed.destroy_process_group()), or use Group.wrap on it"
         )
     backend = group.backend if group.backend in ("gloo", "nccl", "ucc", "mpi") else "gloo"
+    store: C10dStore | None = group.store.namespace("default").as_c10d()
     dist.init_process_group(
         backend,
-        store=group.store.namespace("default").as_c10d(),
+        store=store,
         rank=group.rank,
         world_size=group.size,
         timeout=timedelta(seconds=group.timeout),
@@ -258,7 +273,8 @@ def make_torch_default(group: Group) -> Callable[[], None]:
     owner = os.getpid()
 
     def undo() -> None:
-        nonlocal made
+        nonlocal made, store
+        store = None  # kept till here: torch does not keep a store written in Python alive
         if made is None or os.getpid() != owner or dist.group.WORLD is not made:
             return
         holder, made = [made], None

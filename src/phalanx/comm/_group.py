@@ -99,7 +99,10 @@ class Group:
 
         >>> group = Group.create(connect("tcp://10.0.0.1:29500"), rank=0, world_size=2)   # doctest: +SKIP
         """
-        from phalanx.comm._create import Place, create_group  # the builders know all transports; they import Group
+        from phalanx.comm._create import (
+            Place,
+            create_group,
+        )  # the builders know all transports; they import Group
 
         place = Place(
             store=store, rank=rank, size=world_size, timeout=_seconds(timeout), job=job, generation=generation
@@ -175,7 +178,9 @@ class Group:
         check_tensor("all_reduce", tensor)
         view, kind = reducible("all_reduce", tensor, parse_op(op))
         if view.is_contiguous():
-            return self._issue("all_reduce", (view,), kind, self._transport.all_reduce, (view, kind), async_op)
+            return self._issue(
+                "all_reduce", (view,), kind, self._transport.all_reduce, (view, kind), async_op
+            )
         staged = view.contiguous()
         work = self._issue("all_reduce", (view,), kind, self._transport.all_reduce, (staged, kind), async_op)
         return _copy_back(work, [(view, staged)], async_op)
@@ -203,7 +208,12 @@ class Group:
         self._check_same_shape("all_gather", "outputs", outputs[self.rank], tensor)
         staged = [output.contiguous() for output in outputs]
         work = self._issue(
-            "all_gather", (outputs,), None, self._transport.all_gather, (staged, tensor.contiguous()), async_op
+            "all_gather",
+            (outputs,),
+            None,
+            self._transport.all_gather,
+            (staged, tensor.contiguous()),
+            async_op,
         )
         return _copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
@@ -384,7 +394,8 @@ class Group:
     def close(self) -> None:
         """Release what the group holds. The ranks need not call it together; the peers see this one leave."""
         self._end(
-            GroupAborted(f"rank {self.rank}: the group of generation {self.generation} was closed"), abort=False
+            GroupAborted(f"rank {self.rank}: the group of generation {self.generation} was closed"),
+            abort=False,
         )
 
     def __enter__(self) -> Group:
@@ -434,19 +445,25 @@ class Group:
 
     def _check_rank(self, name: str, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
-            raise ValueError(f"rank {self.rank}: {name} with {what}={rank}; expected a rank in [0, {self.size})")
+            raise ValueError(
+                f"rank {self.rank}: {name} with {what}={rank}; expected a rank in [0, {self.size})"
+            )
 
     def _check_peer(self, name: str, what: str, rank: int) -> None:
         self._check_rank(name, what, rank)
         if rank == self.rank:
-            raise ValueError(f"rank {self.rank}: {name} with {what}={rank} is this rank itself; expected another")
+            raise ValueError(
+                f"rank {self.rank}: {name} with {what}={rank} is this rank itself; expected another"
+            )
 
     def _check_list(
         self, name: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor | None
     ) -> None:
         if tensors is None or len(tensors) != self.size:
             got = "None" if tensors is None else f"{len(tensors)} tensors"
-            raise ValueError(f"rank {self.rank}: {name} got {got} as {what}; expected one per rank ({self.size})")
+            raise ValueError(
+                f"rank {self.rank}: {name} got {got} as {what}; expected one per rank ({self.size})"
+            )
         for index, tensor in enumerate(tensors):
             check_tensor(name, tensor)
             if like is not None and tensor.dtype != like.dtype:
@@ -465,7 +482,9 @@ class Group:
         check_tensor(name, whole)
         check_tensor(name, part)
         if whole.dtype != part.dtype:
-            raise TypeError(f"rank {self.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype")
+            raise TypeError(
+                f"rank {self.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype"
+            )
         if whole.numel() != part.numel() * self.size:
             raise ValueError(
                 f"rank {self.rank}: {name} got {whole.numel()} and {part.numel()} elements; "

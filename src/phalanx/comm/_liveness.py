@@ -144,7 +144,11 @@ def watch_deaths(identity: Identity, callback: Callable[[Identity], None]) -> bo
     When the process is dead already the callback runs before the call returns.
     """
     global _watcher
-    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open") or identity.machine != _machine():
+    if (
+        not sys.platform.startswith("linux")
+        or not hasattr(os, "pidfd_open")
+        or identity.machine != _machine()
+    ):
         return False
     with _watcher_lock:
         if _watcher is None or _watcher.pid != os.getpid():  # a forked child has no watcher thread

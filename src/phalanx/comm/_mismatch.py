@@ -55,11 +55,11 @@ class CallChecker:
         self._count = 0
 
     def for_subgroup(self, members: tuple[int, ...], key: str) -> CallChecker:
-        return CallChecker(
-            self._store.namespace(key), members.index(self._rank), len(members), self._timeout
-        )
+        return CallChecker(self._store.namespace(key), members.index(self._rank), len(members), self._timeout)
 
-    def check(self, name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, args: Sequence[Any]) -> None:
+    def check(
+        self, name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, args: Sequence[Any]
+    ) -> None:
         if name in _POINT_TO_POINT:
             return
         number, self._count = self._count, self._count + 1
@@ -71,7 +71,9 @@ class CallChecker:
         except StoreTimeout:
             found = self._store.get_many(keys)
             missing = tuple(rank for rank, data in enumerate(found) if data is None)
-            table = self._table({rank: json.loads(data) for rank, data in enumerate(found) if data is not None})
+            table = self._table(
+                {rank: json.loads(data) for rank, data in enumerate(found) if data is not None}
+            )
             raise PeerTimeout(
                 f"rank {self._rank}: collective number {number} was not called by ranks {list(missing)} within "
                 f"{self._timeout:g} s; the others called\n{table}",

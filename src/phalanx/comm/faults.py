@@ -54,7 +54,8 @@ def kill_at(rank: int, step: int, *, name: str = "") -> Fault:
         token = _context.rank_token()
         if token is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        token.die()  # type: ignore[union-attr]  # tokens are the simulation's; typed as object to keep layers apart
+        else:
+            token.die()
 
     return Fault(rank, step, act, name)
 
@@ -67,7 +68,7 @@ def hang_at(rank: int, step: int, *, name: str = "") -> Fault:
         if token is None:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            token.hang()  # type: ignore[attr-defined]  # see kill_at
+            token.hang()
 
     return Fault(rank, step, act, name)
 
