@@ -1,8 +1,9 @@
 """Random interleavings of joins, deaths, delays and pauses on a simulated clock, one store call at a time.
 
-Every node runs the real ``Participant`` against a real ``MemoryStore``; a scheduler lets exactly one node do exactly
-one store call at a time, so a node can be stopped, or die, between any two of its calls (a leader between writing a
-generation and announcing it, for example). Nothing sleeps: time moves only when the schedule says so.
+Every node runs the real ``Participant`` against a real ``MemoryStore``; a scheduler lets exactly one node do
+exactly one store call at a time, so a node can be stopped, or die, between any two of its calls (a leader
+between writing a generation and announcing it, for example). Nothing sleeps: time moves only when the
+schedule says so.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Job:
         return [node for node in self.nodes if node.alive]
 
     def act(self, action: str, amount: int) -> None:
-        """One line of a script. Everybody runs, in random order; a frozen node only when it is singled out."""
+        """One line of a script. Everybody runs, in random order; a frozen node only when it is singled
+        out."""
         live = self.live()
         if action == "start":
             if len(live) < self.rules.max_nodes + 1:
@@ -265,7 +267,21 @@ def play(min_nodes: int, spread: int, seed: int, script: list[tuple[str, int]]) 
 
 ACTIONS = st.tuples(
     st.sampled_from(
-        ["run", "run", "run", "run", "wait", "wait", "start", "start", "single", "freeze", "kill", "break", "leave"]
+        [
+            "run",
+            "run",
+            "run",
+            "run",
+            "wait",
+            "wait",
+            "start",
+            "start",
+            "single",
+            "freeze",
+            "kill",
+            "break",
+            "leave",
+        ]
     ),
     st.integers(1, 25),
 )
