@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.launch._agent import AgentOptions as AgentOptions
     from phalanx.launch._api import elastic_launch as elastic_launch
     from phalanx.launch._api import launch_agent as launch_agent
     from phalanx.launch._config import LaunchConfig as LaunchConfig
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.launch._logs import LogsDest as LogsDest
     from phalanx.launch._logs import LogsSpecs as LogsSpecs
     from phalanx.launch._logs import Std as Std
+    from phalanx.launch._options import AgentOptions as AgentOptions
     from phalanx.launch._record import record as record
     from phalanx.launch._signals import SignalException as SignalException
     from phalanx.launch._spec import RunResult as RunResult
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module of this package that defines it.
 _HOMES = {
-    "AgentOptions": "_agent",
+    "AgentOptions": "_options",
     "ChildFailedError": "_failures",
     "DefaultLogsSpecs": "_logs",
     "HealthCheckServer": "_health",
@@ -68,7 +68,7 @@ _HOMES = {
     "report_progress": "_hang",
 }
 
-__all__ = [name for name in _HOMES if not name.startswith("_")]  # noqa: PLE0604 - names only
+__all__ = [name for name in _HOMES if not name.startswith("_")]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,18 +10,22 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.launch._agent import AgentOptions
 from phalanx.launch._config import LaunchConfig
 from phalanx.launch._failures import ChildFailedError
 from phalanx.launch._health import ENV_HEALTH_PORT, HealthCheckServer, create_healthcheck_server
 from phalanx.launch._local_agent import LocalElasticAgent, make_zygote
+from phalanx.launch._options import AgentOptions
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import Zygote
 from phalanx.launch._spec import Entrypoint, Script, WorkerSpec
-from phalanx.launch.rendezvous._interface import RendezvousGracefulExitError, RendezvousHandler, RendezvousParameters
+from phalanx.launch.rendezvous._interface import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 
 
-class elastic_launch:  # noqa: N801 - the name that users know
+class elastic_launch:
     """Run a function or a command on all workers of a job; call it with the arguments.
 
     >>> def train(lr):                                                     # doctest: +SKIP
@@ -40,7 +44,9 @@ class elastic_launch:  # noqa: N801 - the name that users know
         health_check_server: HealthCheckServer | None = None,
     ) -> None:
         if entrypoint is None:
-            raise ValueError("there is nothing to launch: the entrypoint is None; expected a function or a command")
+            raise ValueError(
+                "there is nothing to launch: the entrypoint is None; expected a function or a command"
+            )
         self._config = config
         self._entrypoint = entrypoint
         self._health_check_server = health_check_server
@@ -106,7 +112,9 @@ def _make_agent(
     )
     assert config.shutdown_timeout is not None, "a resolved config has a shutdown_timeout"
     options = AgentOptions(
-        on_failure=config.on_failure, shutdown_timeout=config.shutdown_timeout, hang_timeout=config.hang_timeout
+        on_failure=config.on_failure,
+        shutdown_timeout=config.shutdown_timeout,
+        hang_timeout=config.hang_timeout,
     )
     return LocalElasticAgent(
         spec,
@@ -173,7 +181,9 @@ def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, in
     return host.strip("[]"), int(port)
 
 
-def health_server_from(environ: os._Environ[str] | dict[str, str], alive: Callable[[], float]) -> HealthCheckServer | None:
+def health_server_from(
+    environ: os._Environ[str] | dict[str, str], alive: Callable[[], float]
+) -> HealthCheckServer | None:
     """The health check that the environment asks for, if it does."""
     port = environ.get(ENV_HEALTH_PORT)
     if port is None:

@@ -81,7 +81,9 @@ def _store(fd: int, outcome: tuple[str, Any], what: str, *, is_fatal: bool = Tru
     except Exception as error:  # see write_payload
         if is_fatal:
             kind = type(outcome[1]).__name__
-            problem = TypeError(f"the worker function ended well, but {what}, a {kind}, cannot be pickled: {error}")
+            problem = TypeError(
+                f"the worker function ended well, but {what}, a {kind}, cannot be pickled: {error}"
+            )
             record_exception(problem)
             sys.excepthook(type(problem), problem, None)
         return 1
@@ -99,7 +101,9 @@ def read_result(fd: int) -> tuple[str, Any] | None:
         return None
     try:
         kind, value = pickle.loads(data)
-    except Exception:  # an exception class with a custom __init__ may pickle but not unpickle; the report has its text
+    except (
+        Exception
+    ):  # an exception class with a custom __init__ may pickle but not unpickle; the report has its text
         return None
     return kind, value
 

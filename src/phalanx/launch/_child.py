@@ -44,7 +44,9 @@ def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
     code = 1
     try:
         code = _run(order, fd_of, functions)
-    except BaseException as error:  # a fault of ours: say so and end; this process must never return into the zygote
+    except (
+        BaseException
+    ) as error:  # a fault of ours: say so and end; this process must never return into the zygote
         sys.excepthook(type(error), error, error.__traceback__)
     _leave(code)
 

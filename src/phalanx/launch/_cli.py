@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.launch._config import LaunchConfig
-from phalanx.launch._environment import thread_defaults
+from phalanx.launch._environment import resolver_defaults, thread_defaults
 from phalanx.launch._flags import UsageError, parse
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs, Std
 from phalanx.launch._zygote import quiet_imports
@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"phalanx run: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING"))
-    os.environ.update(thread_defaults(local_size, os.environ))  # before OpenMP is loaded: it looks only then
+    # Before OpenMP is loaded and the first name resolved: they look only then.
+    os.environ.update(thread_defaults(local_size, os.environ) | resolver_defaults(os.environ))
     return _launch(config, args)
 
 
@@ -206,7 +207,9 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
         try:
             ranks = {int(part) for part in args.local_ranks_filter.split(",")}
         except ValueError:
-            raise UsageError(f"--local-ranks-filter {args.local_ranks_filter}; expected numbers such as 0,1") from None
+            raise UsageError(
+                f"--local-ranks-filter {args.local_ranks_filter}; expected numbers such as 0,1"
+            ) from None
     make: type[LogsSpecs] = DefaultLogsSpecs if args.logs_specs is None else _plugin(args.logs_specs)
     return make(
         log_dir=args.log_dir,

@@ -60,7 +60,9 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ValueError(f"nodes are {self.min_nodes}:{self.max_nodes}; expected 1 <= min_nodes <= max_nodes")
+            raise ValueError(
+                f"nodes are {self.min_nodes}:{self.max_nodes}; expected 1 <= min_nodes <= max_nodes"
+            )
         if self.nproc_per_node < 1:
             raise ValueError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
         if self.max_restarts < 0:

@@ -63,6 +63,11 @@ class CrewMember:
     def has_succeeded(self) -> bool:
         return self.process.exit_code == 0
 
+    @property
+    def wants_successor(self) -> bool:
+        """Whether it ended although it should not have."""
+        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrewOptions:
@@ -143,7 +148,9 @@ class Crew:
         for name, fd in fds.items():
             if name != "result":
                 os.close(fd)
-        if process.exit_code is not None:  # it died before it had its order, so nobody could know whose it was
+        if (
+            process.exit_code is not None
+        ):  # it died before it had its order, so nobody could know whose it was
             self._on_exit(process)
         return member
 
@@ -236,13 +243,6 @@ class Crew:
         if member.stderr_path and member.stderr_path != os.devnull:
             return tail_of_file(member.stderr_path, TAIL_LINES)
         return ()
-
-    def dump_stacks(self) -> list[CrewMember]:
-        """Let all running Python workers write their stacks to ``stacks.log``; those that could be asked."""
-        asked = [member for member in self.running if member.stacks_file]
-        for member in asked:
-            member.process.send_signal(_linux.stack_signal(), to_group=False)
-        return asked
 
     # -- stopping ------------------------------------------------------------------------------------------------
 

@@ -137,7 +137,13 @@ class ChildFailedError(PhalanxError, RuntimeError):
         """The report: root cause in full, then one line for each other failure."""
         root_rank, root = self.get_first_failure()
         others = sorted((f.timestamp, rank) for rank, f in self.failures.items() if rank != root_rank)
-        lines = ["", f"{self.name} FAILED", "=" * 72, "Root cause (the earliest failure):", *_paragraph(root_rank, root)]
+        lines = [
+            "",
+            f"{self.name} FAILED",
+            "=" * 72,
+            "Root cause (the earliest failure):",
+            *_paragraph(root_rank, root),
+        ]
         if others:
             lines += ["-" * 72, "Other failures (mostly consequences), in order:"]
             lines += [_line(rank, self.failures[rank]) for _, rank in others]
@@ -164,7 +170,7 @@ def _paragraph(rank: int, failure: ProcessFailure) -> list[str]:
 
 
 def _line(rank: int, failure: ProcessFailure) -> str:
-    return (
-        f"  {failure.timestamp_isoformat()}  {failure.host}  rank {rank} (local {failure.local_rank}, pid {failure.pid})"
-        f"  {failure.describe_exit()}" + ("" if failure.message == failure.describe_exit() else f": {failure.message}")
-    )
+    how = failure.describe_exit()
+    detail = "" if failure.message == how else f": {failure.message}"
+    who = f"rank {rank} (local {failure.local_rank}, pid {failure.pid})"
+    return f"  {failure.timestamp_isoformat()}  {failure.host}  {who}  {how}{detail}"

@@ -57,9 +57,18 @@ FLAGS = (
     Flag(name="rdzv-endpoint", default="", help="host:port of the rendezvous, the same on all nodes"),
     Flag(name="rdzv-id", default="", help="the job's name, the same on all nodes"),
     Flag(name="rdzv-conf", default="", help="more rendezvous settings: key=value,key=value"),
-    Flag(name="standalone", kind=None, help="one node, own rendezvous on a free port (the default for one node)"),
+    Flag(
+        name="standalone",
+        kind=None,
+        help="one node, own rendezvous on a free port (the default for one node)",
+    ),
     Flag(name="max-restarts", kind=int, help="restarts of the whole job before it fails (0; with heal 100)"),
-    Flag(name="monitor-interval", kind=float, default=0.1, help="seconds between looks at requests in the store"),
+    Flag(
+        name="monitor-interval",
+        kind=float,
+        default=0.1,
+        help="seconds between looks at requests in the store",
+    ),
     Flag(
         name="start-method",
         default="warm",
@@ -75,8 +84,18 @@ FLAGS = (
     Flag(name="redirects", short="r", default="0", help="streams to log files: 0..3, or rank:value,..."),
     Flag(name="tee", short="t", default="0", help="streams to log files and console, as --redirects"),
     Flag(name="local-ranks-filter", default="", help="local ranks whose output is shown, comma-separated"),
-    Flag(name="duplicate-stdout-filters", kind=words, default=[], help="copy matching lines to filtered_stdout.log"),
-    Flag(name="duplicate-stderr-filters", kind=words, default=[], help="copy matching lines to filtered_stderr.log"),
+    Flag(
+        name="duplicate-stdout-filters",
+        kind=words,
+        default=[],
+        help="copy matching lines to filtered_stdout.log",
+    ),
+    Flag(
+        name="duplicate-stderr-filters",
+        kind=words,
+        default=[],
+        help="copy matching lines to filtered_stderr.log",
+    ),
     Flag(name="node-rank", kind=int, default=0, help="this node's rank (static rendezvous)"),
     Flag(name="master-addr", default="127.0.0.1", help="address of node 0 (static rendezvous)"),
     Flag(name="master-port", kind=int, help="port on node 0 (static rendezvous; 29500)"),
@@ -87,12 +106,26 @@ FLAGS = (
         choices=("node", "socket", "exclusive", "core-complex"),
         help="bind workers to CPUs: node, socket, exclusive or core-complex",
     ),
-    Flag(name="signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job and are passed on"),
+    Flag(
+        name="signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job and are passed on"
+    ),
     Flag(name="shutdown-timeout", kind=int, help="seconds between the signal and SIGKILL (30)"),
-    Flag(name="virtual-local-rank", kind=None, help="LOCAL_RANK is 0 everywhere, each worker sees one device"),
-    Flag(name="on-failure", default="restart", choices=("restart", "heal"), help="restart all, or replace the dead"),
+    Flag(
+        name="virtual-local-rank", kind=None, help="LOCAL_RANK is 0 everywhere, each worker sees one device"
+    ),
+    Flag(
+        name="on-failure",
+        default="restart",
+        choices=("restart", "heal"),
+        help="restart all, or replace the dead",
+    ),
     Flag(name="preload", kind=words, default=[], help="modules to import once, before workers are forked"),
-    Flag(name="hang-timeout", kind=float, default=0.0, help="seconds without progress before a worker is killed"),
+    Flag(
+        name="hang-timeout",
+        kind=float,
+        default=0.0,
+        help="seconds without progress before a worker is killed",
+    ),
     Flag(name="standby", kind=int, default=0, help="processes kept ready to replace a dead worker"),
 )
 
@@ -130,9 +163,13 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]
         try:
             default = flag.kind(text)
         except ValueError:
-            raise UsageError(f"environment variable {flag.variable}={text!r} does not fit --{flag.name}") from None
+            raise UsageError(
+                f"environment variable {flag.variable}={text!r} does not fit --{flag.name}"
+            ) from None
         if flag.choices and default not in flag.choices:
-            raise UsageError(f"environment variable {flag.variable}={text!r}; expected {', '.join(flag.choices)}")
+            raise UsageError(
+                f"environment variable {flag.variable}={text!r}; expected {', '.join(flag.choices)}"
+            )
     parser.add_argument(
         *names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help
     )
@@ -140,7 +177,9 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]
 
 def _check_names(argv: Sequence[str]) -> None:
     """Refuse an unknown flag by the nearest known one. Stops at the script: what follows belongs to it."""
-    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {f"-{flag.short}": flag for flag in FLAGS if flag.short}
+    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {
+        f"-{flag.short}": flag for flag in FLAGS if flag.short
+    }
     skip = False
     for word in argv:
         if skip:
@@ -152,7 +191,9 @@ def _check_names(argv: Sequence[str]) -> None:
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in ("--help", "-h"):
             return
-        matches = [known for known in by_name if known == name] or [known for known in by_name if known.startswith(name)]
+        matches = [known for known in by_name if known == name] or [
+            known for known in by_name if known.startswith(name)
+        ]
         if not name.startswith("--") and name[:2] in by_name:  # -r3, as in -r 3
             matches, has_value = [name[:2]], "=" if len(name) > 2 else has_value
         if len(matches) != 1:

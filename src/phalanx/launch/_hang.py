@@ -55,7 +55,9 @@ class HangDetector:
         """Workers without progress for too long, the longest first."""
         if not any(seen.value is not None for seen in self._seen.values()):
             return []
-        late = [(seen.at, worker_id) for worker_id, seen in self._seen.items() if now - seen.at > self.timeout]
+        late = [
+            (seen.at, worker_id) for worker_id, seen in self._seen.items() if now - seen.at > self.timeout
+        ]
         return [worker_id for _, worker_id in sorted(late)]
 
 

@@ -71,6 +71,8 @@ class HTTPHealthCheckServer(HealthCheckServer):
             self._server = None
 
 
-def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
+def create_healthcheck_server(
+    alive_callback: Callable[[], float], port: int, timeout: float
+) -> HealthCheckServer:
     """The server that agents use when the environment names a port."""
     return HTTPHealthCheckServer(alive_callback, port, timeout)

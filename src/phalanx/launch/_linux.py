@@ -38,7 +38,7 @@ def set_process_name(name: str) -> bool:
     if not IS_LINUX:
         return False
     buffer = ctypes.create_string_buffer(name.encode()[:15])
-    return ctypes.CDLL(None).prctl(_PR_SET_NAME, buffer, 0, 0, 0) == 0
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_NAME, buffer, 0, 0, 0) == 0)
 
 
 def children_of(pid: int) -> list[int]:

@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.launch._agent import Agent, AgentOptions, Emit
+from phalanx.launch._agent import Agent, Emit
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._environment import thread_defaults
 from phalanx.launch._health import HealthCheckServer
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
+from phalanx.launch._options import AgentOptions
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import Zygote
 from phalanx.launch._signals import DEFAULT_SIGNALS, ENV_SIGNALS, handled, parse_signals
 from phalanx.launch._sources import Exited, Signalled, Sources
-from phalanx.launch._spec import RunResult, WorkerGroup, WorkerSpec
+from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ class LocalElasticAgent:
             cpus_of=_binding(spec),
         )
         self._crew = Crew(self._zygote, crew_options, lambda member: self._sources.post(Exited(member)))
-        options = options or AgentOptions(shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout)
+        options = options or AgentOptions(
+            shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
+        )
         self._agent = Agent(spec, self._crew, self._sources, options, emit)
         self._alive_at = time.time()
         self._num_signals = 0
@@ -95,18 +98,41 @@ class LocalElasticAgent:
             if self._health:
                 self._health.stop()
             self._crew.close()
-            if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
-                if result is None or not result.is_failed():
-                    shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
+            if result is None or not result.is_failed():
+                self._remove_temporary_logs()
+
+    def _remove_temporary_logs(self) -> None:
+        if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
+            shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """A snapshot of the workers and their state."""
-        return self._agent.snapshot()
+        agent = self._agent
+        info = agent.current.info if agent.current else None
+        group = WorkerGroup(spec=agent.spec, workers=[], state=agent.state)
+        if info is None:
+            return group
+        group.group_rank, group.group_world_size = info.rank, info.world_size
+        group.master_addr = info.bootstrap_store_info.master_addr
+        group.master_port = info.bootstrap_store_info.master_port
+        for member in list(self._crew.members.values()):
+            rank, size = member.place.rank, member.place.world_size
+            group.workers.append(
+                Worker(
+                    local_rank=member.place.local_rank,
+                    global_rank=rank,
+                    role_rank=rank,
+                    world_size=size,
+                    role_world_size=size,
+                    id=member.process.pid,
+                )
+            )
+        return group
 
     @property
     def restart_count(self) -> int:
         """How many restarts the whole job has used."""
-        return self._agent.restarts
+        return self._agent.current.restarts if self._agent.current else 0
 
     @property
     def is_in_exit_barrier(self) -> bool:

@@ -35,7 +35,9 @@ class Std(IntFlag):
         if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
             pairs = (pair.split(":") for pair in text.split(","))
             return {int(rank): cls(int(value)) for rank, value in pairs}
-        raise ValueError(f"streams are {text!r}; expected 0, 1, 2 or 3, or pairs such as 0:1,1:3 (local rank:value)")
+        raise ValueError(
+            f"streams are {text!r}; expected 0, 1, 2 or 3, or pairs such as 0:1,1:3 (local rank:value)"
+        )
 
 
 def to_map(streams: Std | Mapping[int, Std], local_ranks: int) -> dict[int, Std]:
@@ -97,7 +99,9 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
     ) -> None:
         if log_dir and log_dir != os.devnull and os.path.isfile(log_dir):
-            raise NotADirectoryError(f"log_dir is {log_dir!r}, which is a file; expected a directory or a new path")
+            raise NotADirectoryError(
+                f"log_dir is {log_dir!r}, which is a file; expected a directory or a new path"
+            )
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir = ""
 
@@ -130,7 +134,9 @@ class DefaultLogsSpecs(LogsSpecs):
             attempt = ""
         else:
             number = any_env.get("PHALANX_GENERATION") or any_env.get("TORCHELASTIC_RESTART_COUNT", "0")
-            attempt = os.path.join(self.run_log_dir(any_env.get("TORCHELASTIC_RUN_ID", "run")), f"attempt_{number}")
+            attempt = os.path.join(
+                self.run_log_dir(any_env.get("TORCHELASTIC_RUN_ID", "run")), f"attempt_{number}"
+            )
             dest.filtered_stdout = os.path.join(attempt, "filtered_stdout.log")
             dest.filtered_stderr = os.path.join(attempt, "filtered_stderr.log")
         count = max(envs) + 1

@@ -45,9 +45,17 @@ class Plan:
             return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
         return self.is_function and self.method != "spawn"
 
-    def order(self, env: Mapping[str, str], local_rank: int, stacks: str) -> tuple[dict[str, Any], dict[str, int]]:
+    def order(
+        self, env: Mapping[str, str], local_rank: int, stacks: str
+    ) -> tuple[dict[str, Any], dict[str, int]]:
         """The order and the descriptors that go with it (the caller closes them after sending)."""
-        order: dict[str, Any] = {"env": dict(env), "unset": [], "cpus": [], "name": "python", "stacks": stacks}
+        order: dict[str, Any] = {
+            "env": dict(env),
+            "unset": [],
+            "cpus": [],
+            "name": "python",
+            "stacks": stacks,
+        }
         fds: dict[str, int] = {}
         if callable(self.entrypoint):
             if self.method != "fork":

@@ -47,6 +47,8 @@ class Situation:
     min_nodes: int
     survivors: int
     """Workers of this node that are still running."""
+    is_under_way: bool = False
+    """Whether this is not the first generation: then workers have started well before."""
 
 
 def on_failure(now: Situation, *, reason: str, is_start_failure: bool) -> Verdict:
@@ -56,13 +58,23 @@ def on_failure(now: Situation, *, reason: str, is_start_failure: bool) -> Verdic
     >>> on_failure(now, reason="rank 3 died", is_start_failure=False).action.value
     'fail'
     """
+    if is_start_failure and now.heals and now.is_under_way and now.survivors:
+        return Verdict(
+            action=Action.SHRINK, restarts=now.restarts, reason=f"{reason}; the replacement cannot start"
+        )
     if is_start_failure:
-        return Verdict(action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; a restart cannot cure that")
+        return Verdict(
+            action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; a restart cannot cure that"
+        )
     if now.restarts < now.max_restarts:
         action = Action.HEAL if now.heals else Action.RESTART
         return Verdict(action=action, restarts=now.restarts + 1, reason=reason)
     if now.heals and _can_go_on(now):
-        return Verdict(action=Action.SHRINK, restarts=now.restarts, reason=f"{reason}; no restarts left, going on with fewer")
+        return Verdict(
+            action=Action.SHRINK,
+            restarts=now.restarts,
+            reason=f"{reason}; no restarts left, going on with fewer",
+        )
     used = f"all {now.max_restarts} restarts are used" if now.max_restarts else "no restarts are allowed"
     return Verdict(action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; {used}")
 

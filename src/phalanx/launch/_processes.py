@@ -119,7 +119,9 @@ class Zygote:
         try:
             self._ready.result(timeout)
         except TimeoutError:
-            raise ProcessStartError(f"the zygote (pid {self.pid}) was not ready after {timeout:g} s") from None
+            raise ProcessStartError(
+                f"the zygote (pid {self.pid}) was not ready after {timeout:g} s"
+            ) from None
 
     def park(self, timeout: float = START_TIMEOUT) -> WorkerProcess:
         """A new process that waits for its order."""
@@ -137,7 +139,9 @@ class Zygote:
                 send_message(self._sock, {"kind": "fork", "token": token}, [theirs.fileno()])
             return future.result(timeout)
         except TimeoutError:
-            raise ProcessStartError(f"the zygote (pid {self.pid}) did not fork within {timeout:g} s") from None
+            raise ProcessStartError(
+                f"the zygote (pid {self.pid}) did not fork within {timeout:g} s"
+            ) from None
         except OSError as error:
             raise ProcessStartError(f"the zygote (pid {self.pid}) is gone: {error}") from error
         finally:

@@ -53,7 +53,9 @@ def record_exception(error: BaseException) -> None:
         _copy_root_cause(error, path)
         return
     pointless = isinstance(error, (ImportError, SyntaxError))
-    write_error_file(path, f"{type(error).__name__}: {error}", user_traceback(error), is_start_failure=pointless)
+    write_error_file(
+        path, f"{type(error).__name__}: {error}", user_traceback(error), is_start_failure=pointless
+    )
 
 
 def write_error_file(path: str, message: str, stack: str, *, is_start_failure: bool) -> None:

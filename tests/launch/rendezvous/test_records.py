@@ -1,4 +1,5 @@
-"""Records survive the trip through JSON; signatures keep strangers out; parameters read as torch's users know."""
+"""Records survive the trip through JSON; signatures keep strangers out; parameters read as torch's users
+know."""
 
 from __future__ import annotations
 

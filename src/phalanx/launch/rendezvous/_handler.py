@@ -249,8 +249,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         return int(records.load(self._signer.open(records.WAITING, value), records.WAITING))
 
     def break_generation(self, generation: int, broken: Broken) -> None:
+        self._end(generation, "broken", broken)
+
+    def want_generation(self, generation: int, cause: Broken) -> None:
+        self._end(generation, "wanted", cause)
+
+    def _end(self, generation: int, kind: str, cause: Broken) -> None:
         try:
-            end_generation(self._store, self._signer, generation, "broken", broken)
+            end_generation(self._store, self._signer, generation, kind, cause)
         except StoreLost as error:
             raise self._lost(error) from error
 

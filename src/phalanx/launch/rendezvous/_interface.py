@@ -274,6 +274,11 @@ class RendezvousHandler(ABC):
         """End a generation at once for all agents and, through ``broken_key``, their workers. Idempotent."""
 
     @abstractmethod
+    def want_generation(self, generation: int, cause: Broken) -> None:
+        """Ask for a new generation when it suits the workers, through ``wanted_key``; wakes all agents.
+        Idempotent."""
+
+    @abstractmethod
     def watch_generation(self, generation: int) -> GenerationWatch:
         """Notice, without polling, that a generation is over."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.comm.stores._interface import Change, Store
 from phalanx.launch.rendezvous import _records as records
-from phalanx.launch.rendezvous._decide import End, Form, Rules, Seen, State, admissible, decide
+from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.launch.rendezvous._signing import Signer
@@ -120,15 +120,29 @@ class Leader:
             action = decide(state, self._rules, now)
             if isinstance(action, Form):
                 self._form(action.record, facts)
-            elif isinstance(action, End):
+            elif isinstance(action, End) and not self._is_wanted(action, facts):
                 log.info("generation %d is %s: %s", action.generation, action.kind, action.cause.reason)
                 end_generation(self._store, self._signer, action.generation, action.kind, action.cause)
                 facts.ends[action.generation] = GenerationEnd(
                     kind=action.kind, reason=action.cause.reason, broken=action.cause
                 )
-            else:
+            elif isinstance(action, Idle):
                 self._tell_waiting(state)
                 return math.inf if action.until is None else action.until
+
+    def _is_wanted(self, action: End, facts: Facts) -> bool:
+        """Whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
+        left did so on request, and the generation need not be broken for it."""
+        if action.generation in facts.ends:
+            return False
+        value = self._store.get(wanted_key(action.generation))
+        if value is None:
+            return False
+        cause = Broken.from_json(value)
+        end_generation(self._store, self._signer, action.generation, "wanted", cause)
+        end = GenerationEnd(kind="wanted", reason=cause.reason, broken=cause)
+        facts.ends[action.generation] = end
+        return True
 
     def _state(self, facts: Facts) -> State:
         end = None if facts.latest is None else facts.ends.get(facts.latest.generation)
