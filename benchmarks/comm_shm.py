@@ -139,7 +139,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     print("medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors")
-    print(f"ranks {'collective':<15}{'bytes':>7}{'gloo':>12}{'shm':>12}{'shared':>12}{'memcpy':>12}{'shm':>10}{'shared':>10}")
+    print(
+        f"ranks {'collective':<15}{'bytes':>7}{'gloo':>12}{'shm':>12}{'shared':>12}{'memcpy':>12}{'shm':>10}{'shared':>10}"
+    )
     for size in options.ranks:
         store = TCPStore.serve()
         results = context.Queue()

@@ -192,9 +192,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         root = opts.rootRank
         return self._run(opts, lambda: [self.group.broadcast(t, root) for t in tensors], tensors)
 
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def call() -> None:
             for parts, tensor in zip(outputs, inputs, strict=True):
                 self.group.all_gather(parts, tensor)
@@ -213,7 +211,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
         def call() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self.group.all_gather_into_tensor(output, tensor)
@@ -254,7 +254,12 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         return self._run(opts, lambda: self.group.all_to_all(outputs, inputs), outputs)
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
     ) -> dist.Work:
         def call() -> None:
             self.group.all_to_all_single(output, tensor, output_splits or None, input_splits or None)

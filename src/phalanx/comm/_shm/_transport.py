@@ -93,7 +93,9 @@ class ShmTransport(Transport):
             raise ShmUnavailable(reason)
         peers = Peers(identities, rank, generation)
         try:
-            segment = join(store, rank, layout or Layout(size=size), peers, timeout=timeout, interrupt=interrupt)
+            segment = join(
+                store, rank, layout or Layout(size=size), peers, timeout=timeout, interrupt=interrupt
+            )
         except BaseException:
             peers.close()
             raise
