@@ -1,8 +1,8 @@
 """Same-host transport against gloo: time per collective and size, in one interleaved run.
 
-For 2 and 4 ranks, each round times gloo, shared memory, shared memory on shared tensors and one memcpy of the same bytes,
-one after the other, so that what else the machine does hits them alike; medians over rounds are printed, and the ratio
-gloo / ours. Bytes are those of the larger side of the collective.
+For 2 and 4 ranks, each round times gloo, shared memory, shared memory on shared tensors and one memcpy of the same
+bytes, one after the other, so that what else the machine does hits them alike; medians over rounds are printed, and the
+ratio gloo / ours. Bytes are those of the larger side of the collective.
 
 Run: ``python -m benchmarks.comm_shm [--quick]``
 """
@@ -139,9 +139,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     print("medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors")
-    print(
-        f"ranks {'collective':<15}{'bytes':>7}{'gloo':>12}{'shm':>12}{'shared':>12}{'memcpy':>12}{'shm':>10}{'shared':>10}"
-    )
+    columns = "".join(f"{name:>12}" for name in ("gloo", "shm", "shared", "memcpy"))
+    print(f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}")
     for size in options.ranks:
         store = TCPStore.serve()
         results = context.Queue()

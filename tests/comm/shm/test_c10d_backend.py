@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+
 from processes import run_processes
 
 
@@ -115,10 +116,14 @@ def lose_a_peer(worker, async_op: bool) -> str:
     dist.barrier()
     if worker.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="rank 1 .* died") as caught:
+
+    def reduce() -> None:
         work = dist.all_reduce(torch.ones(3), async_op=async_op)
         if async_op:
             work.wait()
+
+    with pytest.raises(RuntimeError, match=r"rank 1 .* died") as caught:
+        reduce()
     return type(caught.value).__name__
 
 
