@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import pytest
 from processes import run_processes
 
 _path = Path(__file__).parent.parent / "test_collectives.py"

@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from processes import run_processes
-from shm_random import run_random
 
 from phalanx.comm import Group
 from phalanx.comm._shm import ShmTransport
 from phalanx.comm._shm._layout import Layout
 from phalanx.comm.stores import MemoryStore
+from processes import run_processes
+from shm_random import run_random
 
 TINY = {"slots": 2, "slot_bytes": 1024, "ring_bytes": 256}
 

@@ -5,6 +5,8 @@ Matching is by order only; without this a mistake in a program would mix up byte
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from phalanx.comm._transport import ReduceOp
@@ -25,12 +27,21 @@ _KIND = {name: number for number, name in enumerate(KINDS)}
 _OPS = {op: number + 1 for number, op in enumerate(ReduceOp)}
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 _DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
-assert len(_DTYPES) <= 128 and len(_OPS) < 16 and len(KINDS) <= 16, "a field of the record is too narrow"
+assert len(_DTYPES) <= 128, "the record's field for the dtype is too narrow"
 
 
-def record(kind: str, dtype: torch.dtype = torch.uint8, op: ReduceOp | None = None, root: int = 0, nbytes: int = 0) -> int:
+@lru_cache(maxsize=512)
+def record(
+    kind: str, dtype: torch.dtype = torch.uint8, op: ReduceOp | None = None, root: int = 0, nbytes: int = 0
+) -> int:
     """The fields that every rank must give alike. ``nbytes`` stays 0 where sizes may differ between ranks."""
-    number = _KIND[kind] | (_OPS[op] << 4 if op is not None else 0) | _DTYPE[dtype] << 8 | root << 15 | nbytes << 25
+    number = (
+        _KIND[kind]
+        | (_OPS[op] << 4 if op is not None else 0)
+        | _DTYPE[dtype] << 8
+        | root << 15
+        | nbytes << 25
+    )
     assert number < 1 << 63, f"{nbytes} bytes are too many for one collective"
     return number
 

@@ -31,26 +31,23 @@ from phalanx.comm._transport import ReduceOp
 PIECE_BYTES = 256 * 1024
 """What is reduced at a time: the pieces of two ranks fit a core's second-level cache."""
 
-_PLACE_WORDS = range(1, 1 + len(NOWHERE))
+
+def _place_of(w: Window, n: int, rank: int) -> Place:
+    return Place(*(w.detail(n, rank, i) for i in range(1, 1 + len(NOWHERE))))
 
 
-def _meet(
-    w: Window, call: int, place: Place, sizes: Sequence[int] | None = None
-) -> Generator[int, None, tuple[list[Place], list[list[int]]] | None]:
-    """Phase 1: everybody's place and row of sizes, or None when a tensor is not in shared memory."""
+def _meet(w: Window, call: int, place: Place) -> Generator[int, None, list[Place] | None]:
+    """Phase 1: everybody's place, or None when a tensor is not in shared memory."""
     n = w.claim()
     while token := w.busy(n):
         yield token
-    if sizes is not None:
-        w.write_sizes(n, sizes)
     w.post(n, call, *place)
     while token := w.missing(n):
         yield token
     w.check(n, call)
-    places = [Place(*(w.detail(n, rank, i) for i in _PLACE_WORDS)) for rank in range(w.size)]
-    rows = [] if sizes is None else [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
+    places = [_place_of(w, n, rank) for rank in range(w.size)]
     w.took(n)
-    return (places, rows) if all(place.entry for place in places) else None
+    return places if all(place.entry for place in places) else None
 
 
 def _part(w: Window) -> Steps:
@@ -67,8 +64,8 @@ def _part(w: Window) -> Steps:
 def all_reduce(w: Window, regions: Regions, tensor: Tensor, fold: Fold, op: ReduceOp) -> Steps:
     nbytes, itemsize, dtype = nbytes_of(tensor), tensor.element_size(), tensor.dtype
     call = record("all_reduce", dtype, op, nbytes=nbytes)
-    met = yield from _meet(w, call, regions.place(tensor.data_ptr(), nbytes))
-    if met is None:
+    places = yield from _meet(w, call, regions.place(tensor.data_ptr(), nbytes))
+    if places is None:
         yield from through_slots.all_reduce(w, tensor, fold, op)
         return
     bounds = shares(tensor.numel(), w.size, 64 // itemsize)
@@ -78,7 +75,7 @@ def all_reduce(w: Window, regions: Regions, tensor: Tensor, fold: Fold, op: Redu
             flat(tensor)[lo:hi]
             if rank == w.rank
             else regions.view(rank, place, dtype, (hi - lo) * itemsize, lo * itemsize)
-            for rank, place in enumerate(met[0])
+            for rank, place in enumerate(places)
         ]
         for pieces in zip(*(view.split(PIECE_BYTES // itemsize) for view in views), strict=True):
             fold.in_place(pieces)
@@ -93,17 +90,19 @@ def reduce_scatter(
     dtype, itemsize = output.dtype, output.element_size()
     where = span(inputs)
     place = NOWHERE if where is None else regions.place(*where)
-    met = yield from _meet(w, record("reduce_scatter", dtype, op, nbytes=sum(sizes)), place)
-    if met is None:
+    places = yield from _meet(w, record("reduce_scatter", dtype, op, nbytes=sum(sizes)), place)
+    if places is None:
         yield from through_slots.reduce_scatter(w, output, inputs, fold, op)
         return
     before, own = sum(sizes[: w.rank]), sizes[w.rank]
     if own:
         views = [
             flat(inputs[rank]) if rank == w.rank else regions.view(rank, place, dtype, own, before)
-            for rank, place in enumerate(met[0])
+            for rank, place in enumerate(places)
         ]
-        for out, *pieces in zip(*(v.split(PIECE_BYTES // itemsize) for v in (flat(output), *views)), strict=True):
+        for out, *pieces in zip(
+            *(v.split(PIECE_BYTES // itemsize) for v in (flat(output), *views)), strict=True
+        ):
             fold.into(out, pieces)
         del views, pieces
     yield from _part(w)
@@ -112,35 +111,67 @@ def reduce_scatter(
 def all_gather(w: Window, regions: Regions, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
     sizes = [nbytes_of(t) for t in outputs]
     place = regions.place(tensor.data_ptr(), sizes[w.rank]) if sizes[w.rank] else NOWHERE
-    met = yield from _meet(w, record("all_gather", tensor.dtype, nbytes=sum(sizes)), place)
-    if met is None:
+    places = yield from _meet(w, record("all_gather", tensor.dtype, nbytes=sum(sizes)), place)
+    if places is None:
         yield from through_slots.all_gather(w, outputs, tensor)
         return
     for rank, output in enumerate(outputs):
         if rank != w.rank:
-            _copy(regions, rank, met[0][rank], output)
+            _copy(regions, rank, places[rank], output)
         elif output.data_ptr() != tensor.data_ptr():
             copy_bytes(output.data_ptr(), tensor.data_ptr(), sizes[rank])
     yield from _part(w)
 
 
 def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-    """Always meets: that small parts here are large ones elsewhere is only known then."""
-    sizes = [nbytes_of(t) for t in inputs]
+    """Sizes of third parties are unknown, so the first meeting decides; it carries the first pieces already."""
+    sent, expected = [nbytes_of(t) for t in inputs], [nbytes_of(t) for t in outputs]
     where = span(inputs)
-    place = NOWHERE if where is None else regions.place(*where)
-    met = yield from _meet(w, record("all_to_all", inputs[0].dtype), place, sizes)
-    if met is None:
-        yield from through_slots.all_to_all(w, outputs, inputs)
+    place = NOWHERE if where is None or max(sent) <= w.piece_bytes else regions.place(*where)
+    call = record("all_to_all", inputs[0].dtype)
+    n = w.claim()
+    while token := w.busy(n):
+        yield token
+    through_slots.put_parts(w, n, 0, inputs, sent)
+    w.write_sizes(n, sent)
+    w.post(n, call, *place)
+    while token := w.missing(n):
+        yield token
+    w.check(n, call)
+    places = [_place_of(w, n, rank) for rank in range(w.size)]
+    rows = [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
+    for rank in range(w.size):
+        through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
+    copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
+    if all(place.entry for place in places):
+        w.took(n)
+        for rank in w.peers:
+            _copy(regions, rank, places[rank], outputs[rank], sum(rows[rank][: w.rank]))
+        yield from _part(w)
         return
-    places, rows = met
-    for rank, output in enumerate(outputs):
-        through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], nbytes_of(output))
-        if rank == w.rank:
-            copy_bytes(output.data_ptr(), inputs[rank].data_ptr(), sizes[rank])
-        else:
-            _copy(regions, rank, places[rank], output, sum(rows[rank][: w.rank]))
-    yield from _part(w)
+    through_slots.take_parts(w, n, 0, outputs, expected)
+    w.took(n)
+    yield from _rest_of_all_to_all(w, outputs, expected, inputs, sent, max(map(max, rows)))
+
+
+def _rest_of_all_to_all(
+    w: Window,
+    outputs: Sequence[Tensor],
+    expected: Sequence[int],
+    inputs: Sequence[Tensor],
+    sent: Sequence[int],
+    longest: int,
+) -> Steps:
+    for i in range(1, through_slots.num_pieces(longest, w.piece_bytes)):
+        n = w.claim()
+        while token := w.busy(n):
+            yield token
+        through_slots.put_parts(w, n, i, inputs, sent)
+        w.post(n)
+        while token := w.missing(n):
+            yield token
+        through_slots.take_parts(w, n, i, outputs, expected)
+        w.took(n)
 
 
 def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:
@@ -155,7 +186,7 @@ def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:
         while token := w.missing_from(n, src):
             yield token
         w.check(n, call, (src,))
-        place = Place(*(w.detail(n, src, i) for i in _PLACE_WORDS))
+        place = _place_of(w, n, src)
     w.took(n)
     if not place.entry:
         yield from through_slots.broadcast(w, tensor, src)

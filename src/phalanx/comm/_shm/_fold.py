@@ -1,7 +1,7 @@
 """How values of all ranks become one: always the same binary tree over ranks, whatever rank or algorithm does it.
 
-The tree is that of ``phalanx.comm._reduce.tree_reduce`` (neighbours pairwise, level by level), which tests compare with;
-the forms here write into given memory and allocate nothing. Every node rounds once in the tensor's own dtype, so
+The tree is that of ``phalanx.comm._reduce.tree_reduce`` (neighbours pairwise, level by level), which tests compare
+with; the forms here write into given memory and allocate nothing. Every node rounds once in the tensor's own dtype, so
 results have the same bits on every rank, in every run, through slots or on shared buffers.
 """
 

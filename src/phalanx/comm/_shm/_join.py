@@ -57,7 +57,9 @@ def exchange_identities(store: Store, rank: int, size: int, timeout: float) -> d
 class _Meeting:
     """The store as the ranks of one forming group use it."""
 
-    def __init__(self, store: Store, peers: Peers, rank: int, timeout: float, interrupt: Interrupt | None) -> None:
+    def __init__(
+        self, store: Store, peers: Peers, rank: int, timeout: float, interrupt: Interrupt | None
+    ) -> None:
         self._store, self._peers, self._rank = store, peers, rank
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -153,4 +155,8 @@ def _map(where: dict[str, object], layout: Layout, rank: int) -> tuple[Segment |
         return None, f"cannot map the segment of process {pid}: {error}"
     finally:
         os.close(fd)
-    return (segment, "") if segment.header_fits(where["nonce"]) else (None, f"process {pid} shows another segment")
+    return (
+        (segment, "")
+        if segment.header_fits(where["nonce"])
+        else (None, f"process {pid} shows another segment")
+    )

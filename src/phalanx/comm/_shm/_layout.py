@@ -53,7 +53,7 @@ TOKEN_MASK = (1 << TOKEN_SHIFT) - 1
 
 
 def token(index: int, target: int) -> int:
-    """"Word ``index`` must reach ``target``", as one number: what a collective yields when it cannot go on."""
+    """ "Word ``index`` must reach ``target``", as one number: what a collective yields when it cannot go on."""
     return (target << TOKEN_SHIFT) | index
 
 
@@ -67,7 +67,7 @@ class Layout:
 
     size: int
     slots: int = 4
-    slot_bytes: int = 256 * 1024
+    slot_bytes: int = 512 * 1024
     ring_bytes: int = 128 * 1024
 
     @property
