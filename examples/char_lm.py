@@ -1,7 +1,7 @@
 """A small character transformer, trained elastically: kill any worker, nothing is lost.
 
-    python examples/char_lm.py                                                        # one process
-    phalanx run --nproc-per-node 3 --on-failure heal examples/char_lm.py --steps 300  # three, and any may die
+python examples/char_lm.py                                                        # one process
+phalanx run --nproc-per-node 3 --on-failure heal examples/char_lm.py --steps 300  # three, and any may die
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class CharModel(nn.Module):
         super().__init__()
         self.chars = nn.Embedding(num_chars, width)
         self.places = nn.Embedding(CONTEXT, width)
-        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, num_chars)
 
@@ -53,7 +55,9 @@ class CharModel(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent / "data" / "harbour.txt")
     parser.add_argument("--out", type=Path, help="directory for logs, saves and the result")
@@ -81,9 +85,9 @@ def main() -> None:
         step.commit(max_grad_norm=1.0)
 
     if job.rank == 0:
-        print(f"{job.step} steps, loss {step.loss:.4f}, digest {job.digest()}")
+        print(f"{job.step} steps, loss {job.loss:.4f}, digest {job.digest()}")
         if args.out:
-            (args.out / "result").write_text(f"{step.loss} {job.digest()}")
+            (args.out / "result").write_text(f"{job.loss} {job.digest()}")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,67 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-PEOPLE = "the pilot,the old cook,a ferryman,the keeper,the youngest deckhand,Mara,Ilse,Tomas,the rope-maker,a diver".split(",")
-SHIPS = "the Heron,the Long Patience,a grey trawler,the mail boat,the Kestrel,two barges,the dredger".split(",")
-PLACES = "the north pier,the chandler's shop,the slipway,the lamp room,the fish hall,the inner basin,the breakwater".split(",")
-THINGS = "a coil of wet rope,three crates of lemons,the tide table,a brass lantern,the torn net,a letter,the spare anchor".split(",")
-WEATHER = "Fog lay on the water,The wind turned east,Rain came before noon,The sea was flat as slate,Gulls cried over the roofs".split(",")
-MOVES = "came in with the tide,waited outside for a berth,lost half a day to the current,tied up twice,left before the bell".split(",")
-DEEDS = "carried,mended,counted,forgot,painted,weighed,hid,looked for".split(",")
-REASONS = "because nobody else would,since the season was short,though the light was poor,as the custom was,for a small wage".split(",")
+PEOPLE = [
+    "the pilot",
+    "the old cook",
+    "a ferryman",
+    "the keeper",
+    "the youngest deckhand",
+    "Mara",
+    "Ilse",
+    "Tomas",
+    "the rope-maker",
+    "a diver",
+]
+SHIPS = [
+    "the Heron",
+    "the Long Patience",
+    "a grey trawler",
+    "the mail boat",
+    "the Kestrel",
+    "two barges",
+    "the dredger",
+]
+PLACES = [
+    "the north pier",
+    "the chandler's shop",
+    "the slipway",
+    "the lamp room",
+    "the fish hall",
+    "the inner basin",
+    "the breakwater",
+]
+THINGS = [
+    "a coil of wet rope",
+    "three crates of lemons",
+    "the tide table",
+    "a brass lantern",
+    "the torn net",
+    "a letter",
+    "the spare anchor",
+]
+WEATHER = [
+    "Fog lay on the water",
+    "The wind turned east",
+    "Rain came before noon",
+    "The sea was flat as slate",
+    "Gulls cried over the roofs",
+]
+MOVES = [
+    "came in with the tide",
+    "waited outside for a berth",
+    "lost half a day to the current",
+    "tied up twice",
+    "left before the bell",
+]
+DEEDS = ["carried", "mended", "counted", "forgot", "painted", "weighed", "hid", "looked for"]
+REASONS = [
+    "because nobody else would",
+    "since the season was short",
+    "though the light was poor",
+    "as the custom was",
+    "for a small wage",
+]
 SAYINGS = (
     "A knot is a promise that can be untied.",
     "If one hand slips, the others hold.",
@@ -32,14 +85,18 @@ def sentence(chance: random.Random) -> str:
     if kind == 0:
         return f"{chance.choice(WEATHER)}, and {ship} {chance.choice(MOVES)}."
     if kind == 1:
-        return f"{who.capitalize() if who[0].islower() else who} {chance.choice(DEEDS)} {thing} {chance.choice(REASONS)}."
+        return f"{_capital(who)} {chance.choice(DEEDS)} {thing} {chance.choice(REASONS)}."
     if kind == 2:
         return f"At {place} {who} met {chance.choice([p for p in PEOPLE if p != who])}."
     if kind == 3:
         return f'"{chance.choice(SAYINGS)}" said {who}.'
     if kind == 4:
         return f"Between {place} and the gate {who} found {thing}, {chance.choice(REASONS)}."
-    return f"{ship.capitalize() if ship[0].islower() else ship} {chance.choice(MOVES)}; {who} wrote it down."
+    return f"{_capital(ship)} {chance.choice(MOVES)}; {who} wrote it down."
+
+
+def _capital(name: str) -> str:
+    return name[0].upper() + name[1:]
 
 
 def story(num_chars: int, seed: int = 7) -> str:

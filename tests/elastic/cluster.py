@@ -9,10 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from phalanx.comm.stores import connect
 from phalanx.elastic._records import read_lines
 from phalanx.elastic.audit import Verdict, check_directory
-from phalanx.membership import job_prefix, wish_key
+from phalanx.launch._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"
 PRELOAD = "torch._dynamo,phalanx.elastic"
@@ -92,11 +91,7 @@ class Cluster:
 
     def resize(self, size: int) -> None:
         """Ask the agent to run another number of workers."""
-        store = connect((self.directory / "store").read_text())
-        job = store.namespace(job_prefix((self.directory / "job").read_text()))
-        (node,) = {key.split("/")[-1] for key in job.items("rdzv/live/node/")}
-        job.set(wish_key(node), str(size).encode())
-        store.close()
+        scale((self.directory / "store").read_text(), (self.directory / "job").read_text(), size)
         self.size = size
 
     # -- the end ----------------------------------------------------------------------------------------------

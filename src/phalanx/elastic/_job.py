@@ -6,6 +6,7 @@ step computes ``_step``'s, what a state is ``_state``'s.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,8 @@ class Job:
         self.team = Team(self, roster)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
+        self.loss: float | None = None
+        """Loss of the last committed step."""
         self.num_evaluations = 0
         self.last_evaluation: dict[str, float] = {}
         self._resumes = 0
@@ -168,6 +171,7 @@ class Job:
                             f"step {step.number} was not committed; call step.commit() in the loop"
                         )
                 self.team.part()
+                self.events.emit("finished", step=self.step)
             finally:
                 self.close()
 
@@ -182,7 +186,7 @@ class Job:
                 "num_samples_per_epoch": self.schedule.num_samples_per_epoch,
             }
         )
-        self.events.emit("started")
+        self.events.emit("started", pid=os.getpid())
         self.team.begin()
 
     def close(self) -> None:
@@ -220,6 +224,7 @@ class Job:
         self.schedule.sampler.commit(step.number)
         if self.scheduler is not None:
             self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
+        self.loss = step.loss
         self.audit.committed(self.lineage, step.epoch, step.number)
         self.team.roster.report(self.step)
 
@@ -233,6 +238,7 @@ class Job:
                 loss=step.loss,
                 samples=step.num_samples,
                 generation=self.generation,
+                round=self.team.seat.round,
                 world_size=self.world_size,
             )
         if self.saving.is_due(self.step) and self.rank == 0:
@@ -268,6 +274,7 @@ class Job:
             "sampler": self.schedule.state_dict(),
             "resumes": self._resumes,
             "evaluations": [self.num_evaluations, self.last_evaluation],
+            "loss": self.loss,
             "seed": self.seed,
             "machine": fingerprint(),
         }
@@ -280,6 +287,7 @@ class Job:
         self.schedule.load_state_dict(state["sampler"])
         self._resumes = state["resumes"]
         self.num_evaluations, self.last_evaluation = state["evaluations"]
+        self.loss = state["loss"]
         self.is_fresh = False
 
     def save(self, *, wait: bool = True) -> None:
