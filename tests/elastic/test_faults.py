@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -111,3 +112,23 @@ def test_sigterm_to_the_job_saves_and_a_later_run_goes_on_with_the_same_bits(sta
         again.close()
     assert cluster.digests() == {undisturbed}
     assert [event["step"] for event in again.events("resumed")] == [saved]
+
+
+def test_sigterm_to_one_process_saves_and_exits_with_code_0(tmp_path):
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from elastic_training import F, make_job
+from phalanx.elastic import RunOptions, Saves
+job = make_job(run=RunOptions(progress=False), saves=Saves(directory={str(tmp_path)!r}))
+for step in job.steps(epochs=3):
+    for micro in step:
+        micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+    if step.number == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step.commit()
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000003"]

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.errors import CommError
+
 from ._loading import Fetcher, Ticket
 from ._rng import derive_seed, seed_everything
+from ._roster import EvaluationKnown
 from ._team import LOST
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ def evaluate(
     known: Results = {}
     was_training = job.model.training
     job.model.eval()
+    job.buffers.begin_step()  # a forward pass may change buffers even now; no batch may see what another did
     job.team.is_evaluating = True
     try:
         while job.num_evaluations == number:
@@ -45,21 +49,32 @@ def evaluate(
                 if not missing:
                     job.last_evaluation = _mean(known)
                     job.num_evaluations += 1
+                    job.team.roster.publish_evaluation(number, job.last_evaluation)
                     break
                 for b in missing[job.rank :: job.world_size]:
                     job.team.check()
                     indices = tuple(range(b * batch_size, min(len(dataset), (b + 1) * batch_size)))
                     batch = fetcher[Ticket(number, b, 0, indices)]
+                    job.buffers.restore()
                     seed_everything(derive_seed(job.seed, "evaluate", number, b))
                     with torch.no_grad():
                         values = {name: float(value) for name, value in function(batch).items()}
                     known[str(b)] = [values, float(len(indices))]
             except LOST as error:
-                job.team.recover(error)
+                _recover(job, error)
     finally:
         job.team.is_evaluating = False
+        job.buffers.restore()
         job.model.train(was_training)
     return job.last_evaluation
+
+
+def _recover(job: Job, cause: CommError) -> None:
+    try:
+        job.team.recover(cause)
+    except EvaluationKnown as known:
+        job.last_evaluation = known.result
+        job.num_evaluations += 1
 
 
 def _mean(known: Results) -> dict[str, float]:

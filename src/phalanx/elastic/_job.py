@@ -6,6 +6,7 @@ step computes ``_step``'s, what a state is ``_state``'s.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,11 +25,11 @@ from ._options import Callbacks, DataOptions, RunOptions, Saves
 from ._partials import Pool
 from ._progress import Progress
 from ._records import Audit, Events
-from ._roster import make_roster
 from ._saving import Saving
 from ._schedule import Schedule
 from ._state import Parts, State, Stateful, digest
 from ._step import Step
+from ._store_roster import make_roster
 from ._sync import fingerprint
 from ._team import Team
 
@@ -154,6 +155,11 @@ class Job:
         """
         if epochs is None and max_steps is None:
             raise ValueError("steps() needs epochs or max_steps; expected an end")
+        if self.team.is_over and self.team.roster.can_change:
+            raise RuntimeError(
+                "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
+                "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
+            )
         with self.team.leave.listen():
             try:
                 self.begin()
@@ -172,8 +178,13 @@ class Job:
                         )
                 self.team.part()
                 self.events.emit("finished", step=self.step)
-            finally:
+                self.loading.close()
+                self.saving.wait_idle()
+                self.progress.close()
+                atexit.register(self.close)  # not now: an evaluation may follow
+            except BaseException:
                 self.close()
+                raise
 
     def begin(self) -> None:
         """Join the other workers and take their state; ``steps`` does it."""
@@ -190,7 +201,8 @@ class Job:
         self.team.begin()
 
     def close(self) -> None:
-        """End threads and files; the state stays in memory and can be looked at and saved."""
+        """End threads, files and the group; the state stays in memory and can be looked at and saved."""
+        atexit.unregister(self.close)
         self.loading.close()
         self.saving.wait_idle()
         self.progress.close()

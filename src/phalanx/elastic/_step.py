@@ -99,6 +99,10 @@ class Step:
         self._root: Flat | None = None
         self._micro: Micro | None = None
 
+    @property
+    def is_last_of_epoch(self) -> bool:
+        return self.number + 1 == self.job.schedule.sampler.end_of_epoch(self.number)
+
     def __iter__(self) -> Iterator[Micro]:
         for slot in self.slots:
             if self.job.team.is_broken:

@@ -38,6 +38,8 @@ class Team:
         self.roster = roster
         self.leave = LeaveRequest()
         self.is_evaluating = False
+        self.is_over = False
+        """Whether all workers have committed the last step."""
         self._job = job
         self._seat: Seat | None = None
         self._exchange: Exchange | None = None
@@ -110,11 +112,12 @@ class Team:
                 if self.seat.group is not None:
                     self.seat.group.barrier()
                 self.roster.declare_done()
-                return
+                break
             except LOST as error:
                 if self.roster.is_over_after(self.seat, error):
-                    return  # the others got through: all had committed
+                    break  # the others got through: all had committed
                 self.recover(error)
+        self.is_over = True
 
     def close(self) -> None:
         self.roster.close()
