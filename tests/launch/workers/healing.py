@@ -57,8 +57,14 @@ def main() -> None:
                 return  # told to go
             try:
                 group = Group.create(
-                    root, mine[0].rank, len(members.workers), job=job, generation=generation, timeout=60, backend="gloo",
-                    interrupt=lambda: _over(store, generation),
+                    root,
+                    mine[0].rank,
+                    len(members.workers),
+                    job=job,
+                    generation=generation,
+                    timeout=60,
+                    backend="gloo",
+                    interrupt=lambda over=generation: _over(store, over),
                 )
                 # Everybody goes on with the most advanced step.
                 values = group.all_gather_values(step)
