@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.elastic._loading import Fetcher, Ticket
+from phalanx.elastic._rng import derive_seed, seed_everything
+from phalanx.elastic._roster import EvaluationKnown
+from phalanx.elastic._team import LOST
 from phalanx.errors import CommError
 
-from ._loading import Fetcher, Ticket
-from ._rng import derive_seed, seed_everything
-from ._roster import EvaluationKnown
-from ._team import LOST
-
 if TYPE_CHECKING:
-    from ._job import Job
+    from phalanx.elastic._job import Job
 
 Results = dict[str, list[dict[str, float] | float]]
 """By batch number, as text for JSON: [values, number of samples]."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-
-from ._layout import Bucket, Flat
-from ._partials import Partials, Pool
-from ._slots import Node, cover, fold, slot_range
+from phalanx.elastic._layout import Bucket, Flat
+from phalanx.elastic._partials import Partials, Pool
+from phalanx.elastic._slots import Node, cover, fold, slot_range
 
 BLOCK = 65536
 """Elements that are folded at a time: 256 KB of float32."""

@@ -16,22 +16,21 @@ import torch
 from torch import nn
 
 from phalanx.data import ElasticBatchSampler
-
-from ._buffers import Buffers
-from ._evaluate import evaluate
-from ._layout import Layout
-from ._loading import Fetcher, Loading
-from ._options import Callbacks, DataOptions, RunOptions, Saves
-from ._partials import Pool
-from ._progress import Progress
-from ._records import Audit, Events
-from ._saving import Saving
-from ._schedule import Schedule
-from ._state import Parts, State, Stateful, digest
-from ._step import Step
-from ._store_roster import make_roster
-from ._sync import fingerprint
-from ._team import Team
+from phalanx.elastic._buffers import Buffers
+from phalanx.elastic._evaluate import evaluate
+from phalanx.elastic._layout import Layout
+from phalanx.elastic._loading import Fetcher, Loading
+from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
+from phalanx.elastic._partials import Pool
+from phalanx.elastic._progress import Progress
+from phalanx.elastic._records import Audit, Events
+from phalanx.elastic._saving import Saving
+from phalanx.elastic._schedule import Schedule
+from phalanx.elastic._state import Parts, State, Stateful, digest
+from phalanx.elastic._step import Step
+from phalanx.elastic._store_roster import make_roster
+from phalanx.elastic._sync import fingerprint
+from phalanx.elastic._team import Team
 
 MAX_WORKERS = 1024
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ._rng import derive_seed, seed_everything
+from phalanx.elastic._rng import derive_seed, seed_everything
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._layout import SCALARS, Flat, Layout
-from ._slots import Node, siblings
+from phalanx.elastic._layout import SCALARS, Flat, Layout
+from phalanx.elastic._slots import Node, siblings
 
 
 class Pool:

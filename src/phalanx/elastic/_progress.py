@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._job import Job
-    from ._step import Step
+    from phalanx.elastic._job import Job
+    from phalanx.elastic._step import Step
 
 LINE_EVERY = 5.0
 """Seconds between plain lines."""

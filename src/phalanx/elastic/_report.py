@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._history import History, read_history
+from phalanx.elastic._history import History, read_history
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 240, 60, 28
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#65a30d", "#be185d")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from phalanx.comm import Group
+from phalanx.elastic._seats import Ready, Seat
+from phalanx.elastic._watcher import Signals
 from phalanx.errors import CommError, PhalanxError
-
-from ._seats import Ready, Seat
-from ._watcher import Signals
 
 
 class Ejected(PhalanxError):

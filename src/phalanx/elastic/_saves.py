@@ -19,9 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.elastic._codec import Json
 from phalanx.errors import PhalanxError
-
-from ._codec import Json
 
 FORMAT = 1
 PREFIX, PARTIAL = "step-", ".partial-"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from ._codec import decode, encode
-from ._options import Saves
-from ._records import Events
-from ._saves import Save, find_save
-from ._state import State
-from ._writer import SaveWriter
+from phalanx.elastic._codec import decode, encode
+from phalanx.elastic._options import Saves
+from phalanx.elastic._records import Events
+from phalanx.elastic._saves import Save, find_save
+from phalanx.elastic._state import State
+from phalanx.elastic._writer import SaveWriter
 
 
 class Saving:

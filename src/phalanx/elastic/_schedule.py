@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.data import ElasticBatchSampler
-
-from ._loading import Ticket, split
+from phalanx.elastic._loading import Ticket, split
 
 
 class Schedule:

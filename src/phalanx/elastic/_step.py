@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._layout import SCALARS, Flat
-from ._loading import Ticket
-from ._partials import Partials
-from ._rng import derive_seed, seed_everything
-from ._team import LOST
+from phalanx.elastic._layout import SCALARS, Flat
+from phalanx.elastic._loading import Ticket
+from phalanx.elastic._partials import Partials
+from phalanx.elastic._rng import derive_seed, seed_everything
+from phalanx.elastic._team import LOST
 
 if TYPE_CHECKING:
-    from ._job import Job
+    from phalanx.elastic._job import Job
 
 
 class Micro:

@@ -15,12 +15,18 @@ from collections.abc import Callable, Mapping
 from phalanx import membership
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect
+from phalanx.elastic._roster import Ejected, EvaluationKnown, FixedRoster, JobOver, RegroupTimeout, Roster
+from phalanx.elastic._seats import Ready, Round, Seat, choose_round
+from phalanx.elastic._watcher import (
+    PROGRESS_EVERY,
+    Signals,
+    Watcher,
+    num_leaving_key,
+    num_ready_key,
+    report_progress,
+)
 from phalanx.errors import CommError, PeerLost
 from phalanx.world import World
-
-from ._roster import Ejected, EvaluationKnown, FixedRoster, JobOver, RegroupTimeout, Roster
-from ._seats import Ready, Round, Seat, choose_round
-from ._watcher import PROGRESS_EVERY, Signals, Watcher, num_leaving_key, num_ready_key, report_progress
 
 DONE_KEY = "elastic/done"
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.comm import Group
-
-from ._codec import decode, dtype_from_name, encode
-from ._state import State
+from phalanx.elastic._codec import decode, dtype_from_name, encode
+from phalanx.elastic._state import State
 
 BLOCK = 16 << 20
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.elastic._seats import FRESH, Seat, choose_source
+from phalanx.elastic._state import digest
+from phalanx.elastic._stream import receive_state, send_state
 from phalanx.errors import PhalanxError
 
-from ._seats import FRESH, Seat, choose_source
-from ._state import digest
-from ._stream import receive_state, send_state
-
 if TYPE_CHECKING:
-    from ._job import Job
+    from phalanx.elastic._job import Job
 
 
 class WorkersDiffer(PhalanxError):

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.elastic._exchange import Exchange
+from phalanx.elastic._layout import SCALARS
+from phalanx.elastic._leave import LeaveRequest
+from phalanx.elastic._options import Regrouped
+from phalanx.elastic._roster import JobOver, Roster
+from phalanx.elastic._seats import Ready, Seat
+from phalanx.elastic._sync import bring_level, fingerprint
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
 
-from ._exchange import Exchange
-from ._layout import SCALARS
-from ._leave import LeaveRequest
-from ._options import Regrouped
-from ._roster import JobOver, Roster
-from ._seats import Ready, Seat
-from ._sync import bring_level, fingerprint
-
 if TYPE_CHECKING:
-    from ._job import Job
-    from ._step import Step
+    from phalanx.elastic._job import Job
+    from phalanx.elastic._step import Step
 
 LOST = (PeerLost, PeerTimeout, GroupAborted)
 """Errors after which the group is gone but the job goes on in the next generation."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from phalanx import membership
 from phalanx.comm.stores import Store
+from phalanx.elastic._seats import Seat
 from phalanx.errors import PeerLost, StoreError
-
-from ._seats import Seat
 
 TICK = 0.02
 PROGRESS_EVERY = 0.25

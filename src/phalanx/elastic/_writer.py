@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ._codec import Json
-from ._saves import write_save
+from phalanx.elastic._codec import Json
+from phalanx.elastic._saves import write_save
 
 Snapshot = tuple[int, Json, list[Tensor]]
 """Step, JSON tree, tensors that nobody else touches."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ._records import read_lines
+from phalanx.elastic._records import read_lines
 
 Lineage = tuple[int, ...]
 
