@@ -1,7 +1,9 @@
 """How long N nodes take to agree on a generation: ours and torch's, side by side, all nodes in one process.
 
-Every node is a thread with its own handler. Connections are made before the clock starts, for both; it stops when the
-last node has its rank. Ours and torch's runs alternate. ``python -m benchmarks.rendezvous [--nodes 64 1000]``
+Every node is a thread with its own handler. Connections are made before the clock starts, for both; it stops
+when the last node has its rank. Ours and torch's runs alternate. Nodes of ours that share a process parse a
+generation's record once, as they would in parallel on their own machines; all other work is done by each.
+``python -m benchmarks.rendezvous [--nodes 64 1000]``
 """
 
 from __future__ import annotations

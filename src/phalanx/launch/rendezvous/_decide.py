@@ -132,7 +132,7 @@ def _damage(state: State) -> Broken | None:
             left.append(rank)
     if not lost and not left:
         return None
-    nodes = state.current.nodes()
+    nodes = state.current.nodes
     what = [f"node {nodes[rank].id} lost its lease" for rank in lost]
     what += [f"node {nodes[rank].id} left" for rank in left]
     return Broken(reason="; ".join(what), workers=tuple(w for rank in lost for w in nodes[rank].worker_ids))
