@@ -124,7 +124,7 @@ def _identity(rank: int, data: bytes) -> Identity:
 
 def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
     if backend == "auto":
-        return connect_auto(place, peers, interrupt, lambda: _connect(place, "gloo", peers, interrupt))
+        return connect_auto(place, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
     engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place))
     failures = FailureDetector(
         rank=place.rank,

@@ -1,8 +1,8 @@
 """Shared tensors in the collectives of one group: naming this rank's, mapping the peers'.
 
 A rank names the memory of its tensor in the call record (``Place``). A number in the rank's table of the segment says
-that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time they
-map something new, so that memory is given back.
+that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time
+they map something new, so that memory is given back.
 """
 
 from __future__ import annotations
