@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
-from processes import run_processes
 
 from phalanx.comm.faults import kill_at, play
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
+from processes import run_processes
 
 
 def reduce_until_fault(group) -> BaseException:
@@ -160,7 +160,9 @@ def test_abort_wakes_whoever_waits_and_the_next_generation_forms() -> None:
 def a_peer_never_comes(worker):
     if worker.rank == 1:
         return None
-    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not join generation 0 of job 'test' within 0.5 s"):
+    with pytest.raises(
+        PeerTimeout, match=r"ranks \[1\] did not join generation 0 of job 'test' within 0.5 s"
+    ):
         worker.group(timeout=0.5)
     with pytest.raises(PeerLost, match="enough"):
         worker.group(timeout=60, generation=1, interrupt=lambda: PeerLost("enough"))
@@ -177,7 +179,7 @@ def die_while_forming(worker):
         # The identity is written, then the process dies before it connects.
         from phalanx.comm import _create
 
-        _create.make_engine = lambda backend, place: os.kill(os.getpid(), signal.SIGKILL)
+        _create.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost, match="while generation 0 formed"):
         worker.group(timeout=60)
     store.close()
@@ -208,7 +210,11 @@ def test_generations_on_one_store_do_not_see_each_other() -> None:
 def resources() -> tuple[int, int, int]:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE") // 1024
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+    )
 
 
 def wait_for_releases() -> None:
