@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx._torch_hook import BACKEND
 from phalanx.comm._group import Group
 from phalanx.comm._ordered import OrderedCalls, QueuedCall
 from phalanx.comm._transport import ReduceOp
 from phalanx.comm._transport import Work as GroupWork
 from phalanx.comm.stores import wrap_c10d_store
 
-NAME = "phalanx"
+NAME = BACKEND
 
 _OPS = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -48,14 +49,11 @@ def _op(options: Any) -> ReduceOp:
     raise ValueError(f"reduction {options.reduceOp} is not known to the {NAME} backend")
 
 
-def register() -> None:
-    """Make ``torch.distributed.init_process_group("phalanx")`` work. Harmless when done already."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
-
-
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> PhalanxProcessGroup:
-    group = Group.create(wrap_c10d_store(store), rank, size, timeout=timeout, job="c10d")
+def create_process_group(common: Any) -> PhalanxProcessGroup:
+    """What ``torch.distributed`` calls for the backend ``phalanx`` (see ``phalanx._torch_hook``)."""
+    # Torch tells its groups apart by prefixes of the store, which are lost where the store is one of ours.
+    store = wrap_c10d_store(common.store).namespace(f"torch/{common.group_id}")
+    group = Group.create(store, common.group_rank, common.group_size, timeout=common.timeout, job="c10d")
     return PhalanxProcessGroup(group)
 
 
