@@ -14,11 +14,15 @@ __version__ = "0.1.0"
 
 # Public name -> the package that defines it.
 _HOMES = {
+    "DeviceMesh": "phalanx.comm",
+    "ElasticBatchSampler": "phalanx.data",
+    "ElasticDistributedSampler": "phalanx.data",
     "Group": "phalanx.comm",
     "init": "phalanx.comm",
+    "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "errors", "membership", "world"})
+_PACKAGES = frozenset({"comm", "data", "errors", "membership", "world"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
