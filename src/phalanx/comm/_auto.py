@@ -96,9 +96,7 @@ def _connect_two_level(
     host = hosts.host_of(place.rank)
 
     def among(name: str, ranks: Sequence[int]) -> tuple[Place, dict[int, Identity]]:
-        sub = replace(
-            place, store=place.store.namespace(name), rank=ranks.index(place.rank), size=len(ranks)
-        )
+        sub = replace(place, store=place.store.namespace(name), rank=ranks.index(place.rank), size=len(ranks))
         return sub, {index: identities[rank] for index, rank in enumerate(ranks)}
 
     flat = make_c10d(place, identities)

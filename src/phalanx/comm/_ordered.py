@@ -33,7 +33,9 @@ class QueuedCall(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._over.wait(timeout):
-            raise PeerTimeout(f"a queued collective is not done after {timeout:g} s; waiting again is allowed")
+            raise PeerTimeout(
+                f"a queued collective is not done after {timeout:g} s; waiting again is allowed"
+            )
         if self.error is not None:
             raise self.error.with_traceback(None)
 

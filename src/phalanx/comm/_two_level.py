@@ -1,8 +1,8 @@
 """Collectives over several hosts in two levels: shared memory inside a host, c10d between one leader of each.
 
-Owns the composition only. all_reduce, all_gather, reduce_scatter and broadcast go over both levels; everything else goes
-over ``flat``, a c10d transport among all ranks. A failure of any level ends all three, so that the other hosts see this
-rank's connections close.
+Owns the composition only. all_reduce, all_gather, reduce_scatter and broadcast go over both levels; everything else
+goes over ``flat``, a c10d transport among all ranks. A failure of any level ends all three, so that the other hosts see
+this rank's connections close.
 
 Plans (L: within the host, H: among the hosts' leaders, which are the local ranks 0):
 
@@ -133,7 +133,9 @@ class TwoLevelTransport(Transport):
         def call() -> None:
             inner = ReduceOp.SUM if op is ReduceOp.AVG else op
             sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.ranks]
-            ordered = torch.cat([inputs[rank].data.reshape(-1) for ranks in self._hosts.ranks for rank in ranks])
+            ordered = torch.cat(
+                [inputs[rank].data.reshape(-1) for ranks in self._hosts.ranks for rank in ranks]
+            )
             self._local.reduce(ordered, inner, 0, async_op=False)
             parts: list[Tensor] | None = None
             if self._leaders is not None:

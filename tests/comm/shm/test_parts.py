@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -42,7 +43,7 @@ def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: in
         assert layout.writer(layout.block(rank) + L.READY) == rank
         assert layout.writer(layout.block(rank) + L.TAKEN) == rank
     spans.sort()
-    assert all(a + length <= b for (a, length), (b, _) in zip(spans, spans[1:], strict=False))
+    assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(spans))
     assert sum(spans[-1]) <= layout.total_bytes
     assert layout.sizes_word + slots * size <= layout.regions_word
 

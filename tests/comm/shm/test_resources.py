@@ -10,10 +10,10 @@ import threading
 
 import pytest
 import torch
-from processes import run_processes
 
 from phalanx.comm._shm import _join
 from phalanx.errors import PeerLost
+from processes import run_processes
 
 
 def footprint() -> tuple[int, int, int]:

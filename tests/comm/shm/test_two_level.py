@@ -7,13 +7,13 @@ import signal
 
 import pytest
 import torch
-from comm.test_collectives import CASES, WORLD
-from processes import run_processes
 
+from comm.test_collectives import CASES, WORLD
 from phalanx.comm import _liveness
 from phalanx.comm._auto import choose
 from phalanx.comm._liveness import Identity
 from phalanx.errors import PeerLost
+from processes import run_processes
 
 
 def identity(machine: str, pid: int = 1, uid: int = 0) -> Identity:
@@ -55,9 +55,13 @@ def lose_a_rank_of_another_host(worker) -> bool:
     assert tensor.eq(4).all()
     if worker.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLost):
+
+    def reduce_for_ever() -> None:
         while True:
             group.all_reduce(tensor)
+
+    with pytest.raises(PeerLost):
+        reduce_for_ever()
     group.close()
     return True
 
