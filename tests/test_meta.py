@@ -30,7 +30,8 @@ LAYERS = {
     "shard": VALUES | {"comm", "tensor"},
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"comm", "data", "ddp"},
-    "__init__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "_torch_hook": {"comm"},
+    "__init__": VALUES | {"_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
 }
 FORBIDDEN = re.compile(
