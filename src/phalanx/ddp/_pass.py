@@ -43,6 +43,8 @@ class BackwardPass:
     last_arrival: list[int] = field(init=False)
     in_slab: set[int] = field(default_factory=set)
     next_launch: int = 0
+    # Whether this rank only mirrors the pass of others (join).
+    mirrors: bool = False
 
     def __post_init__(self) -> None:
         self.arrived = bytearray(self.num_params)

@@ -50,6 +50,7 @@ class ReducerOptions:
     caps: Caps
     reduce: str = "mean"
     gradient_as_bucket_view: bool = False
+    launch_early: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Reducer:
         self._armed = False
         self._passes = 0
         self._repeated: set[int] = set()
+        self._awaited: list[Any] = []
         self.install(members, caps=options.caps)
 
     # ---- layout -----------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ class Reducer:
             assert current is not None
             try:
                 self._take_in(current)
-                if self._passes == 0:
+                if self._passes == 0 or not self.options.launch_early:
                     return  # the first pass learns the order, and which parameters arrive more than once
                 while current.next_launch < len(self.layout) and not current.missing[current.next_launch]:
                     self._launch(current)
@@ -277,6 +279,39 @@ class Reducer:
             "checkpointed parts in every step or in none; use checkpoint(..., use_reentrant=False)"
         )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a backward pass has begun and not ended."""
+        return self._pass is not None
+
+    def stop(self) -> None:
+        """Take all hooks off the parameters."""
+        self.discard()
+        self._watch.stop()
+
+    def await_after_backward(self, futures: Sequence[Any]) -> None:
+        """Wait for these too at the end of the next synchronised backward."""
+        self._awaited.extend(futures)
+
+    @torch.no_grad()
+    def mirror_pass(self) -> None:
+        """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
+        current = BackwardPass(-1, len(self.params), len(self.layout), None, True, None, frozenset())
+        current.slabs = [pool.writable(()) for pool in self._pools]
+        current.missing = [len(indices) for indices in self.layout]
+        current.mirrors = True
+        self._handles = []
+        for slab in current.slabs:
+            slab.grads.zero_()
+        while current.next_launch < len(self.layout):
+            self._launch(current)
+        totals = self._finish(current)
+        for index in self.sparse_indices:
+            self.sparse.reduce(self.group, self.members[index].name, self.params[index], None)
+        agreed = self._agree(current, totals)
+        self._handles = []
+        self._close_books(current, totals, agreed)
+
     def discard(self) -> None:
         """Drop the pass under way, if any: ``.grad`` is as before it, and its memory is never written again."""
         current, self._pass = self._pass, None
@@ -311,6 +346,8 @@ class Reducer:
         current.next_launch += 1
 
     def _entry(self, current: BackwardPass) -> ledger.Entry:
+        if current.mirrors:
+            return ledger.Entry([False] * len(self.params), 0.0, contributes=False)
         grads_before = current.stash
         used = [
             bool(current.arrived[index]) or (index in self._local and index in grads_before)
@@ -352,6 +389,9 @@ class Reducer:
             result = handle.wait()
             if self.comm_hook is not None and bucket < len(self.layout):
                 self._take_result(current, bucket, result)
+        awaited, self._awaited = self._awaited, []
+        for future in awaited:
+            future.wait()
         totals = ledger.Totals.read(current.slabs[-1].tail if carrier is None else carrier)
         if self.options.reduce == "weighted":
             if totals.weight == 0:

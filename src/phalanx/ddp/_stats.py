@@ -53,6 +53,7 @@ class Stats:
         self.rebuilds = 0
         self.unused: list[str] = []
         self.unused_changed = False
+        self.error = ""
         self._current = StepTimes()
 
     @property
