@@ -43,6 +43,8 @@ class BackwardPass:
     last_arrival: list[int] = field(init=False)
     in_slab: set[int] = field(default_factory=set)
     next_launch: int = 0
+    # Whether it is known that parameters get gradients; if not, a pass without any is none.
+    certain: bool = True
     # Whether this rank only mirrors the pass of others (join).
     mirrors: bool = False
 

@@ -176,21 +176,25 @@ class Reducer:
     def on_output_grad(self, grad: Tensor) -> None:
         """Hook of every output: the backward pass has begun."""
         task = torch._C._current_graph_task_id()
-        if (self._pass is None or self._pass.task != task) and self._writes_gradients():
-            self._begin(task)
+        if self._pass is None or self._pass.task != task:
+            verdict = self._writes_gradients()
+            if verdict is not False:
+                self._begin(task, certain=verdict is True)
 
-    def _writes_gradients(self) -> bool:
-        """Whether this backward accumulates into ``.grad``; ``torch.autograd.grad`` does not."""
+    def _writes_gradients(self) -> bool | None:
+        """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
+
+        ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
+        """
         with torch.enable_grad():
             node = self.params[0].expand_as(self.params[0]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it has one
         try:
-            torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]  # not in the stubs
+            return True if torch._C._will_engine_execute_node(node) else None  # type: ignore[attr-defined]  # not in the stubs
         except RuntimeError:
-            return False
-        return True
+            return False  # autograd.grad with respect to this very parameter
 
     @torch.no_grad()
-    def _begin(self, task: int) -> BackwardPass:
+    def _begin(self, task: int, *, certain: bool = True) -> BackwardPass:
         if self._pass is not None:
             self.discard()  # its backward was abandoned: the user's code raised
         self._note_local()
@@ -203,11 +207,18 @@ class Reducer:
         current.set_aside(self.params, self._dropped)
         busy = {grad.untyped_storage()._cdata for grad in current.stash.values() if not grad.is_sparse}
         current.slabs = [pool.writable(busy) for pool in self._pools]
-        current.missing = [len(indices) for indices in self.layout]
+        current.missing = self._member_counts()
+        current.certain = certain
         self._pass, self._handles = current, []
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # not in the stubs
         engine.queue_callback(partial(self._end_of_backward, current))
         return current
+
+    def _member_counts(self) -> list[int]:
+        counts = [len(indices) for indices in self.layout]
+        if counts:
+            counts[-1] += len(self.sparse_indices)
+        return counts
 
     def _prescale(self) -> float | None:
         if self.comm_hook is not None or self.options.reduce == "sum":
@@ -259,7 +270,11 @@ class Reducer:
             current.order.append(index)
             if self._passes < TUNE_AFTER:
                 self.stats.current.ready.append(self.stats.now())
-            if bucket < 0 or index in self._repeated or self._passes == 0:
+            if index in self._repeated or self._passes == 0:
+                continue
+            if bucket < 0:  # sparse: in no bucket, but the last one tells whether it was used
+                if current.missing:
+                    current.missing[-1] -= 1
                 continue
             current.missing[bucket] -= 1
             current.last_arrival[bucket] = index
@@ -298,7 +313,7 @@ class Reducer:
         """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
         current = BackwardPass(-1, len(self.params), len(self.layout), None, True, None, frozenset())
         current.slabs = [pool.writable(()) for pool in self._pools]
-        current.missing = [len(indices) for indices in self.layout]
+        current.missing = self._member_counts()
         current.mirrors = True
         self._handles = []
         for slab in current.slabs:
@@ -363,6 +378,10 @@ class Reducer:
         with self._lock:
             try:
                 self._take_in(current)
+                if not (current.certain or current.order):
+                    self._pass = None
+                    current.restore(self.params, self._dropped)
+                    return
                 self.stats.current.backward_end = self.stats.now()
                 while current.next_launch < len(self.layout):
                     current.pend_rest(self.layout[current.next_launch], current.next_launch)

@@ -58,7 +58,8 @@ class ArrivalWatch:
         for param, handle, _ in self._hooks.values():
             hooks = param._post_accumulate_grad_hooks
             if len(hooks) > 1:
-                hooks.move_to_end(handle.id)
+                # Not move_to_end: autograd walks the plain dict underneath, whose order that leaves as it is.
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def _hook(self, param: nn.Parameter, watched: bool) -> None:
         present = self._hooks.get(id(param))
