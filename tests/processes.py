@@ -61,7 +61,9 @@ class Outcome:
     error: str = ""
 
 
-def _main(connection: Connection, stacks: str, worker: Worker, function: Callable[..., Any], args: Any) -> None:
+def _main(
+    connection: Connection, stacks: str, worker: Worker, function: Callable[..., Any], args: Any
+) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -98,7 +100,9 @@ def run_processes(
 class Processes:
     """The processes of one test."""
 
-    def __init__(self, size: int, function: Callable[..., Any], args: Any, store_url: str, folder: Path) -> None:
+    def __init__(
+        self, size: int, function: Callable[..., Any], args: Any, store_url: str, folder: Path
+    ) -> None:
         self._folder = folder
         self._pipes: list[Connection] = []
         self.processes = []
@@ -119,7 +123,10 @@ class Processes:
         while open_pipes:
             ready = wait(list(open_pipes.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise AssertionError(f"ranks {sorted(open_pipes)} did not end in {timeout} s\n{self._stacks()}")
+                errors = "\n".join(f"rank {rank}:\n{error}" for rank, (_, error) in values.items() if error)
+                raise AssertionError(
+                    f"ranks {sorted(open_pipes)} did not end in {timeout} s\n{errors}\n{self._stacks()}"
+                )
             for rank, pipe in list(open_pipes.items()):
                 if pipe in ready:
                     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import run_processes
 
 from phalanx.comm import Group, simulate
 from phalanx.errors import RankFailed
+from processes import run_processes
 
 WORLD = 3
 
@@ -58,7 +58,13 @@ def all_reduce_has_every_operation(group: Group) -> None:
     folded = {"band": stack[0].clone(), "bor": stack[0].clone(), "bxor": stack[0].clone()}
     for row in stack[1:]:
         folded = {"band": folded["band"] & row, "bor": folded["bor"] | row, "bxor": folded["bxor"] ^ row}
-    expected = {"sum": stack.sum(0), "min": stack.amin(0), "max": stack.amax(0), "product": stack.prod(0), **folded}
+    expected = {
+        "sum": stack.sum(0),
+        "min": stack.amin(0),
+        "max": stack.amax(0),
+        "product": stack.prod(0),
+        **folded,
+    }
     for op, result in expected.items():
         tensor = values(group.rank, (6,), torch.int32)
         group.all_reduce(tensor, op)
@@ -77,7 +83,12 @@ def all_reduce_of_bools_is_or_and_and(group: Group) -> None:
 
 
 def meaningless_reductions_are_refused(group: Group) -> None:
-    for dtype, op in [(torch.int64, "avg"), (torch.float32, "bor"), (torch.complex64, "max"), (torch.bool, "avg")]:
+    for dtype, op in [
+        (torch.int64, "avg"),
+        (torch.float32, "bor"),
+        (torch.complex64, "max"),
+        (torch.bool, "avg"),
+    ]:
         with pytest.raises(TypeError, match="all_reduce"):
             group.all_reduce(torch.ones(2, dtype=dtype), op)
     with pytest.raises(ValueError, match="unknown reduction 'summ'"):
@@ -145,7 +156,8 @@ def reduce_scatter_takes_even_and_uneven(group: Group) -> None:
             group.reduce_scatter(output, inputs)
             own = shapes[group.rank]
             expected = sum(
-                (values(r + group.rank, own, dtype) for r in range(1, group.size)), values(group.rank, own, dtype)
+                (values(r + group.rank, own, dtype) for r in range(1, group.size)),
+                values(group.rank, own, dtype),
             )
             same(output, expected, f"{dtype} {shapes}")
             assert torch.equal(inputs[0], values(group.rank, shapes[0], dtype)), "inputs stay as they were"
@@ -240,7 +252,9 @@ def subgroups_talk_among_themselves(group: Group) -> None:
 
 
 def wrong_arguments_name_rank_and_value(group: Group) -> None:
-    with pytest.raises(ValueError, match=rf"rank {group.rank}: broadcast with src=9; expected a rank in \[0, 3\)"):
+    with pytest.raises(
+        ValueError, match=rf"rank {group.rank}: broadcast with src=9; expected a rank in \[0, 3\)"
+    ):
         group.broadcast(torch.ones(1), src=9)
     with pytest.raises(ValueError, match="got 2 tensors as outputs; expected one per rank"):
         group.all_gather([torch.ones(1)] * 2, torch.ones(1))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
@@ -59,16 +60,20 @@ _REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceO
 
 
 class C10dTransport(Transport):
-    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means."""
+    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means.
+
+    ``store`` is what the engine was made with (torch does not keep one written in Python alive), or None for an
+    engine that belongs to the user, which is then left open at the end.
+    """
 
     def __init__(
-        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool
+        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, store: C10dStore | None
     ) -> None:
         self.name = name
         self.rank = engine.rank()
         self.size = engine.size()
         self._engine = engine
-        self._owned = owned
+        self._store = store
         self._sliced = name == "gloo"
         self._timeout = timeout
         self._failures = failures
@@ -266,8 +271,8 @@ class C10dTransport(Transport):
             engine, self._engine = self._engine, None
             pending = [work.detach() for work in self._pending]
         self._failures.stop()
-        if engine is not None and self._owned:
-            holder = [engine, pending]
+        if engine is not None and self._store is not None:
+            holder = [engine, pending, self._store]
             del engine, pending
             threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
 
@@ -334,7 +339,8 @@ class C10dWork(Work):
                 return
             except RuntimeError as error:
                 if inner.is_completed():
-                    raise
+                    inner.wait(_SLICE)  # it may have succeeded just after the slice ended
+                    return
                 now = time.monotonic()
                 if transport._failures.cause is not None:
                     raise
