@@ -399,19 +399,20 @@ class Reducer:
 
     def _finish(self, current: BackwardPass) -> ledger.Totals:
         """Wait for everything that was launched."""
-        carrier: Tensor | None = None
-        if not self._ledger_rides or self.comm_hook is not None:
-            carrier = torch.zeros(ledger.length(len(self.params)), device=self.params[0].device)
-            self._entry(current).write(carrier)
-            self._handles.append(self.group.all_reduce(carrier, async_op=True))
         for bucket, handle in enumerate(self._handles):
             result = handle.wait()
-            if self.comm_hook is not None and bucket < len(self.layout):
+            if self.comm_hook is not None:
                 self._take_result(current, bucket, result)
+        carrier = current.slabs[-1].tail if self._ledger_rides and self.comm_hook is None else None
+        if carrier is None:
+            # After the buckets: a hook's callbacks may start collectives from other threads until its future is done.
+            carrier = torch.zeros(ledger.length(len(self.params)), device=self.params[0].device)
+            self._entry(current).write(carrier)
+            self.group.all_reduce(carrier)
         awaited, self._awaited = self._awaited, []
         for future in awaited:
             future.wait()
-        totals = ledger.Totals.read(current.slabs[-1].tail if carrier is None else carrier)
+        totals = ledger.Totals.read(carrier)
         if self.options.reduce == "weighted":
             if totals.weight == 0:
                 raise ValueError(f"rank {self.group.rank}: the weights of all ranks sum to 0 in this step")

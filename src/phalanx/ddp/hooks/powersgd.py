@@ -194,12 +194,14 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     wanted = state.add_error(bucket.index(), buffer)
     rank_of = lambda n, m: min(n, m, state.matrix_approximation_rank)  # noqa: E731  # one use, two places
     to_compress, others = [], []
-    for gradient in bucket.gradients():
-        matrix = gradient.reshape(gradient.shape[0], -1) if gradient.dim() else gradient.reshape(1, 1)
+    params = bucket.parameters()
+    # Parts of the buffer as they lie in memory: rows are what the parameter's first dimension counts.
+    for param, part in zip(params, buffer.split([param.numel() for param in params]), strict=True):
+        matrix = part.view(param.shape[0] if param.dim() and param.numel() else 1, -1)
         n, m = matrix.shape
         compress = _worth_compressing(n, m, rank_of(n, m), state.min_compression_rate)
         state.count(n * m, (n + m) * rank_of(n, m) if compress else n * m)
-        (to_compress if compress else others).append(matrix if compress else gradient)
+        (to_compress if compress else others).append(matrix)
     state.report(bucket)
     batches = _batches(to_compress, state.batch_tensors_with_same_shape)
     shapes = [(len(stack), *stack.shape[1:], rank_of(*stack.shape[1:])) for stack, _ in batches]
