@@ -186,8 +186,11 @@ class Reducer:
 
         ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
         """
+        trainable = next((param for param in self.params if param.requires_grad), None)
+        if trainable is None:
+            return None
         with torch.enable_grad():
-            node = self.params[0].expand_as(self.params[0]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it has one
+            node = trainable.expand_as(trainable).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it has one
         try:
             return True if torch._C._will_engine_execute_node(node) else None  # type: ignore[attr-defined]  # not in the stubs
         except RuntimeError:
