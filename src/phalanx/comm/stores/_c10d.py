@@ -82,14 +82,27 @@ class StoreForTorch(TorchStore):
         return True
 
     def clone(self) -> StoreForTorch:
-        other = StoreForTorch(self.store.clone(), self._prefix)
+        # Its calls do not block each other: no new connection.
+        other = StoreForTorch(self.store, self._prefix)
         other.set_timeout(timedelta(seconds=self._seconds()))
+        _kept.append(other)
         return other
 
     # Torch's C++ side looks some of them up by these names.
     deleteKey = delete_key
     getNumKeys = num_keys
     listKeys = list_keys
+
+
+# Torch's C++ side keeps its half of a store alive, but not the Python half that answers: a process group that still
+# holds the store would call into nothing. Nobody can tell when it is done, so they stay. Each is a few hundred bytes.
+_kept: list[StoreForTorch] = []
+
+
+def for_torch(store: Store, prefix: str) -> TorchStore:
+    """``store`` under ``prefix`` for torch, for as long as the process lives."""
+    _kept.append(StoreForTorch(store, prefix))
+    return _kept[-1]
 
 
 def _as_bytes(value: str | bytes) -> bytes:

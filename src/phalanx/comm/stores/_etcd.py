@@ -51,6 +51,7 @@ class EtcdStore(Store):
         self._marker = f"{root}/clients/{os.urandom(8).hex()}".encode()
         self._marker_revision = 0
         self._writing = threading.Lock()
+        self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
         self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=True)
 
@@ -142,11 +143,13 @@ class EtcdStore(Store):
         return EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=self._root)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import StoreForTorch
+        from phalanx.comm.stores._c10d import for_torch
 
-        root = f"{self._root}/c10d"
-        other = EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=root)
-        return StoreForTorch(other, prefix)
+        with self._writing:
+            if self._torch is None:
+                root = f"{self._root}/c10d"
+                self._torch = EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=root)
+        return for_torch(self._torch, prefix)
 
     def close(self) -> None:
         if self._marker_revision:

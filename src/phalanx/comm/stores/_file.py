@@ -102,9 +102,9 @@ class FileStore(Store):
         return FileStore(self._files.root, timeout=self._files.timeout)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import StoreForTorch
+        from phalanx.comm.stores._c10d import for_torch
 
-        return StoreForTorch(FileStore(self._files.root / "c10d", timeout=self._files.timeout), prefix)
+        return for_torch(FileStore(self._files.root / "c10d", timeout=self._files.timeout), prefix)
 
     def close(self) -> None:
         self._files.closed = True

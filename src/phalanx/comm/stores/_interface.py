@@ -143,7 +143,7 @@ class Store(ABC):
 
     @abstractmethod
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        """The same place for torch's process groups, on its own connection.
+        """The same place for torch's process groups; usable until this store is closed.
 
         What torch writes there lies apart from the keys of this interface. Make a fresh one (by
         ``namespace`` or ``prefix``) for every generation, so that no stale key is ever read.

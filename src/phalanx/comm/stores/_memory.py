@@ -165,12 +165,12 @@ class MemoryStore(Store):
             return other
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import StoreForTorch
+        from phalanx.comm.stores._c10d import for_torch
 
         other = self.clone()
         with self._map.changed:
             self._map.torch = other._map = self._map.torch or _Map(self._map.clock)
-        return StoreForTorch(other, prefix)
+        return for_torch(other, prefix)
 
     def close(self) -> None:
         with self._map.changed:

@@ -60,6 +60,8 @@ class NamespacedStore(Store):
         return self._root.lease(ttl)
 
     def namespace(self, prefix: str) -> Store:
+        if not prefix.strip("/"):
+            raise ValueError(f"a namespace needs a name, got {prefix!r}")
         return NamespacedStore(self._root, self._prefix + prefix.strip("/"))
 
     def clone(self) -> Store:

@@ -27,6 +27,10 @@ T = TypeVar("T")
 REPLY_TIMEOUT = 5.0
 """Seconds a server may take for one answer before it counts as gone."""
 
+HANDSHAKE_TIMEOUT = 30.0
+"""Seconds for torch's greeting once the port answers. Torch asks the name server who the peer is, for its log; a
+name server that drops requests costs 5 s each (seen), which must not look like a lost store."""
+
 _NEVER = b"\x00never a stored value"
 _TICK = "p/tick"
 
@@ -104,7 +108,12 @@ def connect_link(host: str, port: int, *, timeout: float) -> Link:
     _wait_for_server(host, port, timeout, address)
     try:
         native = TCPStore(
-            host, port, None, False, timedelta(seconds=max(timeout, REPLY_TIMEOUT)), wait_for_workers=False
+            host,
+            port,
+            None,
+            False,
+            timedelta(seconds=max(timeout, HANDSHAKE_TIMEOUT)),
+            wait_for_workers=False,
         )
     except dist.DistError as error:
         raise StoreLost(f"cannot connect to the store {address}: {error}", address=address) from error
