@@ -81,6 +81,8 @@ DENSE = {"mlp": Mlp, "conv": ConvNet, "transformer": Transformer, "tied": Tied}
 
 
 def make(kind: type[nn.Module], seed: int = 0) -> nn.Module:
+    # The number of threads is kept per thread, and bits depend on it: each simulated rank needs it set.
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     return kind()
 

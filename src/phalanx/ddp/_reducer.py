@@ -89,6 +89,7 @@ class Reducer:
         self._passes = 0
         self._repeated: set[int] = set()
         self._awaited: list[Any] = []
+        self._stopped = False
         self.install(members, caps=options.caps)
 
     # ---- layout -----------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class Reducer:
     def on_output_grad(self, grad: Tensor) -> None:
         """Hook of every output: the backward pass has begun."""
         task = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass.task != task:
+        if (self._pass is None or self._pass.task != task) and not self._stopped:
             verdict = self._writes_gradients()
             if verdict is not False:
                 self._begin(task, certain=verdict is True)
@@ -303,9 +304,10 @@ class Reducer:
         return self._pass is not None
 
     def stop(self) -> None:
-        """Take all hooks off the parameters."""
+        """Take all hooks off the parameters and never begin a pass again."""
         self.discard()
         self._watch.stop()
+        self._stopped = True
 
     def await_after_backward(self, futures: Sequence[Any]) -> None:
         """Wait for these too at the end of the next synchronised backward."""
