@@ -12,7 +12,9 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 160), nn.ReLU(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 160), nn.ReLU(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -112,7 +114,9 @@ def assert_same(actual: nn.Module, expected: nn.Module, what: str, *, exact: boo
         assert (grad is None) == (other is None), f"{what}: {name}.grad is {grad} but {other}"
         if grad is not None:
             _close(grad, other, f"{what}: gradient of {name}", exact)
-    for (name, tensor), other in zip(actual.state_dict().items(), expected.state_dict().values(), strict=True):
+    for (name, tensor), other in zip(
+        actual.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
         _close(tensor, other, f"{what}: {name}", exact)
 
 

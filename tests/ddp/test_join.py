@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp import cases
 from torch import nn
 
+from ddp import cases
 from phalanx.comm import simulate
 from phalanx.ddp import DistributedDataParallel, Join, Joinable, JoinHook
 from phalanx.errors import RankFailed

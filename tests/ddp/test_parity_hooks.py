@@ -13,9 +13,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import cases
-from ddp.test_parity_torch import join_torch, train
-from processes import run_processes
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -25,8 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager as TorchAverager
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ddp import cases
+from ddp.test_parity_torch import join_torch, train
 from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp.hooks import debugging, default, post_local_sgd, powersgd
+from processes import run_processes
 
 STEPS = 8
 
@@ -41,7 +41,12 @@ def renamed(hook):
 
 
 def power(module, **options):
-    settings = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3, "min_compression_rate": 1, **options}
+    settings = {
+        "matrix_approximation_rank": 2,
+        "start_powerSGD_iter": 3,
+        "min_compression_rate": 1,
+        **options,
+    }
     return lambda: module.PowerSGDState(None, **settings)
 
 
@@ -100,9 +105,7 @@ def _compare_hook(worker, name):
         # From three ranks on sums may differ in the last bit, which orthonormalising and rounding amplify.
         rough = "16" in name
         for a, b in zip(left.parameters(), right.parameters(), strict=True):
-            torch.testing.assert_close(
-                a, b, msg=lambda text: f"{name}: {text}", **_tolerance(exact, rough)
-            )
+            torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}", **_tolerance(exact, rough))
 
 
 def _tolerance(exact, rough):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import cases
-from processes import run_processes
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ddp import cases
 from phalanx.ddp import DistributedDataParallel
+from processes import run_processes
 
 STEPS = 20
 
@@ -20,7 +18,9 @@ def join_torch(worker):
     """Torch's default group; ours is found through it."""
     host, port = worker.store_url.removeprefix("tcp://").rsplit(":", 1)
     store = dist.TCPStore(host, int(port), is_master=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=worker.rank, world_size=worker.size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("torch", store), rank=worker.rank, world_size=worker.size
+    )
 
 
 def _same_path(worker, names):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp import cases
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp import cases
 from phalanx.comm import observe, simulate
 from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp._naive import NaiveDataParallel

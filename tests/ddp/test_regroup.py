@@ -8,14 +8,14 @@ import signal
 
 import pytest
 import torch
-from ddp import cases
-from processes import run_processes
 
+from ddp import cases
 from phalanx.comm import simulate
 from phalanx.comm.faults import kill_at, play
 from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp._naive import NaiveDataParallel
 from phalanx.errors import PeerLost
+from processes import run_processes
 
 
 def _step(model, rank, step):
@@ -29,7 +29,9 @@ def _step(model, rank, step):
 def test_gradients_are_as_before_the_failed_step_and_training_goes_on(view, before, at):
     def main(group):
         survivors = group.subgroup([0, 1]) if group.rank < 2 else None
-        model = DistributedDataParallel(cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+        model = DistributedDataParallel(
+            cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001
+        )
         for step in range(4):
             model.zero_grad()
             _step(model, group.rank, step)
@@ -75,7 +77,9 @@ def _lose_a_peer(worker):
     model.zero_grad()
     loss = cases.loss_of(model(cases.batch(4, group.rank)))
     if worker.rank == 2:
-        model.reducer.on_bucket_ready = lambda index, flat: os.kill(os.getpid(), signal.SIGKILL) if index else None
+        model.reducer.on_bucket_ready = lambda index, flat: (
+            os.kill(os.getpid(), signal.SIGKILL) if index else None
+        )
     try:
         loss.backward()
         raise AssertionError("backward ended although a peer died in it")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ddp import cases
 from torch import nn
 
+from ddp import cases
 from phalanx.comm import simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
@@ -257,7 +257,9 @@ def test_mixed_precision_computes_low_reduces_low_and_keeps_full_weights():
 
 def test_mixed_precision_of_parameters_equals_casting_by_hand():
     def main(group):
-        model = DistributedDataParallel(cases.make(cases.Mlp), mixed_precision=_MixedPrecision(torch.bfloat16))
+        model = DistributedDataParallel(
+            cases.make(cases.Mlp), mixed_precision=_MixedPrecision(torch.bfloat16)
+        )
         twin = cases.make(cases.Mlp)
         for step in range(3):
             model.zero_grad()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -38,7 +39,9 @@ def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tens
 
 
 @torch.no_grad()
-def broadcast_coalesced(group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES) -> None:
+def broadcast_coalesced(
+    group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES
+) -> None:
     """Make ``tensors`` equal to those of rank ``src``, in one collective per dtype and ``limit`` bytes.
 
     In place, without autograd noticing: version counters stay, since a forward may still hold these tensors.
@@ -50,8 +53,10 @@ def broadcast_coalesced(group: Group, tensors: Sequence[Tensor], src: int, limit
         group.broadcast(flat, src)
         if group.rank == src:
             continue
-        with torch.autograd._unsafe_preserve_version_counter(tuple(chunk)):
-            for tensor, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+        with _unsafe_preserve_version_counter(tuple(chunk)):
+            for tensor, part in zip(
+                chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True
+            ):
                 tensor.detach().copy_(part.view(tensor.shape))
 
 

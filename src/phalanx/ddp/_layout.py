@@ -102,7 +102,9 @@ class CommCost:
         return self.latency + nbytes / self.bandwidth
 
 
-def finish_time(ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence[int], cost: CommCost) -> float:
+def finish_time(
+    ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence[int], cost: CommCost
+) -> float:
     """When the last reduction ends, if collectives run one after the other, each no earlier than its bucket is ready.
 
     ``ready`` and ``nbytes`` are per parameter in launch order; ``buckets`` are the numbers of parameters per bucket.
@@ -117,7 +119,8 @@ def choose_caps(ready: Sequence[float], nbytes: Sequence[int], cost: CommCost) -
     """The caps with the earliest finish for the measured ready times; ties go to the larger (fewer collectives)."""
 
     def cut(cap: int) -> list[int]:
-        counts, size, count = [], 0, 0
+        counts: list[int] = []
+        size, count = 0, 0
         limits = Caps((min(FIRST_CAP, cap), cap), False)
         for amount in nbytes:
             size, count = size + amount, count + 1

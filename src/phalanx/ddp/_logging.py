@@ -36,7 +36,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "num_parameter_tensors": len(params),
         "total_parameter_size_bytes": sum(param.nbytes for param in params),
         "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
-        "bucket_cap_bytes": ddp._caps.sizes[-1] if reducer is None else reducer.caps.sizes[-1],
+        "bucket_cap_bytes": ddp._caps.sizes[-1] if reducer is None else reducer.plan.caps.sizes[-1],
         "bucket_sizes": ", ".join(map(str, sizes)),
         "num_buckets_reduced": len(layout),
         "has_rebuilt_buckets": stats.rebuilds > 0,

@@ -26,8 +26,10 @@ class Slab:
     def __init__(self, flat: Tensor, params: Sequence[nn.Parameter]) -> None:
         self.flat = flat
         self.views: list[Tensor] = []
+        self._offsets: list[int] = []
         offset = 0
         for param in params:
+            self._offsets.append(offset)
             self.views.append(view_like(flat, param, offset))
             offset += param.numel()
         self.numel = offset
@@ -37,18 +39,18 @@ class Slab:
 
     def fresh_view(self, param: Tensor, place: int) -> Tensor:
         """A view to give away: as long as anyone holds it, the slab counts as looked at."""
-        return view_like(self.flat, param, self.views[place].storage_offset() - self.flat.storage_offset())
+        return view_like(self.flat, param, self._offsets[place])
 
     @property
     def key(self) -> int:
         """Identity of the memory: views of it have the same."""
-        return self.flat.untyped_storage()._cdata
+        return int(self.flat.untyped_storage()._cdata)
 
     def has_foreign_views(self) -> bool:
         return self._references() > self._own_references
 
     def _references(self) -> int:
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))  # type: ignore[attr-defined]  # not in the stubs
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
 
 def view_like(flat: Tensor, param: Tensor, offset: int) -> Tensor:

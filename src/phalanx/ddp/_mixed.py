@@ -42,9 +42,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None, ignored: Colle
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     module._parameters[name] = tensor  # type: ignore[assignment]  # a plain tensor for the length of a forward
-    names = getattr(module, "_flat_weights_names", None)
-    if names is not None and name in names:  # recurrent layers keep a second list of their weights
-        module._flat_weights[names.index(name)] = tensor
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        # Recurrent layers keep a second list of their weights.
+        module._flat_weights[module._flat_weights_names.index(name)] = tensor  # type: ignore[call-overload]  # as above
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:

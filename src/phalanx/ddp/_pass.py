@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from phalanx.ddp._memory import Slab, view_like
+from phalanx.ddp._memory import Slab
 
 # From this size on, a gradient is copied into its slab the moment it is there, while it is in the cache, and its own
 # memory is given back at once; below, one batched copy per bucket is cheaper.
@@ -94,11 +94,9 @@ class BackwardPass:
             else:
                 torch.mul(only, self.prescale, out=view)
 
-    def fill_now(
-        self, params: Sequence[nn.Parameter], index: int, bucket: int, place: int, as_view: bool
-    ) -> None:
+    def fill_now(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
         """Copy a large gradient at once and give its own memory back by making the slab's view the gradient."""
-        param, slab = params[index], self.slabs[bucket]
+        slab = self.slabs[bucket]
         view = slab.views[place]
         self.fill(param, index, view)
         self.in_slab.add(index)
@@ -150,14 +148,27 @@ class BackwardPass:
         before = self.stash.get(index)
         return total if before is None or self.earlier(index) is not None else before + total
 
+    def take_result(self, bucket: int, result: object, rank: int) -> None:
+        """Put what a communication hook returned where the gradients are."""
+        buffer = self.slabs[bucket].grads
+        value = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
+        if not isinstance(value, Tensor) or value.numel() != buffer.numel():
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(
+                f"rank {rank}: the communication hook's future for bucket {bucket} must hold one tensor "
+                f"of {buffer.numel()} elements, got {got}"
+            )
+        if value.data_ptr() != buffer.data_ptr():
+            buffer.copy_(value.reshape(-1))
+
     def deliver(
         self,
         params: Sequence[nn.Parameter],
         members: Sequence[int],
-        places: Sequence[int],
-        slab: Slab,
+        bucket: int,
         used: Sequence[bool],
         *,
+        skip: frozenset[int],
         as_views: bool,
     ) -> None:
         """Hand the reduced gradients of one bucket to its parameters.
@@ -165,29 +176,28 @@ class BackwardPass:
         Where a gradient was there before, its tensor gets the new value in place. Otherwise large ones (or all, with
         ``as_views``) become views of the slab, and small ones are copied back into autograd's own tensors.
         """
+        slab = self.slabs[bucket]
         targets, sources = [], []
-        for place, index in zip(places, members, strict=True):
-            param, view = params[index], slab.views[place]
-            before = self.stash.get(index)
+        for place, index in enumerate(members):
+            param, view, before = params[index], slab.views[place], self.stash.get(index)
+            if index in skip:
+                continue
             if not used[index]:
                 param.grad = before
-                continue
-            if before is not None:
+            elif before is not None:
                 if before.is_sparse:
                     param.grad = view.clone()
                     continue
-                if self.mean or index in self.local:
+                param.grad = before
+                if self.earlier(index) is None:
+                    before.add_(view)  # reduced in an earlier pass and not again in this one
+                else:
                     targets.append(before)
                     sources.append(view)
-                else:
-                    before.add_(view)
-                param.grad = before
             elif as_views:
                 param.grad = view
-            else:
+            elif index not in self.in_slab:
                 own = param.grad
-                if index in self.in_slab:
-                    continue
                 if own is None or own.is_sparse or own.requires_grad or own.nbytes >= LARGE_BYTES:
                     param.grad = slab.fresh_view(param, place)
                 else:

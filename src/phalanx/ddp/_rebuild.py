@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,27 +19,49 @@ from phalanx.ddp._roster import Member
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
+    from phalanx.ddp._plan import Plan
 
 PROBE_BYTES = (4 * 1024, 4 * 1024 * 1024)
 
 
-def agree_on_order(group: Group, observed: Sequence[int], repeated: Sequence[int], count: int) -> list[int]:
-    """Rank 0's order of arrival for all. Parameters with several gradients per pass can only be sent at the end."""
-    late = set(repeated)
-    proposal = complete_order([index for index in observed if index not in late], count)
-    proposal = [*(index for index in proposal if index not in late), *(i for i in proposal if i in late)]
-    return [int(index) for index in group.broadcast_value(proposal, src=0)]
+# Synchronised passes after which buckets are cut anew: first by the observed order, then by measured times too.
+REBUILD_AFTER, TUNE_AFTER = 1, 3
 
 
-def agree_on_caps(group: Group, infos: Sequence[ParamInfo], order: Sequence[int], ready: Sequence[float]) -> Caps:
+@dataclass(frozen=True)
+class Agreement:
+    """How the next pass differs from this one; equal on all ranks except for the parameters' identity."""
+
+    members: Sequence[Member]
+    caps: Caps
+    order: Sequence[int] | None
+    late_grads: Sequence[tuple[nn.Parameter, Tensor]] = ()
+
+
+def agree_on_order(
+    group: Group, plan: Plan, observed: Sequence[int], repeated: set[int], ready: Sequence[float] | None
+) -> Agreement:
+    """Rank 0's order of arrival for all, and with ``ready`` times bucket sizes that suit them.
+
+    Parameters with several gradients per pass can only be sent at the end, so they come last.
+    """
+    arrived = complete_order(observed, len(plan.members))
+    proposal = [*(i for i in arrived if i not in repeated), *(i for i in arrived if i in repeated)]
+    order = [int(index) for index in group.broadcast_value(proposal, src=0)]
+    tune = ready is not None and len(order) > 1
+    caps = _agree_on_caps(group, plan.infos, order, ready or ()) if tune else plan.caps
+    return Agreement(plan.members, caps, order)
+
+
+def _agree_on_caps(
+    group: Group, infos: Sequence[ParamInfo], order: Sequence[int], ready: Sequence[float]
+) -> Caps:
     """Caps from rank 0's ready times and the measured cost of a collective."""
     cost = measure_cost(group)
     dense = [index for index in order if not infos[index].sparse]
-    times = list(ready[: len(dense)])
-    start = times[0] if times else 0.0
-    # What never arrived is ready when backward ends.
-    times += [times[-1] if times else 0.0] * (len(dense) - len(times))
-    caps = choose_caps([t - start for t in times], [infos[index].nbytes for index in dense], cost)
+    times = list(ready[: len(dense)]) or [0.0]
+    times += [times[-1]] * (len(dense) - len(times))  # what never arrived is ready when backward ends
+    caps = choose_caps([t - times[0] for t in times], [infos[index].nbytes for index in dense], cost)
     return Caps(tuple(group.broadcast_value(list(caps.sizes), src=0)), False)
 
 
@@ -57,15 +80,22 @@ def measure_cost(group: Group, rounds: int = 3) -> CommCost:
     return CommCost(small, (PROBE_BYTES[1] - PROBE_BYTES[0]) / max(large - small, 1e-6))
 
 
-def agree_on_members(group: Group, members: Sequence[Member]) -> None:
-    """All ranks must have made the same change; the error names the first parameter that differs, and where."""
-    described = group.all_gather_values([member.describe() for member in members])
-    problem = first_difference(described)
+def agree_on_change(
+    group: Group, plan: Plan, members: Sequence[Member], caps: Caps, factor: float, weight: float | None
+) -> Agreement:
+    """All ranks must have made the same change to the parameters; those that joined are reduced in this pass still.
+
+    The error names the first parameter that differs, and where.
+    """
+    problem = first_difference(group.all_gather_values([member.describe() for member in members]))
     if problem is not None:
         raise RuntimeError(
             f"rank {group.rank}: the trainable parameters changed differently on the ranks: {problem}; freeze, "
             "unfreeze, add or remove parameters on all ranks in the same step"
         )
+    known = plan.index_by_identity()
+    late = [member for member in members if id(member.param) not in known]
+    return Agreement(members, caps, None, _reduce_late(group, late, factor, weight))
 
 
 def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | None:
@@ -79,7 +109,9 @@ def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | N
             return f"rank {rank} has parameter {extra!r} (of {len(other_names)}), rank 0 has not (of {len(names)})"
         for row, other_row in zip(reference, other, strict=True):
             if row[0] != other_row[0]:
-                return f"where rank 0 has parameter {row[0]!r}, rank {rank} has {other_row[0]!r} (order differs)"
+                return (
+                    f"where rank 0 has parameter {row[0]!r}, rank {rank} has {other_row[0]!r} (order differs)"
+                )
             for label, value, other_value in zip(
                 ("shape", "dtype", "strides", "sparse gradient"), row[1:], other_row[1:], strict=True
             ):
@@ -90,7 +122,7 @@ def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | N
     return None
 
 
-def reduce_late(
+def _reduce_late(
     group: Group, members: Sequence[Member], factor: float, weight: float | None
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Gradients of parameters that joined in this very pass, one by one: it happens once per change.
@@ -102,7 +134,9 @@ def reduce_late(
     for member in members:
         param = member.param
         grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
-        total = (grad.to_dense() if grad.is_sparse else grad).contiguous() * (1.0 if weight is None else weight)
+        total = (grad.to_dense() if grad.is_sparse else grad).contiguous() * (
+            1.0 if weight is None else weight
+        )
         flag = torch.tensor([float(param.grad is not None)], device=param.device)
         group.all_reduce(total)
         group.all_reduce(flag)

@@ -1,7 +1,7 @@
 """The reducer: turns gradients that autograd produces into gradients that all ranks share.
 
 How a pass goes:
-1. Autograd reaches an output of a synchronised forward: ``begin``. Gradients of before are set aside, slabs chosen,
+1. Autograd reaches an output of a synchronised forward: ``_begin``. Gradients of before are set aside, slabs chosen,
    and the end of this backward is asked to call ``_end_of_backward``.
 2. Gradients arrive. Small ones only leave a note (``list.append``); large ones, and the last expected one of each
    bucket, call ``_progress``, which copies and launches every bucket that is complete, in the fixed order.
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from phalanx.ddp import _ledger as ledger
 from phalanx.ddp import _rebuild as rebuild
 from phalanx.ddp._bucket import GradBucket
-from phalanx.ddp._layout import Caps, assign_buckets, complete_order
-from phalanx.ddp._memory import SlabPool
-from phalanx.ddp._pass import LARGE_BYTES, BackwardPass
+from phalanx.ddp._layout import Caps
+from phalanx.ddp._pass import BackwardPass
+from phalanx.ddp._plan import Plan
+from phalanx.ddp._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
 from phalanx.ddp._roster import Member
 from phalanx.ddp._sparse import SparseReduction
 from phalanx.ddp._stats import Stats
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 BucketReady = Callable[[int, Tensor], None]
-# Synchronised passes after which buckets are cut anew: first by the observed order, then by measured times too.
-REBUILD_AFTER, TUNE_AFTER = 1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +52,12 @@ class ReducerOptions:
     launch_early: bool = True
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How the next pass differs from this one; equal on all ranks except for the parameters' identity."""
-
-    members: Sequence[Member]
-    caps: Caps
-    order: Sequence[int] | None
-    late_grads: Sequence[tuple[nn.Parameter, Tensor]]
-
-
 class Reducer:
     """See the module's text. ``on_bucket_ready(index, flat)``, if set, is told of every bucket before it is launched."""
 
-    def __init__(self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats) -> None:
+    def __init__(
+        self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats
+    ) -> None:
         self.group = group
         self.options = options
         self.stats = stats
@@ -80,88 +71,76 @@ class Reducer:
         self.sparse = SparseReduction()
         self._pass: BackwardPass | None = None
         self._handles: list[Any] = []
+        self._awaited: list[Any] = []
         self._lock = threading.RLock()
         self._watch = ArrivalWatch(self._progress)
         self._local: set[int] = set()
-        self._dropped: frozenset[int] = frozenset()
-        self._proposed: list[Member] | None = None
         self._armed = False
-        self._passes = 0
-        self._repeated: set[int] = set()
-        self._awaited: list[Any] = []
         self._stopped = False
-        self.install(members, caps=options.caps)
+        self._install(members, options.caps, None)
 
-    # ---- layout -----------------------------------------------------------------------------------------------
+    # ---- the plan ---------------------------------------------------------------------------------------------
 
-    def install(
-        self, members: Sequence[Member], *, caps: Caps, order: Sequence[int] | None = None
-    ) -> None:
-        """Lay the parameters out in buckets; without ``order``, by reverse registration, which all ranks share."""
-        known = {id(param): index for index, param in enumerate(getattr(self, "params", ()))}
-        was_local = [known.get(id(member.param)) in self._local for member in members]
-        self.members = list(members)
-        self.params = [member.param for member in members]
-        self.caps = caps
-        infos = [member.info for member in members]
-        self.order = complete_order(order or [], len(infos))
-        self.layout = assign_buckets(infos, self.order, caps)
-        self.sparse_indices = [index for index, info in enumerate(infos) if info.sparse]
-        self._bucket_of = [-1] * len(infos)
-        self._place_of = [0] * len(infos)
-        for bucket, indices in enumerate(self.layout):
-            for place, index in enumerate(indices):
-                self._bucket_of[index], self._place_of[index] = bucket, place
-        self._large = [not info.sparse and info.nbytes >= LARGE_BYTES for info in infos]
-        self._ledger_rides = bool(self.layout) and infos[self.layout[-1][0]].dtype is torch.float32
-        self._make_pools()
-        self._local = {index for index, local in enumerate(was_local) if local}
-        self._dropped, self._proposed = frozenset(), None
+    def _install(self, members: Sequence[Member], caps: Caps, order: Sequence[int] | None) -> None:
+        """Follow another plan. Without an order it is a new beginning: the first pass learns it."""
+        local = {id(self.plan.params[index]) for index in self._local} if self._local else set()
+        view = self.options.gradient_as_bucket_view
+        self.plan = Plan(self.group, members, caps, order, aliasing_allowed=view)
+        self._local = {index for index, param in enumerate(self.plan.params) if id(param) in local}
+        self._proposed: list[Member] | None = None
+        self._dropped: frozenset[int] = frozenset()
         if order is None:
-            self._passes, self._repeated = 0, set()
+            self._passes = 0
+            self._repeated: set[int] = set()
         self._watch.follow(self.params, self._must_watch())
 
-    def _make_pools(self) -> None:
-        last = len(self.layout) - 1
-        tail = ledger.length(len(self.params)) if self._ledger_rides else 0
-        self._pools = [
-            SlabPool(
-                [self.params[index] for index in indices],
-                tail if bucket == last else 0,
-                self._allocate,
-                aliasing_allowed=self.options.gradient_as_bucket_view,
-            )
-            for bucket, indices in enumerate(self.layout)
-        ]
+    @property
+    def members(self) -> list[Member]:
+        return self.plan.members
 
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return self.group.shared_empty((numel,), dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return self.plan.params
+
+    @property
+    def layout(self) -> list[list[int]]:
+        """Indices into ``params`` per bucket, in the order of launching."""
+        return self.plan.layout
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a backward pass has begun and not ended."""
+        return self._pass is not None
 
     def _must_watch(self) -> set[int]:
         """Parameters whose arrival must be noticed at once: all while times are measured, then few."""
         if self._passes < TUNE_AFTER or self._armed:
             return set(range(len(self.params)))
-        return {index for index, large in enumerate(self._large) if large} | {b[-1] for b in self.layout}
+        return {i for i, large in enumerate(self.plan.large) if large} | {b[-1] for b in self.layout}
 
     def regroup(self, group: Group) -> None:
-        """Go on in another group. A pass under way is dropped; the layout starts from registration order again."""
+        """Go on in another group. A pass under way is dropped; the plan starts from registration order again."""
         self.discard()
         self.group = group
         self.divisor = group.size
         self.wants_regroup = False
-        self.install(self.members, caps=self.options.caps)
+        self._install(self.members, self.options.caps, None)
 
     def propose(self, members: Sequence[Member]) -> None:
         """The module's parameters changed here; the next pass asks all ranks to agree."""
         current = {id(member.param) for member in members}
-        known = {id(param) for param in self.params}
+        known = self.plan.index_by_identity()
         self._proposed = list(members)
-        self._dropped = frozenset(i for i, param in enumerate(self.params) if id(param) not in current)
+        self._dropped = frozenset(index for key, index in known.items() if key not in current)
         self._watch.also([member.param for member in members if id(member.param) not in known])
 
-    # ---- the pass ---------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Take all hooks off the parameters and never begin a pass again."""
+        self.discard()
+        self._watch.stop()
+        self._stopped = True
+
+    # ---- beginning --------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """Keep books between passes: our hooks run last, arrivals outside a pass are noted."""
@@ -171,7 +150,7 @@ class Reducer:
 
     def arm(self) -> None:
         """A synchronised forward returned nothing to hang a hook on: take the next arrival for the beginning."""
-        self._armed = True
+        self._armed = not self._stopped
         self._watch.follow(self.params, self._must_watch())
 
     def on_output_grad(self, grad: Tensor) -> None:
@@ -191,9 +170,11 @@ class Reducer:
         if trainable is None:
             return None
         with torch.enable_grad():
-            node = trainable.expand_as(trainable).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it has one
+            view = trainable.expand_as(trainable)
+        assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
+        node: Any = view.grad_fn.next_functions[0][0]
         try:
-            return True if torch._C._will_engine_execute_node(node) else None  # type: ignore[attr-defined]  # not in the stubs
+            return True if torch._C._will_engine_execute_node(node) else None
         except RuntimeError:
             return False  # autograd.grad with respect to this very parameter
 
@@ -203,26 +184,23 @@ class Reducer:
             self.discard()  # its backward was abandoned: the user's code raised
         self._note_local()
         self.stats.current.backward_start = self.stats.now()
-        mean = self.options.reduce == "mean"
-        weight = self.step_weight if self.options.reduce == "weighted" else None
         current = BackwardPass(
-            task, len(self.params), len(self.layout), self._prescale(), mean, weight, frozenset(self._local)
+            task,
+            len(self.params),
+            self.plan.num_buckets,
+            self._prescale(),
+            self.options.reduce == "mean",
+            self.step_weight if self.options.reduce == "weighted" else None,
+            frozenset(self._local),
+            certain=certain,
         )
         current.set_aside(self.params, self._dropped)
         busy = {grad.untyped_storage()._cdata for grad in current.stash.values() if not grad.is_sparse}
-        current.slabs = [pool.writable(busy) for pool in self._pools]
-        current.missing = self._member_counts()
-        current.certain = certain
+        current.slabs = self.plan.writable_slabs(busy)
+        current.missing = self.plan.member_counts()
         self._pass, self._handles = current, []
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # not in the stubs
-        engine.queue_callback(partial(self._end_of_backward, current))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
-
-    def _member_counts(self) -> list[int]:
-        counts = [len(indices) for indices in self.layout]
-        if counts:
-            counts[-1] += len(self.sparse_indices)
-        return counts
 
     def _prescale(self) -> float | None:
         if self.comm_hook is not None or self.options.reduce == "sum":
@@ -240,18 +218,15 @@ class Reducer:
         """Arrivals outside a synchronised pass (``no_sync``) are gradients that the other ranks have not seen."""
         self._local.update(index for index in self._watch.drain() if index >= 0)
 
+    # ---- arrivals ---------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def _progress(self) -> None:
         """Take in what arrived and launch what is complete. Called from gradient hooks."""
         with self._lock:
-            if self._pass is None:
-                if not self._armed:
-                    return
-                arrived, self._watch.inbox[:] = list(self._watch.inbox), []
-                self._begin(torch._C._current_graph_task_id()).unstash(self.params, self._watch.indices(arrived))
-                self._watch.inbox.extend(arrived)
-            current = self._pass
-            assert current is not None
+            current = self._pass or self._begin_by_arrival()
+            if current is None:
+                return
             try:
                 self._take_in(current)
                 if self._passes == 0 or not self.options.launch_early:
@@ -262,75 +237,51 @@ class Reducer:
                 self.discard()
                 raise
 
+    def _begin_by_arrival(self) -> BackwardPass | None:
+        if not self._armed:
+            return None
+        arrived, self._watch.inbox[:] = list(self._watch.inbox), []
+        current = self._begin(torch._C._current_graph_task_id())
+        current.unstash(self.params, self._watch.indices(arrived))
+        self._watch.inbox.extend(arrived)
+        return current
+
     def _take_in(self, current: BackwardPass) -> None:
+        plan = self.plan
         for index in self._watch.drain():
             if index < 0:
-                continue  # a parameter that is not agreed yet: see _settle_members
-            bucket = self._bucket_of[index]
+                continue  # a parameter that is not agreed yet: see rebuild.reduce_late
             if current.arrived[index]:
-                self._arrived_again(current, index)
+                self._arrived_again(index)
                 continue
             current.arrived[index] = 1
             current.order.append(index)
             if self._passes < TUNE_AFTER:
                 self.stats.current.ready.append(self.stats.now())
-            if index in self._repeated or self._passes == 0:
+            if self._passes == 0 or index in self._repeated:
                 continue
-            if bucket < 0:  # sparse: in no bucket, but the last one tells whether it was used
+            bucket = plan.bucket_of[index]
+            if bucket < 0:  # sparse
                 if current.missing:
                     current.missing[-1] -= 1
                 continue
             current.missing[bucket] -= 1
             current.last_arrival[bucket] = index
-            if self._large[index]:
-                current.fill_now(self.params, index, bucket, self._place_of[index], self.options.gradient_as_bucket_view)
+            if plan.large[index]:
+                as_view = self.options.gradient_as_bucket_view
+                current.fill_now(self.params[index], index, bucket, plan.place_of[index], as_view)
             else:
                 current.pending[bucket].append(index)
 
-    def _arrived_again(self, current: BackwardPass, index: int) -> None:
+    def _arrived_again(self, index: int) -> None:
         """Reentrant checkpointing accumulates shared weights several times: such ones wait for the end."""
-        if index in self._repeated or self._passes == 0 or self._bucket_of[index] < 0:
-            self._repeated.add(index)
-            return
-        raise RuntimeError(
-            f"rank {self.group.rank}: parameter {self.members[index].name!r} got a second gradient in one backward "
-            "pass, which it did not in the first: with reentrant checkpointing a parameter must be shared by "
-            "checkpointed parts in every step or in none; use checkpoint(..., use_reentrant=False)"
-        )
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a backward pass has begun and not ended."""
-        return self._pass is not None
-
-    def stop(self) -> None:
-        """Take all hooks off the parameters and never begin a pass again."""
-        self.discard()
-        self._watch.stop()
-        self._stopped = True
-
-    def await_after_backward(self, futures: Sequence[Any]) -> None:
-        """Wait for these too at the end of the next synchronised backward."""
-        self._awaited.extend(futures)
-
-    @torch.no_grad()
-    def mirror_pass(self) -> None:
-        """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
-        current = BackwardPass(-1, len(self.params), len(self.layout), None, True, None, frozenset())
-        current.slabs = [pool.writable(()) for pool in self._pools]
-        current.missing = self._member_counts()
-        current.mirrors = True
-        self._handles = []
-        for slab in current.slabs:
-            slab.grads.zero_()
-        while current.next_launch < len(self.layout):
-            self._launch(current)
-        totals = self._finish(current)
-        for index in self.sparse_indices:
-            self.sparse.reduce(self.group, self.members[index].name, self.params[index], None)
-        agreed = self._agree(current, totals)
-        self._handles = []
-        self._close_books(current, totals, agreed)
+        if self._passes and index not in self._repeated and self.plan.bucket_of[index] >= 0:
+            raise RuntimeError(
+                f"rank {self.group.rank}: parameter {self.members[index].name!r} got a second gradient in one backward "
+                "pass, which it did not in the first: with reentrant checkpointing a parameter must be shared by "
+                "checkpointed parts in every step or in none; use checkpoint(..., use_reentrant=False)"
+            )
+        self._repeated.add(index)
 
     def discard(self) -> None:
         """Drop the pass under way, if any: ``.grad`` is as before it, and its memory is never written again."""
@@ -340,8 +291,7 @@ class Reducer:
         if current is not None:
             current.restore(self.params, self._dropped)
             self._handles = []
-            for pool in self._pools:
-                pool.forget()
+            self.plan.forget_memory()
 
     # ---- launching and finishing ------------------------------------------------------------------------------
 
@@ -349,30 +299,28 @@ class Reducer:
         """Send the next bucket."""
         bucket = current.next_launch
         slab, last = current.slabs[bucket], bucket == len(self.layout) - 1
-        current.fill_pending(self.params, bucket, self._place_of)
+        current.fill_pending(self.params, bucket, self.plan.place_of)
         if not bucket:
             self.stats.current.first_launch = self.stats.now()
         if self.on_bucket_ready is not None:
             self.on_bucket_ready(bucket, slab.grads)
         if self.comm_hook is not None:
             hook, state = self.comm_hook
-            view = GradBucket(bucket, slab.grads, [self.params[i] for i in self.layout[bucket]], is_last=last)
-            self._handles.append(hook(state, view))
-        elif last and self._ledger_rides:
+            params = [self.params[index] for index in self.layout[bucket]]
+            self._handles.append(hook(state, GradBucket(bucket, slab.grads, params, is_last=last)))
+        elif last and self.plan.ledger_rides:
             self._entry(current).write(slab.tail)
             self._handles.append(self.group.all_reduce(slab.flat, async_op=True))
         else:
-            self._handles.append(self.group.all_reduce(_as_real(slab.grads), async_op=True))
+            self._handles.append(self.group.all_reduce(slab.grads, async_op=True))
         current.next_launch += 1
 
     def _entry(self, current: BackwardPass) -> ledger.Entry:
         if current.mirrors:
             return ledger.Entry([False] * len(self.params), 0.0, contributes=False)
-        grads_before = current.stash
-        used = [
-            bool(current.arrived[index]) or (index in self._local and index in grads_before)
-            for index in range(len(self.params))
-        ]
+        used = [bool(arrived) for arrived in current.arrived]
+        for index in current.local & current.stash.keys():
+            used[index] = True
         weight = 1.0 if self.step_weight is None else self.step_weight
         return ledger.Entry(used, weight, self.wants_regroup, self._proposed is not None)
 
@@ -407,8 +355,8 @@ class Reducer:
         for bucket, handle in enumerate(self._handles):
             result = handle.wait()
             if self.comm_hook is not None:
-                self._take_result(current, bucket, result)
-        carrier = current.slabs[-1].tail if self._ledger_rides and self.comm_hook is None else None
+                current.take_result(bucket, result, self.group.rank)
+        carrier = current.slabs[-1].tail if self.plan.ledger_rides and self.comm_hook is None else None
         if carrier is None:
             # After the buckets: a hook's callbacks may start collectives from other threads until its future is done.
             carrier = torch.zeros(ledger.length(len(self.params)), device=self.params[0].device)
@@ -425,24 +373,12 @@ class Reducer:
                 slab.grads.div_(totals.weight)
         return totals
 
-    def _take_result(self, current: BackwardPass, bucket: int, result: object) -> None:
-        """Put what a communication hook returned where the gradients are."""
-        buffer = current.slabs[bucket].grads
-        value = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
-        if not isinstance(value, Tensor) or value.numel() != buffer.numel():
-            raise RuntimeError(
-                f"rank {self.group.rank}: the communication hook's future for bucket {bucket} must hold one tensor "
-                f"of {buffer.numel()} elements, got {value.shape if isinstance(value, Tensor) else type(value)}"
-            )
-        if value.data_ptr() != buffer.data_ptr():
-            buffer.copy_(value.reshape(-1))
-
     def _reduce_sparse(self, current: BackwardPass, totals: ledger.Totals) -> list[Tensor]:
         factor = self._factor(totals)
         sums = []
-        for index in self.sparse_indices:
+        for index in self.plan.sparse:
             param = self.params[index]
-            grad = current.sparse_contribution(param, index)
+            grad = None if current.mirrors else current.sparse_contribution(param, index)
             sums.append(self.sparse.reduce(self.group, self.members[index].name, param, grad) * factor)
         return sums
 
@@ -453,14 +389,10 @@ class Reducer:
         return 1.0 / self.divisor if self.options.reduce == "mean" else 1.0
 
     def _deliver(self, current: BackwardPass, totals: ledger.Totals, sparse: Sequence[Tensor]) -> None:
-        self.totals = totals
-        used = totals.used_anywhere
+        used, as_views = totals.used_anywhere, self.options.gradient_as_bucket_view
         for bucket, indices in enumerate(self.layout):
-            members = [i for i in indices if i not in self._dropped] if self._dropped else indices
-            places = [self._place_of[i] for i in members]
-            as_views = self.options.gradient_as_bucket_view
-            current.deliver(self.params, members, places, current.slabs[bucket], used, as_views=as_views)
-        for index, total in zip(self.sparse_indices, sparse, strict=True):
+            current.deliver(self.params, indices, bucket, used, skip=self._dropped, as_views=as_views)
+        for index, total in zip(self.plan.sparse, sparse, strict=True):
             before = current.stash.get(index)
             self.params[index].grad = current.sparse_result(index, total) if used[index] else before
 
@@ -468,25 +400,21 @@ class Reducer:
         """What all ranks do before the next pass. Decided by shared values only, so all ranks are in it or none."""
         passes = self._passes + 1
         if totals.roster_changed:
-            members = self._proposed if self._proposed is not None else self.members
-            known = {id(param) for param in self.params}
-            late = [member for member in members if id(member.param) not in known]
-            rebuild.agree_on_members(self.group, members)
-            grads = rebuild.reduce_late(self.group, late, self._factor(totals), current.weight)
-            return Agreement(members, self.options.caps, None, grads)
-        tune = passes == TUNE_AFTER and not self.caps.chosen_by_user and self.comm_hook is None
+            members = self.members if self._proposed is None else self._proposed
+            factor, caps = self._factor(totals), self.options.caps
+            return rebuild.agree_on_change(self.group, self.plan, members, caps, factor, current.weight)
+        tune = passes == TUNE_AFTER and not self.plan.caps.chosen_by_user and self.comm_hook is None
         if passes == REBUILD_AFTER or tune:
-            order = rebuild.agree_on_order(self.group, current.order, sorted(self._repeated), len(self.params))
-            caps = self.caps
-            if tune and len(self.params) > 1:
-                infos = [member.info for member in self.members]
-                caps = rebuild.agree_on_caps(self.group, infos, order, self.stats.current.ready)
-            return Agreement(self.members, caps, order, [])
+            ready = self.stats.current.ready if tune else None
+            return rebuild.agree_on_order(self.group, self.plan, current.order, self._repeated, ready)
         return None
 
     def _close_books(self, current: BackwardPass, totals: ledger.Totals, agreed: Agreement | None) -> None:
+        self.totals = totals
         self.stats.current.comm_end = self.stats.now()
-        self.stats.end_step([m.name for m, used in zip(self.members, totals.used_anywhere, strict=True) if not used])
+        self.stats.end_step(
+            [m.name for m, used in zip(self.members, totals.used_anywhere, strict=True) if not used]
+        )
         self._local.clear()
         self._armed = False
         self.step_weight = None
@@ -494,7 +422,7 @@ class Reducer:
         if agreed is not None:
             for param, grad in agreed.late_grads:
                 param.grad = grad
-            self.install(agreed.members, caps=agreed.caps, order=agreed.order)
+            self._install(agreed.members, agreed.caps, agreed.order)
             self.stats.rebuilds += 1
         elif self._passes == TUNE_AFTER:
             self._watch.follow(self.params, self._must_watch())
@@ -505,7 +433,25 @@ class Reducer:
         for callback in self.after_pass:
             callback()
 
+    # ---- for others -------------------------------------------------------------------------------------------
 
-def _as_real(tensor: Tensor) -> Tensor:
-    """Complex gradients travel as pairs of real numbers, which every backend can add."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    def await_after_backward(self, futures: Sequence[Any]) -> None:
+        """Wait for these too at the end of the next synchronised backward."""
+        self._awaited.extend(futures)
+
+    @torch.no_grad()
+    def mirror_pass(self) -> None:
+        """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
+        current = BackwardPass(-1, len(self.params), self.plan.num_buckets, None, True, None, frozenset())
+        current.mirrors = True
+        current.slabs = self.plan.writable_slabs(set())
+        self._handles = []
+        for slab in current.slabs:
+            slab.grads.zero_()
+        while current.next_launch < len(self.layout):
+            self._launch(current)
+        totals = self._finish(current)
+        self._reduce_sparse(current, totals)
+        agreed = self._agree(current, totals)
+        self._handles = []
+        self._close_books(current, totals, agreed)

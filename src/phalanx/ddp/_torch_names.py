@@ -45,6 +45,7 @@ class TorchNames:
 
     if TYPE_CHECKING:
         module: nn.Module
+        buffer_hook: BufferHook | None
         reducer: Reducer | None
         _reducers: list[Reducer]
 

@@ -55,11 +55,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         if all(changed[key] is value[key] for key in value):
             return value
-        rebuilt = copy.copy(value)
-        rebuilt.update(changed)
-        return rebuilt
+        mapping = copy.copy(value)
+        mapping.update(changed)
+        return mapping
     if is_dataclass(value) and not isinstance(value, type):
-        rebuilt = copy.copy(value)
+        rebuilt: Any = copy.copy(value)
         for part in fields(value):
             item = getattr(value, part.name, None)
             # object.__setattr__ reaches frozen dataclasses too; the copy is nobody else's yet.

@@ -71,7 +71,11 @@ class ArrivalWatch:
             self._hooks.pop(id(param), None)
             return
         hook = self._note_and_call if watched else self.inbox.append
-        self._hooks[id(param)] = (param, param.register_post_accumulate_grad_hook(hook), watched)
+        self._hooks[id(param)] = (param, self._register(param, hook), watched)
+
+    @staticmethod
+    def _register(param: Any, hook: Callable[[nn.Parameter], None]) -> Any:
+        return param.register_post_accumulate_grad_hook(hook)  # param is Any: torch has no types for it
 
     def _note_and_call(self, param: nn.Parameter) -> None:
         self.inbox.append(param)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx import comm
 from phalanx.ddp import _arguments as arguments
@@ -164,7 +164,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._delayed:
             # Launched only at the end of backward, so that the two sequences of collectives never interleave.
             options = ReducerOptions(
-                caps=Caps((1 << 62,), True), reduce=self.reduce, gradient_as_bucket_view=view, launch_early=False
+                caps=Caps((1 << 62,), True),
+                reduce=self.reduce,
+                gradient_as_bucket_view=view,
+                launch_early=False,
             )
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
         for hook, state in self._comm_hooks:
@@ -200,7 +203,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         It weighs the whole ``.grad`` of the step, including what ``no_sync`` passes accumulated.
         """
         if not weight >= 0:
-            raise ValueError(f"rank {self.group.rank}: the weight of a step is {weight}; expected a number >= 0")
+            raise ValueError(
+                f"rank {self.group.rank}: the weight of a step is {weight}; expected a number >= 0"
+            )
         for reducer in self._reducers:
             reducer.step_weight = float(weight)
 
@@ -269,7 +274,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         tensors = [tensor for tensor in values.find_tensors(output) if tensor.grad_fn is not None]
         for reducer in self._reducers:
             for tensor in tensors:
-                tensor.register_hook(reducer.on_output_grad)
+                register: Any = tensor.register_hook  # untyped in torch
+                register(reducer.on_output_grad)
             if not tensors:
                 reducer.arm()
 
@@ -306,7 +312,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook can only be called once")
         if self.reduce != "mean":
-            raise ValueError(f"a communication hook decides how to reduce; reduce={self.reduce!r} cannot be kept")
+            raise ValueError(
+                f"a communication hook decides how to reduce; reduce={self.reduce!r} cannot be kept"
+            )
         if self.reducer is None:
             raise RuntimeError("all parameters are delayed, so there is no bucket for a communication hook")
         self._comm_hooks.append((hook, state))

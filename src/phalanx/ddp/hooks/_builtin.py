@@ -13,5 +13,7 @@ def builtin_hook(comm_hook_type: Any) -> Hook:
     """The hook for an enum member (or its name)."""
     name = getattr(comm_hook_type, "name", str(comm_hook_type)).rpartition(".")[2]
     if name not in BUILTIN:
-        raise ValueError(f"unknown built-in communication hook {comm_hook_type!r}; expected one of {sorted(BUILTIN)}")
+        raise ValueError(
+            f"unknown built-in communication hook {comm_hook_type!r}; expected one of {sorted(BUILTIN)}"
+        )
     return BUILTIN[name]

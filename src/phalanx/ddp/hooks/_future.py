@@ -52,7 +52,7 @@ class LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # its generic
     def done(self) -> bool:
         return self._compute is None
 
-    def then(self, callback: Callable[[Any], Any]) -> LazyFuture:  # type: ignore[override]  # narrower result
+    def then(self, callback: Callable[[Any], Any]) -> LazyFuture:
         def compute() -> Any:
             self._run()
             return callback(self)

@@ -18,12 +18,16 @@ def check_comm_hook(hook: Callable[..., Any]) -> None:
     if "bucket" in signature.parameters:
         annotation = signature.parameters["bucket"].annotation
         if annotation is not inspect.Parameter.empty and "GradBucket" not in _text(annotation):
-            raise ValueError(f"the communication hook takes a bucket of {_text(annotation)}; expected GradBucket")
+            raise ValueError(
+                f"the communication hook takes a bucket of {_text(annotation)}; expected GradBucket"
+            )
     else:
         try:
             signature.bind(None, None)
         except TypeError as error:
-            raise TypeError(f"a communication hook is called as hook(state, bucket); {hook!r} is not: {error}") from None
+            raise TypeError(
+                f"a communication hook is called as hook(state, bucket); {hook!r} is not: {error}"
+            ) from None
     returns = signature.return_annotation
     if returns is not inspect.Signature.empty and "Future" not in _text(returns):
         raise ValueError(f"the communication hook returns {_text(returns)}; expected Future[Tensor]")

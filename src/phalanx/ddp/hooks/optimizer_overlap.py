@@ -45,14 +45,16 @@ def hook_then_optimizer(hook: Hook, update: Update, params: Iterable[nn.Paramete
 class PerParameterOptimizer:
     """Any optimizer class, one instance per parameter, stepped one parameter at a time."""
 
-    def __init__(self, optim: type[torch.optim.Optimizer], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._make = lambda param: optim([param], *args, **kwargs)
+    def __init__(
+        self, optim: type[torch.optim.Optimizer], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._optim, self._args, self._kwargs = optim, args, kwargs
         self._optimizers: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
 
     def step_param(self, param: nn.Parameter, gradient: Tensor) -> None:
         known = self._optimizers.get(id(param))
         if known is None:
-            known = self._optimizers[id(param)] = (param, self._make(param))
+            known = self._optimizers[id(param)] = (param, self._optim([param], *self._args, **self._kwargs))
         _step_with(known[1], param, gradient)
 
 
@@ -72,7 +74,9 @@ def fused_optimizer_hook(
 ) -> Hook:
     """Mean over the ranks, then ``optim`` on each parameter; the state of the hook is the group."""
     if not (isinstance(optim, type) and issubclass(optim, torch.optim.Optimizer)):
-        raise RuntimeError(f"{optim!r} is not an optimizer class; expected a subclass of torch.optim.Optimizer")
+        raise RuntimeError(
+            f"{optim!r} is not an optimizer class; expected a subclass of torch.optim.Optimizer"
+        )
     runner = PerParameterOptimizer(optim, args, kwargs)
     return hook_then_optimizer(allreduce_hook, runner.step_param, params)
 

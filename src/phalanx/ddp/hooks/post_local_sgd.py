@@ -101,7 +101,7 @@ def average_parameters(params: Iterable[nn.Parameter], process_group: Any = None
     for same in by_dtype.values():
         flat = torch.cat([param.detach().reshape(-1) for param in same]).div_(group.size)
         group.all_reduce(flat)
-        for param, value in zip(same, flat.split([param.numel() for param in same]), strict=True):
+        for param, value in zip(same, torch.split(flat, [param.numel() for param in same]), strict=True):
             param.copy_(value.view_as(param))
 
 
@@ -113,7 +113,9 @@ def _with_gradients(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -
         elif isinstance(item, nn.Parameter):
             flat.append(item)
         else:
-            raise NotImplementedError(f"got a {type(item).__name__}; expected parameters or an optimizer's param_groups")
+            raise NotImplementedError(
+                f"got a {type(item).__name__}; expected parameters or an optimizer's param_groups"
+            )
     return [param for param in flat if param.grad is not None]
 
 

@@ -104,7 +104,11 @@ class PowerSGDState:
 
     def report(self, bucket: GradBucket) -> None:
         if bucket.is_last() and self.iter >= self.next_stats_report:
-            logger.info("PowerSGD step %d: compression rate %.2f (%d to %d elements)", self.iter, *self.compression_stats())
+            logger.info(
+                "PowerSGD step %d: compression rate %.2f (%d to %d elements)",
+                self.iter,
+                *self.compression_stats(),
+            )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def add_error(self, index: int, tensor: Tensor) -> Tensor | None:
@@ -126,7 +130,12 @@ class PowerSGDState:
     def memory(self, index: int, p_size: int, q_size: int, like: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Flat P and Q of a bucket, and whether Q is new and must be drawn."""
         p, q = self.p_memory_dict.get(index), self.q_memory_dict.get(index)
-        if p is not None and q is not None and (p.numel(), q.numel()) == (p_size, q_size) and p.dtype == like.dtype:
+        if (
+            p is not None
+            and q is not None
+            and (p.numel(), q.numel()) == (p_size, q_size)
+            and p.dtype == like.dtype
+        ):
             return p, q, False
         p, q = like.new_empty(p_size), like.new_empty(q_size)
         self.p_memory_dict[index], self.q_memory_dict[index] = p, q
@@ -192,11 +201,15 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         state.maybe_increase_iter(bucket)
         return mean_over(group, buffer)
     wanted = state.add_error(bucket.index(), buffer)
-    rank_of = lambda n, m: min(n, m, state.matrix_approximation_rank)  # noqa: E731  # one use, two places
-    to_compress, others = [], []
+
+    def rank_of(n: int, m: int) -> int:
+        return min(n, m, state.matrix_approximation_rank)
+
+    to_compress: list[Tensor] = []
+    others: list[Tensor] = []
     params = bucket.parameters()
     # Parts of the buffer as they lie in memory: rows are what the parameter's first dimension counts.
-    for param, part in zip(params, buffer.split([param.numel() for param in params]), strict=True):
+    for param, part in zip(params, torch.split(buffer, [param.numel() for param in params]), strict=True):
         matrix = part.view(param.shape[0] if param.dim() and param.numel() else 1, -1)
         n, m = matrix.shape
         compress = _worth_compressing(n, m, rank_of(n, m), state.min_compression_rate)
@@ -211,7 +224,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     thin = [
         _Thin(stack, originals, p.view(count, n, r), q.view(count, m, r))
         for (stack, originals), (count, n, m, r), p, q in zip(
-            batches, shapes, all_p.split(p_sizes), all_q.split(q_sizes), strict=True
+            batches, shapes, torch.split(all_p, p_sizes), torch.split(all_q, q_sizes), strict=True
         )
     ]
     if is_new:
@@ -225,7 +238,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     def finish() -> Tensor:
         work.wait()
         packed.div_(group.size)
-        for other, value in zip(others, packed.split([other.numel() for other in others]), strict=True):
+        for other, value in zip(
+            others, torch.split(packed, [other.numel() for other in others]), strict=True
+        ):
             other.copy_(value.view_as(other))
         group.all_reduce(all_p)  # not divided: orthonormalising forgets the length
         for part in thin:
