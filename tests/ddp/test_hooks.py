@@ -50,7 +50,9 @@ def test_every_hook_leaves_gradients_close_to_the_mean(kind):
             assert any(not torch.allclose(actual[name], expected[name], atol=1e-4) for name in expected)
             return
         for name, grad in expected.items():
-            torch.testing.assert_close(actual[name], grad, rtol=2e-2, atol=2e-3, msg=lambda t: f"{name}: {t}")
+            torch.testing.assert_close(
+                actual[name], grad, rtol=2e-2, atol=2e-3, msg=lambda t, name=name: f"{name}: {t}"
+            )
 
     simulate(2).run(main)
 

@@ -58,14 +58,19 @@ def test_accumulation_buffers_and_rebuilding_inside_join():
 def test_throw_on_early_termination_raises_on_every_rank():
     def main(group):
         model = DistributedDataParallel(nn.Linear(8, 1))
-        steps = 0
-        with pytest.raises(RuntimeError, match="no more inputs"), model.join(throw_on_early_termination=True):
-            for step in range(2 + group.rank):
-                model(cases.batch(step, group.rank)).sum().backward()
-                steps += 1
-        return steps
+        done = []
 
-    assert simulate(3).run(main) == [2, 2, 2]
+        def train():
+            with model.join(throw_on_early_termination=True):
+                for step in range(2 + group.rank):
+                    model(cases.batch(step, group.rank)).sum().backward()
+                    done.append(step)
+
+        with pytest.raises(RuntimeError, match="no more inputs"):
+            train()
+        return done
+
+    assert simulate(3).run(main) == [[0, 1]] * 3
 
 
 def test_disabled_join_does_nothing():

@@ -351,7 +351,9 @@ def test_logging_data_tells_buckets_times_and_unused_parameters():
         sizes = [int(size) for size in data["bucket_sizes"].split(", ")]
         assert sum(sizes) == data["total_parameter_size_bytes"] == 4 * (72 + 3 * 36)
         assert data["num_buckets_reduced"] == len(sizes) > 1
-        assert data["has_rebuilt_buckets"] and model._has_rebuilt_buckets and model._rebuild_buckets()
+        assert data["has_rebuilt_buckets"]
+        assert model._has_rebuilt_buckets
+        assert model._rebuild_buckets()
         assert data["unused_parameter_size"] == 4 * 72
         assert data["can_set_static_graph"]
         for name in ("forward_compute_time", "backward_compute_time", "backward_comm_time"):

@@ -38,7 +38,7 @@ def verify_replicas(group: Group, members: Sequence[Member]) -> None:
     problem = first_difference(group.all_gather_values([member.describe() for member in members]))
     if problem is not None:
         raise ReplicaMismatch(
-            f"rank {group.rank}: the ranks do not have the same model: {problem}; build it in the same way on every rank"
+            f"rank {group.rank}: the ranks' models differ: {problem}; build it in the same way on every rank"
         )
 
 

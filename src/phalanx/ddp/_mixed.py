@@ -44,7 +44,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     module._parameters[name] = tensor  # type: ignore[assignment]  # a plain tensor for the length of a forward
     if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
         # Recurrent layers keep a second list of their weights.
-        module._flat_weights[module._flat_weights_names.index(name)] = tensor  # type: ignore[call-overload]  # as above
+        module._flat_weights[module._flat_weights_names.index(name)] = tensor
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:

@@ -53,7 +53,7 @@ class ReducerOptions:
 
 
 class Reducer:
-    """See the module's text. ``on_bucket_ready(index, flat)``, if set, is told of every bucket before it is launched."""
+    """See the module's text. ``on_bucket_ready(index, flat)``, if set, hears of every bucket before it is launched."""
 
     def __init__(
         self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats
@@ -77,13 +77,14 @@ class Reducer:
         self._local: set[int] = set()
         self._armed = False
         self._stopped = False
+        self.plan: Plan
         self._install(members, options.caps, None)
 
     # ---- the plan ---------------------------------------------------------------------------------------------
 
     def _install(self, members: Sequence[Member], caps: Caps, order: Sequence[int] | None) -> None:
         """Follow another plan. Without an order it is a new beginning: the first pass learns it."""
-        local = {id(self.plan.params[index]) for index in self._local} if self._local else set()
+        local = {id(self.params[index]) for index in self._local}
         view = self.options.gradient_as_bucket_view
         self.plan = Plan(self.group, members, caps, order, aliasing_allowed=view)
         self._local = {index for index, param in enumerate(self.plan.params) if id(param) in local}

@@ -1,8 +1,8 @@
 """Reducing sparse gradients: rows travel, not whole tables.
 
 Ranks have different rows, so values are gathered with their indices and added up; the result is one coalesced sparse
-gradient that is equal on all ranks (rows are summed in rank order everywhere). If the rows of a step are known beforehand on all ranks
-(``set_metadata``), only their values travel, as one dense all-reduce.
+gradient that is equal on all ranks (rows are summed in rank order everywhere). If the rows of a step are known
+beforehand on all ranks (``set_metadata``), only their values travel, as one dense all-reduce.
 """
 
 from __future__ import annotations

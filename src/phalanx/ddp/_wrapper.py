@@ -378,13 +378,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types for it
         self._revive(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        nn.Module.__setstate__(twin, copy.deepcopy(self._state_without_process(), memo))
+        state = copy.deepcopy(self._state_without_process(), memo)
+        nn.Module.__setstate__(twin, state)  # type: ignore[no-untyped-call]  # torch has no types for it
         twin._revive(self.process_group)
         return twin
 

@@ -85,7 +85,7 @@ class PeriodicModelAverager:
         self.step = 0
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Average now if this is the step for it. Takes parameters or an optimizer's groups; only those with gradients."""
+        """Average if this is the step for it: parameters, or an optimizer's groups, that have gradients."""
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             average_parameters(_with_gradients(params), self.process_group)
         self.step += 1

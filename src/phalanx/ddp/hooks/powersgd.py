@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """Settings, and what is remembered between steps. Can be pickled; the group is left out and is the current one then.
+    """Settings, and what is remembered between steps. A pickled one leaves its group out: the current one is used.
 
     >>> state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)   # doctest: +SKIP
     >>> ddp.register_comm_hook(state, powerSGD_hook)                                         # doctest: +SKIP
@@ -209,8 +209,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     others: list[Tensor] = []
     params = bucket.parameters()
     # Parts of the buffer as they lie in memory: rows are what the parameter's first dimension counts.
-    for param, part in zip(params, torch.split(buffer, [param.numel() for param in params]), strict=True):
-        matrix = part.view(param.shape[0] if param.dim() and param.numel() else 1, -1)
+    for param, piece in zip(params, torch.split(buffer, [param.numel() for param in params]), strict=True):
+        matrix = piece.view(param.shape[0] if param.dim() and param.numel() else 1, -1)
         n, m = matrix.shape
         compress = _worth_compressing(n, m, rank_of(n, m), state.min_compression_rate)
         state.count(n * m, (n + m) * rank_of(n, m) if compress else n * m)
