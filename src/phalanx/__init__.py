@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from phalanx import _torch_hook
+
 __version__ = "0.1.0"
 
 # Public name -> the package that defines it.
@@ -37,3 +39,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_PACKAGES})
+
+
+_torch_hook.install()

@@ -3,6 +3,7 @@ matters, forced by the script. Real processes and real agents are in ``test_faul
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class World:
         self.results: dict[str, object] = {}
         self.news: list[object] = []
         self.threads: list[threading.Thread] = []
+        self.num_steps = 15  # three epochs
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
 
@@ -90,7 +92,7 @@ class World:
         run = RunOptions(progress=False, verify=True, log_dir=self.directory)
         job = Job(model, optimizer, Rows(), num_slots=8, slot_batch_size=4, run=run, callbacks=callbacks)
         try:
-            for step in job.steps(epochs=3):
+            for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
                     micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
                 on_step(job, step)
@@ -271,3 +273,30 @@ def test_who_comes_after_the_end_goes_away_with_code_0(world, alone):
     late = world.join()["z"]
     assert isinstance(late, SystemExit)
     assert late.code == 0
+
+
+def test_a_hundred_regroups_leave_nothing_behind(world):
+    """Every step boundary is a regroup; threads, files and memory must not grow with their number."""
+    num_regroups, seen = 100, []
+
+    def watch(job, step):
+        if job.rank == 0 and job.generation in (30, num_regroups):
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[1])
+            seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096 / 2**20))
+
+    for generation in range(num_regroups + 1):
+        world.agree(generation, "a", "b")
+        if generation < num_regroups:
+            world.keys.set(ms.wanted_key(generation), ms.Broken(reason="again").to_json())
+    world.num_steps = num_regroups + 3
+    world.start("a", on_step=watch)
+    world.start("b")
+    results = world.join()
+    assert results["a"] == results["b"]
+    assert isinstance(results["a"], str)
+    assert max(news.generation for news in world.news) == num_regroups
+    (files, threads, memory), *_, (files_later, threads_later, memory_later) = seen
+    assert files_later <= files + 4
+    assert threads_later <= threads + 2
+    assert memory_later <= memory + 24, "MB"

@@ -10,8 +10,6 @@ same on every rank. send and recv have their own order and are handed to the gro
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm._group import Group
+from phalanx.comm._ordered import OrderedCalls, QueuedCall
 from phalanx.comm._transport import ReduceOp
 from phalanx.comm._transport import Work as GroupWork
 from phalanx.comm.stores import wrap_c10d_store
@@ -49,14 +48,11 @@ def _op(options: Any) -> ReduceOp:
     raise ValueError(f"reduction {options.reduceOp} is not known to the {NAME} backend")
 
 
-def register() -> None:
-    """Make ``torch.distributed.init_process_group("phalanx")`` work. Harmless when done already."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> PhalanxProcessGroup:
-    group = Group.create(wrap_c10d_store(store), rank, size, timeout=timeout, job="c10d")
+def create_process_group(common: Any) -> PhalanxProcessGroup:
+    """What ``torch.distributed`` calls for the backend ``phalanx`` (see ``phalanx._torch_hook``)."""
+    # Torch tells its groups apart by prefixes of the store, which are lost where the store is one of ours.
+    store = wrap_c10d_store(common.store).namespace(f"torch/{common.group_id}")
+    group = Group.create(store, common.group_rank, common.group_size, timeout=common.timeout, job="c10d")
     return PhalanxProcessGroup(group)
 
 
@@ -90,39 +86,39 @@ class _Queued(dist.Work):
 
     def __init__(self, call: Callable[[], object], outputs: Any) -> None:
         super().__init__()
-        self._call: Callable[[], object] | None = call
-        self._error: BaseException | None = None
         self._over: torch.futures.Future[Any] = torch.futures.Future()
+        self.queued = _Announced(call, self._over)
         # An error that is raised in a continuation is the one way to a future that fails for C++ too.
         self._future = self._over.then(lambda _: self._outcome(outputs))
 
-    def run(self) -> None:
-        assert self._call is not None, "a call is made once"
-        try:
-            self._call()
-        except BaseException as error:  # the caller of wait() gets it
-            self._error = error
-        self._call = None
-        self._over.set_result(None)
-
     def _outcome(self, outputs: Any) -> Any:
-        if self._error is not None:
-            raise self._error
+        self.queued.wait()
         return outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._over.wait()
-        self._outcome(None)
+        self.queued.wait(timeout.total_seconds() or None)
         return True
 
     def is_completed(self) -> bool:
-        return self._over.done()
+        return self.queued.is_done()
 
     def is_success(self) -> bool:
-        return self._over.done() and self._error is None
+        return self.queued.is_done() and self.queued.error is None
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
+
+
+class _Announced(QueuedCall):
+    """Completes a future when it is over."""
+
+    def __init__(self, call: Callable[[], object], over: torch.futures.Future[Any]) -> None:
+        super().__init__(call)
+        self._announce = over
+
+    def run(self) -> None:
+        super().run()
+        self._announce.set_result(None)
 
 
 class _Exchange(dist.Work):
@@ -148,35 +144,17 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     """A c10d process group whose collectives are those of ``group``."""
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group.rank, group.size)
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stub knows one form only
         self.group = group
-        self._calls: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
-        self._num_queued = 0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    # -- running ------------------------------------------------------------------------------------------------
+        self._calls = OrderedCalls("phalanx-c10d")
 
     def _run(self, options: Any, call: Callable[[], object], outputs: Any) -> dist.Work:
-        in_background = getattr(options, "asyncOp", True)
-        if not in_background and not self._num_queued:
-            call()
+        if not getattr(options, "asyncOp", True):
+            self._calls.run(call)
             return _Finished(outputs)
         work = _Queued(call, outputs)
-        with self._lock:
-            self._num_queued += 1
-            self._calls.put(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="phalanx-c10d", daemon=True)
-                self._thread.start()
+        self._calls.submit(work.queued)
         return work
-
-    def _serve(self) -> None:
-        while (work := self._calls.get()) is not None:
-            work.run()
-            with self._lock:
-                self._num_queued -= 1
-            del work  # nothing stays alive while this waits
 
     # -- collectives, under c10d's names ------------------------------------------------------------------------
 
@@ -298,9 +276,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     name = getBackendName
 
     def shutdown(self) -> None:
-        self._calls.put(None)
+        self._calls.stop()
         self.group.close()
 
     def abort(self) -> None:
-        self._calls.put(None)
+        self._calls.stop()
         self.group.abort()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -12,9 +14,6 @@ from processes import run_processes
 
 
 def start(worker, backend: str, generation: int = 0):
-    from phalanx.comm._c10d_backend import register
-
-    register()
     store = worker.store().namespace(f"torch/{backend}/{generation}").as_c10d()
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.size, timeout=timedelta(seconds=60)
@@ -106,6 +105,21 @@ def test_torch_ddp_trains_to_the_same_bits_as_on_gloo() -> None:
         num_all_reduces, same = outcome.value
         assert num_all_reduces >= 5, "it went past our backend"
         assert same
+
+
+@pytest.mark.parametrize(
+    "order", ["import phalanx, torch", "import torch.distributed, phalanx", "import phalanx.comm"]
+)
+def test_importing_phalanx_registers_the_backend_in_any_order(order: str) -> None:
+    program = (
+        f"{order}\nimport torch.distributed as d; assert 'PHALANX' in d.Backend._plugins, d.Backend._plugins"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_importing_phalanx_alone_imports_no_torch() -> None:
+    program = "import sys, phalanx; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def lose_a_peer(worker, async_op: bool) -> str:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+from comm.test_collectives import CASES, WORLD
 from processes import run_processes
-
-_path = Path(__file__).parent.parent / "test_collectives.py"
-_spec = importlib.util.spec_from_file_location("conformance_suite", _path)
-assert _spec is not None
-suite = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(suite)
 
 
 def run_all_cases(worker) -> str:
     group = worker.group(backend="auto")
-    for case in suite.CASES:
+    for case in CASES:
         case(group)
         group.barrier()
     return group.backend
 
 
 def test_every_case_of_the_suite_passes() -> None:
-    outcomes = run_processes(suite.WORLD, run_all_cases)
-    assert [outcome.value for outcome in outcomes] == ["shm"] * suite.WORLD
+    assert [outcome.value for outcome in run_processes(WORLD, run_all_cases)] == ["shm"] * WORLD

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from phalanx.comm._shm._calls import record
@@ -124,7 +125,7 @@ def _whole_pieces(w: Window, tensor: Tensor, fold: Fold) -> tuple[Piece, Piece, 
     address, piece = tensor.data_ptr(), w.slot_bytes
     count = num_pieces(nbytes, piece)
     target = flat(tensor)
-    parts = (target,) if count == 1 else target.split(piece // tensor.element_size())
+    parts = (target,) if count == 1 else torch.split(target, piece // tensor.element_size())
 
     def put(n: int, i: int) -> None:
         w.put(n, address + i * piece, min(piece, nbytes - i * piece))
@@ -229,7 +230,7 @@ def reduce_scatter(w: Window, output: Tensor, inputs: Sequence[Tensor], fold: Fo
     addresses, sizes = [t.data_ptr() for t in inputs], [nbytes_of(t) for t in inputs]
     dtype, piece = output.dtype, w.piece_bytes
     call = record("reduce_scatter", dtype, op, nbytes=sum(sizes))
-    parts = flat(output).split(piece // output.element_size())
+    parts = torch.split(flat(output), piece // output.element_size())
 
     def put(n: int, i: int) -> None:
         for rank, size in enumerate(sizes):
@@ -265,6 +266,7 @@ def gather(w: Window, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int
     call = record("gather", tensor.dtype, root=dst)
     nbytes, own, piece = nbytes_of(tensor), tensor.data_ptr(), w.slot_bytes
     count = num_pieces(nbytes, piece)
+    wanted = {rank: outputs[rank] for rank in w.peers} if outputs is not None else {}
     if outputs is not None:
         copy_bytes(outputs[dst].data_ptr(), own, nbytes)
     i = 0
@@ -276,17 +278,18 @@ def gather(w: Window, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int
         if nbytes > done and w.rank != dst:
             w.put(n, own + done, min(piece, nbytes - done))
         w.post(n, call if i == 0 else 0, count, nbytes)
-        if i == 0 or outputs is not None:
+        if i == 0 or wanted:
             while token := w.missing(n):
                 yield token
         if i == 0:
             w.check(n, call)
             count = max([count, *(w.detail(n, rank, 1) for rank in w.peers)])
-            for rank in w.peers if outputs is not None else ():
-                check_size("gather", w, rank, w.detail(n, rank, 2), nbytes_of(outputs[rank]))
-        for rank in w.peers if outputs is not None else ():
-            if (size := nbytes_of(outputs[rank])) > done:
-                w.get(n, rank, outputs[rank].data_ptr() + done, min(piece, size - done))
+        for rank, output in wanted.items():
+            size = nbytes_of(output)
+            if i == 0:
+                check_size("gather", w, rank, w.detail(n, rank, 2), size)
+            if size > done:
+                w.get(n, rank, output.data_ptr() + done, min(piece, size - done))
         w.took(n)
         i += 1
 

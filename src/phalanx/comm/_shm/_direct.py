@@ -77,7 +77,7 @@ def all_reduce(w: Window, regions: Regions, tensor: Tensor, fold: Fold, op: Redu
             else regions.view(rank, place, dtype, (hi - lo) * itemsize, lo * itemsize)
             for rank, place in enumerate(places)
         ]
-        for pieces in zip(*(view.split(PIECE_BYTES // itemsize) for view in views), strict=True):
+        for pieces in zip(*(torch.split(view, PIECE_BYTES // itemsize) for view in views), strict=True):
             fold.in_place(pieces)
         del views, pieces
     yield from _part(w)
@@ -101,7 +101,7 @@ def reduce_scatter(
             for rank, place in enumerate(places)
         ]
         for out, *pieces in zip(
-            *(v.split(PIECE_BYTES // itemsize) for v in (flat(output), *views)), strict=True
+            *(torch.split(v, PIECE_BYTES // itemsize) for v in (flat(output), *views)), strict=True
         ):
             fold.into(out, pieces)
         del views, pieces

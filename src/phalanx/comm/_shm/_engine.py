@@ -308,6 +308,7 @@ class Engine:
                 error.__cause__ = cause
             self.error = error
             self.leave(L.FAILED)
+            self._peers.close()
             self._work_there.set()
         return self.error
 

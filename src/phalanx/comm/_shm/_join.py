@@ -157,6 +157,6 @@ def _map(where: dict[str, object], layout: Layout, rank: int) -> tuple[Segment |
         os.close(fd)
     return (
         (segment, "")
-        if segment.header_fits(where["nonce"])
+        if segment.header_fits(int(str(where["nonce"])))
         else (None, f"process {pid} shows another segment")
     )

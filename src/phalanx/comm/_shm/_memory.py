@@ -15,8 +15,9 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,16 +25,22 @@ from torch import Tensor
 from phalanx.comm._shm._segment import Mapping, new_file
 
 
+class User(Protocol):
+    """Who has told others about an allocation."""
+
+    def freed(self, allocation: Allocation) -> None: ...
+
+
 @dataclass(eq=False)
 class Allocation:
-    """One piece of shared memory of this process. ``on_free`` is called once, when its last tensor is gone."""
+    """One piece of shared memory of this process. Its ``users`` are told once, when its last tensor is gone."""
 
     address: int
     nbytes: int
     fd: int
     inode: int
     serial: int
-    on_free: list[Callable[[Allocation], None]] = field(default_factory=list)
+    users: weakref.WeakSet[User] = field(default_factory=weakref.WeakSet)
 
 
 _serials = itertools.count(1)
@@ -85,7 +92,6 @@ def _free(allocation: Allocation, owner: int) -> None:
     with _lock:
         at = _allocations.index(allocation)
         del _allocations[at], _addresses[at]
-        callbacks, allocation.on_free = allocation.on_free, []
-    for callback in callbacks:
-        callback(allocation)
+    for user in list(allocation.users):
+        user.freed(allocation)
     os.close(allocation.fd)

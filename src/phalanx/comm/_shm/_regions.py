@@ -1,8 +1,8 @@
 """Shared tensors in the collectives of one group: naming this rank's, mapping the peers'.
 
 A rank names the memory of its tensor in the call record (``Place``). A number in the rank's table of the segment says
-that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time they
-map something new, so that memory is given back.
+that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time
+they map something new, so that memory is given back.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Regions:
         if entry:
             self._words[self._tables[self._rank] + entry] = allocation.serial
             self._entries[allocation] = entry
-            allocation.on_free.append(self._freed)
+            allocation.users.add(self)
         return entry
 
-    def _freed(self, allocation: Allocation) -> None:
+    def freed(self, allocation: Allocation) -> None:
         entry = self._entries.pop(allocation, 0)
         if entry:
             self._words[self._tables[self._rank] + entry] = 0
@@ -106,9 +106,8 @@ class Regions:
                 del self._mapped[rank, entry]
 
     def close(self) -> None:
-        for allocation in list(self._entries):
-            if self._freed in allocation.on_free:
-                allocation.on_free.remove(self._freed)
+        for allocation in self._entries:
+            allocation.users.discard(self)
         self._entries.clear()
         self._mapped.clear()
 

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
+import weakref
 
 from phalanx.comm._shm import _layout as L
 from phalanx.comm._shm._layout import Layout
+from phalanx.comm._shm._syscalls import map_file, unmap
 
 
 class Mapping:
-    """Mapped memory with its address; unmapped when the last tensor or view on it is gone."""
+    """Mapped memory with its address. ``memory`` is unmapped when the last tensor or view on it is gone.
+
+    Not ``mmap.mmap``: that keeps a copy of the descriptor, through which the file could be opened for ever.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.memory = mmap.mmap(fd, nbytes)
-        self.nbytes = nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.address = map_file(fd, nbytes)
+        self.memory = (ctypes.c_char * nbytes).from_address(self.address)
+        weakref.finalize(self.memory, unmap, self.address, nbytes).atexit = False
 
 
 def new_file(nbytes: int) -> int:
@@ -51,7 +55,7 @@ class Segment:
         self.layout = layout
         self.rank = rank
         self.mapping = Mapping(fd, layout.total_bytes)
-        control = memoryview(self.mapping.memory)[: layout.control_words * 8]
+        control = memoryview(self.mapping.memory).cast("B")[: layout.control_words * 8]
         self.words = control.cast("q")
         self.bells = control.cast("i")
         self.address = self.mapping.address

@@ -20,6 +20,7 @@ Memory ordering (what the flags of ``_layout`` rest on):
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import sys
@@ -63,6 +64,26 @@ copy_bytes = ctypes.CDLL(None).memmove
 """``copy_bytes(to_address, from_address, nbytes)``; other threads run meanwhile."""
 copy_bytes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 copy_bytes.restype = None
+
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(fd: int, nbytes: int) -> int:
+    """Map a file for reading and writing, shared; its address. ``OSError`` when that fails."""
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    _munmap(address, nbytes)
 
 
 def futex_wait(address: int, expected: int, seconds: float) -> None:

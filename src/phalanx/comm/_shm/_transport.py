@@ -2,9 +2,10 @@
 
 Owns the life of one group's segment and the mapping from the ``Transport`` interface to the generators that move bytes.
 What happens when a rank dies, by where it is: while the group forms, see ``_join``; while others wait for it, they
-raise ``PeerLost`` within some milliseconds; after it put its part, the others finish that collective and lose it in the next;
-in the middle of writing a slot, its READY flag was never raised, so nobody reads the half-written slot. In every case
-the survivors' transport is dead, its memory is freed with the last mapping, and they form the next generation's group.
+raise ``PeerLost`` within some milliseconds; after it put its part, the others finish that collective and lose it in the
+next; in the middle of writing a slot, its READY flag was never raised, so nobody reads the half-written slot. In every
+case the survivors' transport is dead, its memory is freed with the last mapping, and they form the next generation's
+group.
 """
 
 from __future__ import annotations
