@@ -27,7 +27,12 @@ class AgentProcess:
         self._log = log
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
             )
         self.pid = self.process.pid
 
@@ -39,7 +44,9 @@ class AgentProcess:
         try:
             return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the agent did not end within {PATIENCE:g} s; it printed:\n{self.output}") from None
+            raise AssertionError(
+                f"the agent did not end within {PATIENCE:g} s; it printed:\n{self.output}"
+            ) from None
 
 
 class Launcher:
@@ -106,7 +113,9 @@ def wait_for() -> Callable[..., None]:
             ended = agent is not None and agent.process.poll() is not None
             if time.monotonic() > until or (ended and not condition()):
                 shown = f"; the agent printed:\n{agent.output}" if agent else ""
-                raise AssertionError(f"{'the agent ended before' if ended else 'waited in vain for'} {what}{shown}")
+                raise AssertionError(
+                    f"{'the agent ended before' if ended else 'waited in vain for'} {what}{shown}"
+                )
             time.sleep(0.01)
 
     return wait

@@ -54,7 +54,9 @@ def test_final_report_names_the_root_cause(launcher, tmp_path, fault, expected):
 
 def test_restarts_are_used_up_then_the_job_fails(launcher, tmp_path):
     script = tmp_path / "always.py"
-    script.write_text("import sys, os\nprint('start', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\nsys.exit(7)\n")
+    script.write_text(
+        "import sys, os\nprint('start', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\nsys.exit(7)\n"
+    )
     agent = launcher.run("--max-restarts", 2, script)
     assert agent.wait() == 1
     assert re.findall(r"start (\d)", agent.output) == ["0", "1", "2"]

@@ -49,7 +49,9 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "faults", [["0:5:kill"], ["1:5:raise"], ["1:5:kill", "2:5:kill"]], ids=["rank 0 killed", "one raises", "two at once"]
+    "faults",
+    [["0:5:kill"], ["1:5:raise"], ["1:5:kill", "2:5:kill"]],
+    ids=["rank 0 killed", "one raises", "two at once"],
 )
 def test_the_dead_are_replaced_and_survivors_keep_their_process(launcher, out, faults):
     agent = launcher.run("--nproc-per-node", 3, *FLAGS, "healing.py", out, 12, *faults)
@@ -68,7 +70,9 @@ def test_the_dead_are_replaced_and_survivors_keep_their_process(launcher, out, f
 
 
 def test_without_restarts_left_the_job_goes_on_with_fewer(launcher, out):
-    agent = launcher.run("--nproc-per-node", 3, *FLAGS, "--max-restarts", 0, "healing.py", out, 12, "1:5:kill")
+    agent = launcher.run(
+        "--nproc-per-node", 3, *FLAGS, "--max-restarts", 0, "healing.py", out, 12, "1:5:kill"
+    )
     assert agent.wait() == 0, agent.output
     story = Story(out)
     check_sums(story)
@@ -115,7 +119,9 @@ def test_scale_up_and_down_while_running(launcher, out, wait_for):
     wait_for(lambda: 1 in sizes(), "one worker", agent)
     story = Story(out)
     check_sums(story)
-    assert "lost" not in {line[0] for line in story.lines[min(story.lines)] if line[1] == "0"}  # grew at a step boundary
+    assert "lost" not in {
+        line[0] for line in story.lines[min(story.lines)] if line[1] == "0"
+    }  # grew at a step boundary
     os.kill(agent.pid, signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
     launcher.wait_until_empty()
@@ -128,7 +134,9 @@ def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     assert "made no progress for 2 s" in agent.output
-    dumps = {path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("attempt_0/*/stacks.log")}
+    dumps = {
+        path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("attempt_0/*/stacks.log")
+    }
     assert set(dumps) == {"0", "1"}
     assert "in fault" in dumps["1"]  # the very function that hangs
     assert len(Story(out).finished()) == 2

@@ -66,6 +66,7 @@ def launch_agent(
     """Run this node's part of a job; return values of its workers by global rank. ``config`` stays as it is."""
     config = config.resolved()
     plan = Plan(entrypoint=entrypoint, args=tuple(args), method=config.start_method)
+    plan.check()
     zygote = zygote or make_zygote(plan, config.preload, config.nproc_per_node)
     handler: RendezvousHandler | None = None
     try:
@@ -126,6 +127,7 @@ def _make_agent(
         standby=config.standby,
         zygote=zygote,
         signals=config.signals_to_handle,
+        metrics_cfg=config.metrics_cfg,
     )
 
 

@@ -14,16 +14,26 @@ from phalanx.launch._flags import UsageError
 
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx scale`` with these arguments; the exit code."""
-    parser = argparse.ArgumentParser(prog="phalanx scale", description="Change the number of workers of a running job.")
+    parser = argparse.ArgumentParser(
+        prog="phalanx scale", description="Change the number of workers of a running job."
+    )
     parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", required=True, help="as given to phalanx run")
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
-    parser.add_argument("--rdzv-id", "--rdzv_id", required=True, help="the job's name, as given to phalanx run")
+    parser.add_argument(
+        "--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file")
+    )
+    parser.add_argument(
+        "--rdzv-id", "--rdzv_id", required=True, help="the job's name, as given to phalanx run"
+    )
     parser.add_argument("--nproc", type=int, required=True, help="workers per node from now on")
-    parser.add_argument("--node", default="", help="only nodes whose id starts with this (host name first); default: all")
+    parser.add_argument(
+        "--node", default="", help="only nodes whose id starts with this (host name first); default: all"
+    )
     args = parser.parse_args(argv)
     try:
         if args.nproc < 1:
-            raise UsageError(f"--nproc {args.nproc}; expected at least 1 (a job is ended by a signal to its agents)")
+            raise UsageError(
+                f"--nproc {args.nproc}; expected at least 1 (a job is ended by a signal to its agents)"
+            )
         nodes = scale(store_url(args.rdzv_backend, args.rdzv_endpoint), args.rdzv_id, args.nproc, args.node)
     except (ValueError, ConnectionError) as error:
         print(f"phalanx scale: {error}", file=sys.stderr)
@@ -62,7 +72,9 @@ def scale(url: str, run_id: str, size: int, node: str = "") -> list[str]:
         live = [key.removeprefix(NODES) for key in job.items(NODES)]
         nodes = sorted(node_id for node_id in live if node_id.startswith(node))  # an id starts with its host
         if not nodes:
-            raise UsageError(f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}")
+            raise UsageError(
+                f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}"
+            )
         for node_id in nodes:
             job.set(wish_key(node_id), str(size).encode())
         return nodes

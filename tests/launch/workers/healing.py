@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,8 +58,14 @@ def main() -> None:
                 return  # told to go
             try:
                 group = Group.create(
-                    root, mine[0].rank, len(members.workers), job=job, generation=generation, timeout=60, backend="gloo",
-                    interrupt=lambda: _over(store, generation),
+                    root,
+                    mine[0].rank,
+                    len(members.workers),
+                    job=job,
+                    generation=generation,
+                    timeout=60,
+                    backend="gloo",
+                    interrupt=partial(_over, store, generation),
                 )
                 # Everybody goes on with the most advanced step.
                 values = group.all_gather_values(step)

@@ -40,8 +40,17 @@ def fault(what: str) -> None:
 
 def main() -> None:
     rank, generation = int(os.environ["RANK"]), int(os.environ["PHALANX_GENERATION"])
-    note("starts", generation, os.environ["TORCHELASTIC_RESTART_COUNT"], rank, os.environ["WORLD_SIZE"], os.getpid())
-    faults = {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]} if generation == 0 else {}
+    note(
+        "starts",
+        generation,
+        os.environ["TORCHELASTIC_RESTART_COUNT"],
+        rank,
+        os.environ["WORLD_SIZE"],
+        os.getpid(),
+    )
+    faults = (
+        {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]} if generation == 0 else {}
+    )
     dist.init_process_group("gloo")
     for turn in range(int(sys.argv[2])):
         fault(faults.get((rank, turn), ""))
