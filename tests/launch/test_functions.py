@@ -11,7 +11,7 @@ import torch
 from phalanx.launch import ChildFailedError, DefaultLogsSpecs, LaunchConfig, elastic_launch
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
-import functions  # noqa: E402
+import functions
 
 
 def config(tmp_path: Path, **fields: object) -> LaunchConfig:
@@ -35,7 +35,9 @@ def test_config_is_not_changed_by_a_launch(tmp_path):
 
 
 def test_large_values_come_home(tmp_path):
-    result = elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.large)(3_000_000)
+    result = elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.large)(
+        3_000_000
+    )
     assert torch.equal(result[0], torch.arange(3_000_000))
 
 
@@ -56,7 +58,7 @@ def test_an_unpicklable_value_is_a_clear_error(tmp_path):
 
 
 def test_an_unpicklable_function_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(TypeError, match="cannot be pickled .*use start_method='fork'"):
+    with pytest.raises(TypeError, match=r"cannot be pickled .*use start_method='fork'"):
         elastic_launch(config(tmp_path, start_method="spawn"), lambda: 1)()
 
 

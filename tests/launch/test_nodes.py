@@ -71,7 +71,9 @@ def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait
     launcher.wait_until_empty()
 
 
-def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(launcher, tmp_path, endpoint, wait_for):
+def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(
+    launcher, tmp_path, endpoint, wait_for
+):
     words = ("--nnodes", 2, *endpoint)
     agents = [launcher.run(*words, "summing.py", tmp_path, 1000, STEP_SECONDS="0.2") for _ in range(2)]
     wait_for(lambda: len(lines(tmp_path / "starts")) == 2, "two workers", agents[0])
@@ -87,7 +89,11 @@ def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(launcher,
 def test_a_late_node_is_admitted_at_a_step_boundary(launcher, tmp_path, endpoint, wait_for):
     words = ("--nnodes", "1:2", "--on-failure", "heal", *endpoint)
     first = launcher.run(*words, "healing.py", tmp_path, 150, STEP_SECONDS="0.1")
-    wait_for(lambda: [p for p in tmp_path.glob("*.*.0") if len(lines(p)) > 2], "the first node to train alone", first)
+    wait_for(
+        lambda: [p for p in tmp_path.glob("*.*.0") if len(lines(p)) > 2],
+        "the first node to train alone",
+        first,
+    )
     second = launcher.run(*words, "healing.py", tmp_path, 150, STEP_SECONDS="0.1")
     assert [first.wait(), second.wait()] == [0, 0], (first.output, second.output)
     stories = [lines(path) for path in tmp_path.glob("*.*.0")]

@@ -60,6 +60,7 @@ class Agent:
         self.spec = spec
         self.state = WorkerState.INIT
         self.is_in_exit_barrier = False
+        self.alive_at = time.time()
         self.current: Generation | None = None
         self._handler = spec.rdzv_handler
         self._crew = crew
@@ -86,6 +87,7 @@ class Agent:
         try:
             self._join()
             while self._result is None:
+                self.alive_at = time.time()
                 event = self._sources.next(self.spec.monitor_interval)
                 if event is not None:
                     self._take(event)

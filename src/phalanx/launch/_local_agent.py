@@ -9,13 +9,12 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.launch._agent import Agent
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._environment import thread_defaults
-from phalanx.launch._health import HealthCheckServer
+from phalanx.launch._health import HealthCheckServer, health_server_from
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -59,7 +58,7 @@ class LocalElasticAgent:
         self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._signals = parse_signals(signals or os.environ.get(ENV_SIGNALS) or DEFAULT_SIGNALS)
-        self._health = health_check_server
+        self._health = health_check_server or health_server_from(os.environ, self.alive_time)
         # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
         self._zygote = zygote or make_zygote(self._plan, tuple(preload), spec.local_world_size)
         self._sources = Sources(spec.rdzv_handler)
@@ -80,7 +79,6 @@ class LocalElasticAgent:
             spec.rdzv_handler.get_run_id(), self._events_path(spec), spec.event_log_handler, metrics_cfg or {}
         )
         self._agent = Agent(spec, self._crew, self._sources, options, self._observer)
-        self._alive_at = time.time()
         self._num_signals = 0
 
     def run(self, role: str = "default") -> RunResult:
@@ -134,6 +132,10 @@ class LocalElasticAgent:
                 )
             )
         return group
+
+    def alive_time(self) -> float:
+        """When the agent's loop last came round; what a health check goes by."""
+        return self._agent.alive_at
 
     @property
     def restart_count(self) -> int:
