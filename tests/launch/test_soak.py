@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(180)]
 
-TIMES = 50
+TIMES = int(os.environ.get("SOAK_TIMES", "50"))
 
 
 def lines(path: Path) -> list[list[str]]:
@@ -38,9 +39,8 @@ def test_sigkill_at_a_random_time(launcher, tmp_path, wait_for, policy, turn):
     )
     pids = _pids(tmp_path, policy)
     wait_for(lambda: len(pids()) == 3, "three workers", agent)
-    wait_for(lambda: True, "a moment", agent)
     victims = chance.sample(pids(), chance.choice([1, 1, 2]))
-    signal.sigtimedwait([], chance.random() * 1.5)  # a random time, which is the point here
+    time.sleep(chance.random() * 1.5)  # a random time, which is the point here
     for pid in victims:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_sigkill_of_the_agent_at_a_random_time(launcher, tmp_path, wait_for, tur
     chance = random.Random(turn)
     if chance.random() < 0.7:
         wait_for(lambda: lines(tmp_path / "pids"), "a worker", agent)
-    signal.sigtimedwait([], chance.random() * 2.0)
+    time.sleep(chance.random() * 2.0)
     os.kill(agent.pid, signal.SIGKILL)
     agent.process.wait()
     launcher.wait_until_empty()
