@@ -252,7 +252,9 @@ class Job:
 
 
 def play(min_nodes: int, spread: int, seed: int, script: list[tuple[str, int]]) -> Job:
-    rules = Rules(min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, admit_delay=0.5)
+    rules = Rules(
+        min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, rejoin=5.0, admit_delay=0.5
+    )
     job = Job(rules, seed)
     try:
         for _ in range(min_nodes):
