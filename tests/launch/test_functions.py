@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from phalanx.launch import ChildFailedError, DefaultLogsSpecs, LaunchConfig, elastic_launch
+from phalanx.launch import (
+    ChildFailedError,
+    DefaultLogsSpecs,
+    LaunchConfig,
+    LocalElasticAgent,
+    RendezvousParameters,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+    elastic_launch,
+)
+from phalanx.launch.rendezvous import get_rendezvous_handler
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
@@ -76,3 +90,41 @@ def test_commands_have_no_values(tmp_path):
 def test_a_missing_command_fails_at_once(tmp_path):
     with pytest.raises(ChildFailedError, match="cannot execute '/no/such/command'"):
         elastic_launch(config(tmp_path, max_restarts=5), "/no/such/command")()
+
+
+def test_agent_tells_about_its_workers(tmp_path):
+    """The agent as users of the elastic API build it, looked at from another thread while it runs."""
+    seen: list[WorkerGroup] = []
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "looking", 1, 1))
+    spec = WorkerSpec(
+        role="r",
+        local_world_size=2,
+        rdzv_handler=handler,
+        entrypoint=functions.waiting,
+        args=(str(tmp_path / "go"),),
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), start_method="fork")
+    assert agent.get_worker_group().state is WorkerState.INIT
+
+    def look() -> None:
+        while agent.get_worker_group().state is not WorkerState.HEALTHY:
+            time.sleep(0.01)
+        seen.append(agent.get_worker_group())
+        (tmp_path / "go").touch()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        result = agent.run()
+    finally:
+        (tmp_path / "go").touch()
+        watcher.join()
+        handler.shutdown()
+    assert result == RunResult(WorkerState.SUCCEEDED, {0: 0, 1: 1})
+    assert not result.is_failed()
+    assert [worker.global_rank for worker in seen[0].workers] == [0, 1]
+    assert all(isinstance(worker.id, int) for worker in seen[0].workers)
+    assert (seen[0].group_rank, seen[0].group_world_size) == (0, 1)
+    assert WorkerState.is_running(seen[0].state)
+    assert agent.restart_count == 0
+    assert time.time() - agent.alive_time() < 600

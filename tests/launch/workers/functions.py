@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -35,3 +36,9 @@ def raising() -> None:
 
 def unpicklable() -> object:
     return lambda: None
+
+
+def waiting(path: str) -> int:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return int(os.environ["RANK"])

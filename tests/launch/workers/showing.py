@@ -18,7 +18,9 @@ if __name__ == "__main__":
         "modules": [name for name in ("torch", "numpy", "colorsys") if name in sys.modules],
         "threads": threading.active_count(),
         "os_threads": len(os.listdir("/proc/self/task")),
-        "environ": {key: value for key, value in os.environ.items() if key.startswith(("OMP", "OPENBLAS", "PHALANX"))},
+        "environ": {
+            key: value for key, value in os.environ.items() if key.startswith(("OMP", "OPENBLAS", "PHALANX"))
+        },
     }
     if "numpy" in facts["modules"]:
         import numpy
