@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.comm.stores.conftest import Server, etcd_cluster
 
 
 def lines(path: Path) -> list[list[str]]:
@@ -121,3 +124,33 @@ def _is_listening(pid: int, endpoint: tuple[str, ...]) -> bool:
         except OSError:
             continue
     return False
+
+
+def test_the_job_goes_on_when_the_etcd_leader_is_killed(launcher, tmp_path, wait_for):
+    """Three etcd members, two agents; the member that leads is killed, then a worker: the job still heals."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(3, tmp_path / "etcd") as servers:
+        members = ",".join(server.url.removeprefix("etcd://") for server in servers)
+        words = ("--nnodes", 2, "--rdzv-backend", "etcd", "--rdzv-endpoint", members, "--rdzv-id", "etcd-job")
+        conf = ("--rdzv-conf", "lease=10,last_call_timeout=1", "--max-restarts", 3)
+        agents = [
+            launcher.run(*words, *conf, "summing.py", tmp_path, 40, STEP_SECONDS="0.2") for _ in range(2)
+        ]
+        wait_for(lambda: len(lines(tmp_path / "starts")) == 2, "two workers", agents[0])
+        _leader(servers).kill()
+        os.kill(int(lines(tmp_path / "starts")[0][4]), signal.SIGKILL)
+        assert [agent.wait() for agent in agents] == [0, 0], [agent.output for agent in agents]
+    assert {row[0] for row in lines(tmp_path / "starts")} >= {"0", "1"}
+    assert sorted(lines(tmp_path / "ends")) == [["0"], ["1"]]
+    launcher.wait_until_empty()
+
+
+def _leader(servers: list[Server]) -> Server:
+    for server in servers:
+        address = server.url.removeprefix("etcd://")
+        request = urllib.request.Request(f"http://{address}/v3/maintenance/status", data=b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            status = json.load(answer)
+        if status["leader"] == status["header"]["member_id"]:
+            return server
+    raise AssertionError("no member of the etcd cluster says that it leads")
