@@ -290,6 +290,8 @@ class Crew:
 
     def close(self) -> None:
         """Kill what is left, flush the logs, end the zygote."""
+        for process in self._parked:
+            process.discard()
         self._zygote.close()
         self._pump.close()
         for worker_id in list(self.members):
