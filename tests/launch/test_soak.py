@@ -58,7 +58,7 @@ def test_sigkill_of_the_agent_at_a_random_time(launcher, tmp_path, wait_for, tur
         wait_for(lambda: lines(tmp_path / "pids"), "a worker", agent)
     time.sleep(chance.random() * 2.0)
     os.kill(agent.pid, signal.SIGKILL)
-    agent.process.wait()
+    agent.wait()
     launcher.wait_until_empty()
 
 

@@ -24,7 +24,7 @@ def test_warm_workers_run_the_script_as_main(launcher, tmp_path):
     base, logs = tmp_path / "facts", tmp_path / "logs"
     agent = launcher.run(
         "--nproc-per-node", 2, "--preload", "colorsys", "--log-dir", logs, "-r", "0:1", "-t", "1:3", "--role", "show",
-        "--duplicate-stdout-filters", "out", "showing.py", base, "--flag", "two words",
+        "--duplicate-stdout-filters", "out", "showing.py", base, "--flag", "two words", cold=True,
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     for rank in range(2):

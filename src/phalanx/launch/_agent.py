@@ -159,7 +159,7 @@ class Agent:
             member = self._crew.members.get(worker_id)
             if self._is_joining or self._result is not None:
                 return  # the generation is over already, and with it everybody's exit is dealt with
-            if member is not None and not member.is_running:
+            if member is not None and not member.is_running and not member.is_judged:
                 self._judge_exit(member)
 
     def _on_join_failed(self, error: BaseException) -> None:
@@ -174,10 +174,11 @@ class Agent:
 
     def _on_exit(self, member: CrewMember) -> None:
         self._observer.worker_exited(member)
-        if not self._is_joining and member.id in self._roster.ids:
+        if not self._is_joining and not member.is_judged and member.id in self._roster.ids:
             self._judge_exit(member)
 
     def _judge_exit(self, member: CrewMember) -> None:
+        member.is_judged = True
         if self._has_left(member):
             self._roster.drop(member.id)
             self._crew.forget(member.id)
@@ -304,8 +305,8 @@ class Agent:
 
     def _finish_if_done(self) -> None:
         members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
-        if any(member.is_running for member in members) or self.is_in_exit_barrier:
-            return
+        if self.is_in_exit_barrier or not all(member.is_judged for member in members):
+            return  # also when all have ended but the news of one, and with it its value, is still to come
         self.state = WorkerState.SUCCEEDED
         self.is_in_exit_barrier = True
         self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "done")

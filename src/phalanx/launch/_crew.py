@@ -47,6 +47,8 @@ class CrewMember:
     started_at: float = 0.0
     is_told: bool = False
     """Whether its end has been passed on."""
+    is_judged: bool = False
+    """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
     note: str = ""
     value: Any = None

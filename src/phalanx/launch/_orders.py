@@ -58,6 +58,7 @@ class Plan:
             "env": dict(env),
             "unset": [],
             "cpus": [],
+            "cwd": os.getcwd(),
             "name": "python",
             "stacks": stacks,
         }
