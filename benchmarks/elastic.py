@@ -12,6 +12,7 @@ Steady state: two processes build torch's DDP (gloo) and ours beside each other 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -96,10 +97,10 @@ class Contender:
         self.to_any: list[float] = []
         self.to_full: list[float] = []
         self.num_lost = 0
-        self._start()
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def _start(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    def start(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="phalanx-elastic-bench-"))
         self.log = (self.directory / "log").open("wb")
         command = [*self.command, __file__, f"{self.name}-worker", str(self.directory)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
@@ -117,7 +118,7 @@ class Contender:
 
     def _wait(self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float) -> bool:
         until = time.monotonic() + limit
-        while time.monotonic() < until and self.process.poll() is None:
+        while time.monotonic() < until and self.process is not None and self.process.poll() is None:
             if condition(self._marks()):
                 return True
             time.sleep(0.01)
@@ -139,7 +140,7 @@ class Contender:
         if not self._wait(lambda marks: bool(later(marks)), LIMIT):
             self.num_lost += 1
             self.stop()
-            self._start()
+            self.start()
             return
         self._wait(lambda marks: bool(later(marks, SIZE)), LIMIT)
         marks = self._marks()
@@ -147,6 +148,9 @@ class Contender:
         self.to_full.append(min(later(marks, SIZE), default=float("nan")) - killed)
 
     def stop(self) -> None:
+        """End the job and every worker that wrote its pid; nothing else."""
+        if self.process is None:
+            return
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -162,25 +166,19 @@ class Contender:
 def recovery(num_kills: int) -> None:
     chance = random.Random(0)
     python = [sys.executable, "-m"]
-    contenders = [
-        Contender(
-            "phalanx",
-            [*python, "phalanx", "run", f"--nproc-per-node={SIZE}", "--on-failure=heal", "--max-restarts=10000",
-             "--preload=torch._dynamo,phalanx.elastic"],
-        ),
-        Contender(
-            "torchrun",
-            [*python, "torch.distributed.run", f"--nproc-per-node={SIZE}", "--max-restarts=10000", "--standalone"],
-        ),
-    ]  # fmt: skip
-    try:
+    ours = ["phalanx", "run", "--on-failure=heal", "--preload=torch._dynamo,phalanx.elastic"]
+    theirs = ["torch.distributed.run", "--standalone"]
+    common = [f"--nproc-per-node={SIZE}", "--max-restarts=10000"]
+    contenders: list[Contender] = []
+    with contextlib.ExitStack() as stack:
+        for name, command in (("phalanx", ours), ("torchrun", theirs)):
+            contenders.append(Contender(name, [*python, *command, *common]))
+            stack.callback(contenders[-1].stop)
+            contenders[-1].start()
         for _ in range(num_kills):
             for contender in contenders:
                 contender.strike(chance)
                 time.sleep(0.5)
-    finally:
-        for contender in contenders:
-            contender.stop()
     print(
         f"{'SIGKILL to the next committed step':36s} {'median s':>9s} {'worst s':>9s} "
         f"{'full size: median s':>20s} recovered"
@@ -342,6 +340,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
     if args.kills:
         recovery(args.kills)
     if args.rounds:
