@@ -45,6 +45,20 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
+def sign_in(directory: Path) -> None:
+    """Leave this process's number and start time, so that it can be told from a later one with the same number."""
+    (directory / f"pid-{os.getpid()}").write_text(started(os.getpid()))
+
+
+def started(pid: int) -> str:
+    """When a living process was started; empty if there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
 def mark(directory: Path, attempt: int, size: int) -> None:
     """One line per committed step: when, in which attempt (restart or round), on how many workers."""
     with (directory / f"marks-{os.getpid()}").open("a") as file:
@@ -55,7 +69,7 @@ def torch_worker(directory: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    (directory / f"pid-{os.getpid()}").touch()
+    sign_in(directory)
     model = DistributedDataParallel(small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     while not (directory / "stop").exists():
@@ -69,7 +83,7 @@ def torch_worker(directory: Path) -> None:
 def phalanx_worker(directory: Path) -> None:
     from phalanx.elastic import Job, RunOptions
 
-    (directory / f"pid-{os.getpid()}").touch()
+    sign_in(directory)
     model = small_model()
     data = torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,)))
     job = Job(
@@ -124,10 +138,13 @@ class Contender:
             time.sleep(0.01)
         return False
 
+    def _alive(self) -> list[int]:
+        """Workers of this job that run."""
+        signed = {int(path.name[4:]): path.read_text() for path in self.directory.glob("pid-*")}
+        return [pid for pid, when in signed.items() if when and started(pid) == when]
+
     def strike(self, chance: random.Random) -> None:
-        alive = [
-            int(p.name[4:]) for p in self.directory.glob("pid-*") if Path(f"/proc/{p.name[4:]}").exists()
-        ]
+        alive = self._alive()
         attempt = max(attempt for _, attempt, _ in self._marks())
         for path in self.directory.glob("marks-*"):
             path.unlink()  # workers open it anew for every line
@@ -155,11 +172,9 @@ class Contender:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.log.close()
-        for path in self.directory.glob("pid-*"):
-            try:
-                os.kill(int(path.name[4:]), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        for pid in self._alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -43,9 +43,9 @@ class Cluster:
         """Workers that have begun and live, by their ids, oldest first."""
         found = {}
         for path in self.directory.glob("pid-*"):
-            text = path.read_text()
-            if text and is_alive(int(text)):
-                found[path.name.removeprefix("pid-")] = int(text)
+            words = path.read_text().split()
+            if len(words) == 2 and started(int(words[0])) == words[1]:  # and no later process with its number
+                found[path.name.removeprefix("pid-")] = int(words[0])
         return dict(sorted(found.items(), key=lambda item: int(item[0].rpartition(".")[2])))
 
     def step(self) -> int:
@@ -119,9 +119,10 @@ class Cluster:
         self.output.close()
 
 
-def is_alive(pid: int) -> bool:
+def started(pid: int) -> str:
+    """When a living process was started; empty if there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return ""
+    return "" if state in "ZX" else fields[18]

@@ -25,7 +25,8 @@ def main() -> None:
     )
     (directory / "store").write_text(os.environ.get("PHALANX_STORE", ""))
     (directory / "job").write_text(os.environ.get("PHALANX_JOB", ""))
-    (directory / f"pid-{job.worker_id}").write_text(str(os.getpid()))
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    (directory / f"pid-{job.worker_id}").write_text(f"{os.getpid()} {started}")
     for step in job.steps(max_steps=num_steps):
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
