@@ -190,20 +190,24 @@ def recovery(num_kills: int) -> None:
             contenders.append(Contender(name, [*python, *command, *common]))
             stack.callback(contenders[-1].stop)
             contenders[-1].start()
+        stack.callback(show, contenders)  # also when it is cut short
         for _ in range(num_kills):
             for contender in contenders:
                 contender.strike(chance)
                 time.sleep(0.5)
+
+
+def show(contenders: list[Contender]) -> None:
     print(
         f"{'SIGKILL to the next committed step':36s} {'median s':>9s} {'worst s':>9s} "
         f"{'full size: median s':>20s} recovered"
     )
     for one in contenders:
-        times = one.to_any or [float("nan")]
-        full = one.to_full or [float("nan")]
+        times, full = one.to_any or [float("nan")], one.to_full or [float("nan")]
         print(
             f"{one.name:36s} {statistics.median(times):9.3f} {max(times):9.3f} {statistics.median(full):20.3f} "
-            f"{len(one.to_any)} of {num_kills}"
+            f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}",
+            flush=True,
         )
 
 
