@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 from scripted_world import World
 
@@ -15,7 +16,12 @@ def test_a_hundred_regroups_leave_nothing_behind(tmp_path, monkeypatch):
     world = World(tmp_path, monkeypatch)
     num_regroups, seen = 100, []
 
+    def wait_for_wish(job, step):
+        while job.generation < num_regroups and not job.team.roster.signals.wish:
+            time.sleep(0.002)
+
     def watch(job, step):
+        wait_for_wish(job, step)
         if job.rank == 0 and job.generation in (30, num_regroups):
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[1])
@@ -27,7 +33,7 @@ def test_a_hundred_regroups_leave_nothing_behind(tmp_path, monkeypatch):
             world.keys.set(ms.wanted_key(generation), ms.Broken(reason="again").to_json())
     world.num_steps = num_regroups + 3
     world.start("a", on_step=watch)
-    world.start("b")
+    world.start("b", on_step=wait_for_wish)
     results = world.join()
     assert results["a"] == results["b"]
     assert isinstance(results["a"], str)
