@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import create_healthcheck_server
+from phalanx.launch import _doctor, create_healthcheck_server
 from phalanx.launch._doctor import check_names, check_ports, check_shared_memory, main
 
 HERE = Path(__file__).parent / "workers"
@@ -126,7 +126,8 @@ def test_health_check_tells_the_living_from_the_dead():
         server.stop()
 
 
-def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys):
+def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys, monkeypatch):
+    monkeypatch.setattr(_doctor, "ENDPOINT_PATIENCE", 0.2)
     assert {
         finding.level for check in (check_ports, check_names, check_shared_memory) for finding in check()
     } <= {
