@@ -150,7 +150,9 @@ def main() -> int:
                 recovered[name].append(seconds)
     _show("SIGKILL to all 2 workers in a working group again", recovered)
     for name in COMMANDS:
-        print(f"  {name:9s} recovered {len(recovered[name])} of {args.recoveries}, hung or failed {hung[name]}")
+        print(
+            f"  {name:9s} recovered {len(recovered[name])} of {args.recoveries}, hung or failed {hung[name]}"
+        )
     print(f"load after {os.getloadavg()[0]:.1f}")
     return 0
 

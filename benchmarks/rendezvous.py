@@ -146,9 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"  ours, TCP store     {_spread(ours_tcp)}   {ratio:.3f}x of torch's")
             print(f"  torch, TCP store    {_spread(torchs)}")
         elif torch_per_node:
-            print(
-                f"  torch, TCP store    not run; at its time per node above it would take {torch_per_node * count:.0f} s"
-            )
+            guess = torch_per_node * count
+            print(f"  torch, TCP store    not run; at its time per node above it would take {guess:.0f} s")
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
