@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,7 +51,7 @@ class Run:
     """One launched job and the marks that its workers leave."""
 
     def __init__(self, name: str, workers: int, *, stays: bool) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-launch-"))
         script = self.directory / "worker.py"
         script.write_text(WORKER)
         self.workers = workers
@@ -86,6 +87,7 @@ class Run:
             _kill_tree(self.process.pid)
             self.process.wait()
         self.log.close()
+        shutil.rmtree(self.directory)
 
 
 def _kill_tree(pid: int) -> None:
