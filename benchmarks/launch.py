@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -107,11 +108,20 @@ def _kill_tree(pid: int) -> None:
             pass
 
 
-def time_start(name: str, workers: int) -> float:
+def time_start(name: str, workers: int) -> tuple[float, float]:
+    """Seconds to the last worker's first all-reduce, and CPU seconds of the whole job: the latter do not depend on what
+    else the machine does."""
+    before = _cpu_of_children()
     run = Run(name, workers, stays=False)
     marks = run.wait_marks(0)
     run.end(kill=marks is None)
-    return max(seconds for seconds, _ in marks) - run.started if marks else float("nan")
+    seconds = max(seconds for seconds, _ in marks) - run.started if marks else float("nan")
+    return seconds, _cpu_of_children() - before
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def time_recovery(name: str, workers: int, victim: int) -> float | None:
@@ -137,10 +147,14 @@ def main() -> int:
     print(f"cores {os.cpu_count()}, load before {os.getloadavg()[0]:.1f}; seconds, median (min-max)")
     for workers in args.workers:
         times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        cpu: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for _ in range(args.rounds):
             for name in COMMANDS:
-                times[name].append(time_start(name, workers))
+                seconds, cpu_seconds = time_start(name, workers)
+                times[name].append(seconds)
+                cpu[name].append(cpu_seconds)
         _show(f"start of {workers} workers to first all-reduce", times)
+        _show(f"CPU seconds of a job of {workers} workers that does nothing else", cpu)
     recovered: dict[str, list[float]] = {name: [] for name in COMMANDS}
     hung = dict.fromkeys(COMMANDS, 0)
     for turn in range(args.recoveries):
@@ -150,8 +164,9 @@ def main() -> int:
                 hung[name] += 1
             else:
                 recovered[name].append(seconds)
-    _show("SIGKILL to all 2 workers in a working group again", recovered)
-    for name in COMMANDS:
+    if args.recoveries:
+        _show("SIGKILL to all 2 workers in a working group again", recovered)
+    for name in COMMANDS if args.recoveries else ():
         print(
             f"  {name:9s} recovered {len(recovered[name])} of {args.recoveries}, hung or failed {hung[name]}"
         )

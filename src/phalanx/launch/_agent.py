@@ -83,8 +83,6 @@ class Agent:
         self._are_stacks_dumped = False
         self._result: RunResult | None = None
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
     def run(self) -> RunResult:
         """Take part in the job until it is over. Leaves no worker behind, however it is left."""
         try:
@@ -172,8 +170,6 @@ class Agent:
             return
         self.state = WorkerState.UNKNOWN
         raise error
-
-    # -- exits ---------------------------------------------------------------------------------------------------
 
     def _on_exit(self, member: CrewMember) -> None:
         self._observer.worker_exited(member)
