@@ -140,3 +140,10 @@ def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys, monkeypatch)
     assert "bad   the rendezvous endpoint 127.0.0.1:1 cannot be reached" in printed
     assert "ok    torch" in printed
     assert os.path.isdir("/dev/shm") is ("/dev/shm" in printed)
+
+
+def test_the_example_trains(launcher):
+    example = Path(__file__).parents[2] / "examples" / "launch" / "train.py"
+    agent = launcher.run("--nproc-per-node", 2, example, "--steps", 30)
+    assert agent.wait() == 0, agent.output
+    assert "2 workers, 0 restarts: y = " in agent.output
