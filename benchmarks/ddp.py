@@ -150,7 +150,9 @@ def run(target: Callable[..., None], *args: Any) -> list[tuple[dict[str, float],
     pipes, processes = [], []
     for rank in range(WORLD):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(target, rank, store.address, *args, theirs), daemon=True)
+        process = context.Process(
+            target=_main, args=(target, rank, store.address, *args, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -186,9 +188,18 @@ def main() -> int:
             worst = {variant: max(answer[0][variant] for answer in answers) for variant in variants}
             for variant, seconds in worst.items():
                 base = worst["torch fp16" if variant.endswith("fp16") else "torch"]
-                goal = "" if variant.startswith("torch") else "1.00" if variant.startswith("gloo") else GOALS[name]
+                goal = (
+                    ""
+                    if variant.startswith("torch")
+                    else "1.00"
+                    if variant.startswith("gloo")
+                    else GOALS[name]
+                )
                 ratio = seconds / base
-                print(f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}", flush=True)
+                print(
+                    f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}",
+                    flush=True,
+                )
                 results[f"{name} {'views' if view else 'plain'} {variant}"] = ratio
         print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
     if not options.no_memory:
@@ -196,7 +207,10 @@ def main() -> int:
         for name in options.only.split(","):
             for variant in ("torch", "gloo", "same host"):
                 answers = run(memory, name, [variant], 0, True)
-                print(f"{name:14s} {variant:16s} {max(answer[0][variant] for answer in answers):9.1f}", flush=True)
+                print(
+                    f"{name:14s} {variant:16s} {max(answer[0][variant] for answer in answers):9.1f}",
+                    flush=True,
+                )
     if options.json:
         print(json.dumps(results))
     return 0

@@ -108,7 +108,9 @@ class BackwardPass:
         slab, pending = self.slabs[bucket], self.pending[bucket]
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
         views = [slab.views[place_of[index]] for index in pending]
-        if self.stash or any(grad is None or grad.is_sparse or grad.dtype != slab.flat.dtype for grad in grads):
+        if self.stash or any(
+            grad is None or grad.is_sparse or grad.dtype != slab.flat.dtype for grad in grads
+        ):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
         elif views:
