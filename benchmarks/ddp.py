@@ -5,7 +5,8 @@
 Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
 the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
 without an fp16 hook. A step is zero_grad, forward, backward (no optimizer); each round runs every variant once; the
-numbers are medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its own per variant.
+numbers are medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its
+own per variant.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group],
         model = DistributedDataParallel(make(), process_group=groups[base], gradient_as_bucket_view=view)
         hook = our_hooks.fp16_compress_hook
     if variant.endswith("fp16"):
-        model.register_comm_hook(groups[base] if base in groups else None, hook)
+        model.register_comm_hook(groups.get(base), hook)
     return model
 
 

@@ -385,7 +385,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         state = copy.deepcopy(self._state_without_process(), memo)
-        nn.Module.__setstate__(twin, state)  # type: ignore[no-untyped-call]  # torch has no types for it
+        nn.Module.__setstate__(twin, state)
         twin._revive(self.process_group)
         return twin
 
