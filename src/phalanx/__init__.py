@@ -15,14 +15,16 @@ __version__ = "0.1.0"
 # Public name -> the package that defines it.
 _HOMES = {
     "DeviceMesh": "phalanx.comm",
+    "DistributedDataParallel": "phalanx.ddp",
     "ElasticBatchSampler": "phalanx.data",
     "ElasticDistributedSampler": "phalanx.data",
     "Group": "phalanx.comm",
+    "Job": "phalanx.elastic",
     "init": "phalanx.comm",
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "data", "errors", "membership", "world"})
+_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "world"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -3,7 +3,7 @@
 Owns the phases of joining a generation. Every key lives under job and generation, so a stale one is never read.
 
 1. every rank writes its identity and waits for the others' (late ranks are named when the timeout passes);
-2. the backend is backend, the same on all ranks, from the identities alone;
+2. the backend is chosen, the same on all ranks, from the identities alone;
 3. the engine connects in a thread of its own, since it cannot be interrupted: if a peer dies meanwhile, or the caller
    gives up, the thread is abandoned and ends by itself after ``_CONNECT_TIMEOUT``.
 """

@@ -51,6 +51,12 @@ class WorkerProcess:
         self._orders.close()
         self._orders = None
 
+    def discard(self) -> None:
+        """Let a parked process end: it was not needed."""
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
+
     def send_signal(self, signum: int, *, to_group: bool = True) -> None:
         """Signal the worker's process group, or it alone; nothing happens when it is gone."""
         if self.exit_code is not None:

@@ -29,20 +29,23 @@ from phalanx.launch._messages import receive_message, send_message
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """In here ``import torch`` starts no thread: numpy's OpenBLAS would start its pool the moment it is loaded.
+    """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
 
-    The pool was the one extra thread after the import. A worker's numpy then computes on one thread unless the user
-    sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
+    numpy's OpenBLAS would start its pool the moment it is loaded: the one extra thread after the import. A worker's
+    numpy then computes on one thread unless the user sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
     """
     name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
+    is_ours, collects = name not in os.environ, gc.isenabled()
+    if is_ours:
+        os.environ[name] = "1"
+    gc.disable()
     try:
         yield
     finally:
-        del os.environ[name]
+        if is_ours:
+            del os.environ[name]
+        if collects:
+            gc.enable()
 
 
 def serve(

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def main() -> None:
                     generation=generation,
                     timeout=60,
                     backend="gloo",
-                    interrupt=lambda over=generation: _over(store, over),
+                    interrupt=partial(_over, store, generation),
                 )
                 # Everybody goes on with the most advanced step.
                 values = group.all_gather_values(step)

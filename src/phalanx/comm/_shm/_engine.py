@@ -90,6 +90,7 @@ class Engine:
         self.segment = segment
         self.words = segment.words
         self.timeout = timeout
+        self.yields = _YIELDS
         self.error: BaseException | None = None
         self._peers = peers
         self._rank = rank
@@ -155,7 +156,7 @@ class Engine:
                     if words[index] >= target:
                         break
                 else:
-                    self._wait_for((token,), yields=_YIELDS)
+                    self._wait_for((token,), yields=self.yields)
         except BaseException as error:
             self.fail(error)
             raise
@@ -227,7 +228,7 @@ class Engine:
                 return
             try:
                 if stuck:
-                    self._wait_for(stuck, yields=_YIELDS, deadline=deadline, task=task)
+                    self._wait_for(stuck, yields=self.yields, deadline=deadline, task=task)
                 elif task.lane.lock.acquire(timeout=0.002):  # another thread is at it
                     task.lane.lock.release()
                 elif deadline is not None:
