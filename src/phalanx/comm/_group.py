@@ -1,1 +1,548 @@
-"""Group: the ranks of one generation, and the one place that every collective passes through."""
+"""Group: the ranks of one generation, and the one place that every collective passes through.
+
+Owns argument checks, the views under which unusual tensors travel, staging of non-contiguous ones, events for
+observers, the optional cross-rank check (``PHALANX_DEBUG=collectives``), and the life of the group. The bytes are
+carried by a ``Transport``. Ranks in the arguments are ranks of this group; ``ranks`` maps them to the root group's.
+
+Invariants: a group belongs to one job and one generation; after the first failure every call raises it again; a
+collective is issued through ``_issue`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import _context, _observe, _values
+from phalanx.comm._checks import check_sizes, check_tensor, parse_op, reducible
+from phalanx.comm._transport import Done, ReduceOp, Transport, Work
+from phalanx.errors import GroupAborted
+from phalanx.world import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from phalanx.comm._mismatch import CallChecker
+    from phalanx.comm.stores import Store
+
+Interrupt = Callable[[], "BaseException | None"]
+SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
+DEFAULT_TIMEOUT = 1800.0
+
+
+class Group:
+    """A set of ranks that exchange tensors.
+
+    >>> from phalanx.comm import simulate
+    >>> def main(group):
+    ...     tensor = torch.tensor([float(group.rank)])
+    ...     group.all_reduce(tensor)
+    ...     return tensor.item()
+    >>> simulate(4).run(main)
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        ranks: Sequence[int],
+        make_subgroup: SubgroupMaker,
+        timeout: float = DEFAULT_TIMEOUT,
+        job: str = "local",
+        generation: int = 0,
+        store: Store | None = None,
+        checker: CallChecker | None = None,
+    ) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self.ranks = tuple(ranks)
+        self.timeout = timeout
+        self.job = job
+        self.generation = generation
+        self.store = store
+        self.rank_token = _context.rank_token()
+        self._transport = transport
+        self._make_subgroup = make_subgroup
+        self._checker = checker
+        self._num_subgroups: dict[tuple[int, ...], int] = {}
+        self._subgroups: list[Group] = []
+        self._on_end: list[Callable[[], None]] = []
+        self._ended: BaseException | None = None
+        self._lock = threading.Lock()
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "auto",
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        job: str = "local",
+        generation: int = 0,
+        interrupt: Interrupt | None = None,
+    ) -> Group:
+        """Join generation ``generation`` of ``job`` as ``rank``; returns when all ``world_size`` ranks have.
+
+        ``backend``: ``auto`` (the fastest for where the ranks are), or a c10d backend by name (``gloo``, ``nccl``...).
+        ``interrupt`` is asked every few milliseconds while this waits; an error that it returns is raised here.
+        Raises ``PeerTimeout`` naming the ranks that never came, ``PeerLost`` when one dies while the group forms.
+
+        >>> group = Group.create(connect("tcp://10.0.0.1:29500"), rank=0, world_size=2)   # doctest: +SKIP
+        """
+        from phalanx.comm._create import (
+            Place,
+            create_group,
+        )  # the builders know all transports; they import Group
+
+        place = Place(
+            store=store, rank=rank, size=world_size, timeout=_seconds(timeout), job=job, generation=generation
+        )
+        return create_group(place, backend, interrupt or (lambda: None))
+
+    @classmethod
+    def wrap(cls, process_group: dist.ProcessGroup) -> Group:
+        """A group over a c10d process group that the caller made and keeps the ownership of."""
+        from phalanx.comm._create import wrap_group
+
+        return wrap_group(process_group)
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some ranks of this one, in the given order; None on ranks that are not in it.
+
+        Only the members need to call it; they must all ask for the same lists in the same order.
+        """
+        members = tuple(ranks)
+        if not members or len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
+            raise ValueError(
+                f"rank {self.rank}: subgroup of {list(members)}; expected distinct ranks in [0, {self.size})"
+            )
+        if self.rank not in members:
+            return None
+        self._check_alive()
+        with self._lock:
+            count = self._num_subgroups.get(members, 0)
+            self._num_subgroups[members] = count + 1
+        key = f"sub/{'-'.join(map(str, members))}/{count}"
+        child = Group(
+            self._make_subgroup(members, key),
+            ranks=[self.ranks[r] for r in members],
+            make_subgroup=lambda grand, name: self._make_subgroup(
+                tuple(members[r] for r in grand), f"{key}/{name}"
+            ),
+            timeout=self.timeout,
+            job=self.job,
+            generation=self.generation,
+            store=None if self.store is None else self.store.namespace(key),
+            checker=None if self._checker is None else self._checker.for_subgroup(members, key),
+        )
+        with self._lock:
+            self._subgroups.append(child)
+        return child
+
+    def make_default(self) -> None:
+        """Also become torch's default process group, so that ``torch.distributed`` calls keep working."""
+        from phalanx.comm._create import make_torch_default
+
+        self._on_end.append(make_torch_default(self))
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        return self._transport.name
+
+    @property
+    def world(self) -> World:
+        return World(rank=self.rank, size=self.size, job=self.job, generation=self.generation)
+
+    def __repr__(self) -> str:
+        return (
+            f"Group(rank={self.rank}, size={self.size}, generation={self.generation}, "
+            f"job={self.job!r}, backend={self.backend!r})"
+        )
+
+    # -- collectives ------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
+        """Replace ``tensor`` on every rank by the reduction over all ranks."""
+        check_tensor("all_reduce", tensor)
+        view, kind = reducible("all_reduce", tensor, parse_op(op))
+        if view.is_contiguous():
+            return self._issue(
+                "all_reduce", (view,), kind, self._transport.all_reduce, (view, kind), async_op
+            )
+        staged = view.contiguous()
+        work = self._issue("all_reduce", (view,), kind, self._transport.all_reduce, (staged, kind), async_op)
+        return _copy_back(work, [(view, staged)], async_op)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
+        """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
+        self._check_rank("reduce", "dst", dst)
+        check_tensor("reduce", tensor)
+        view, kind = reducible("reduce", tensor, parse_op(op))
+        staged = view.contiguous()
+        work = self._issue("reduce", (view,), kind, self._transport.reduce, (staged, kind, dst), async_op)
+        return _copy_back(work, [(view, staged)] if self.rank == dst else [], async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
+        """Replace ``tensor`` on every rank by that of ``src``."""
+        self._check_rank("broadcast", "src", src)
+        check_tensor("broadcast", tensor)
+        staged = tensor.contiguous()
+        work = self._issue("broadcast", (tensor,), None, self._transport.broadcast, (staged, src), async_op)
+        return _copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
+        """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
+        self._check_list("all_gather", "outputs", outputs, like=tensor)
+        self._check_same_shape("all_gather", "outputs", outputs[self.rank], tensor)
+        staged = [output.contiguous() for output in outputs]
+        work = self._issue(
+            "all_gather",
+            (outputs,),
+            None,
+            self._transport.all_gather,
+            (staged, tensor.contiguous()),
+            async_op,
+        )
+        return _copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
+        """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
+        self._check_flat("all_gather_into_tensor", output, tensor)
+        staged = output.contiguous()
+        work = self._issue(
+            "all_gather_into_tensor",
+            (output,),
+            None,
+            self._transport.all_gather_into_tensor,
+            (staged, tensor.contiguous()),
+            async_op,
+        )
+        return _copy_back(work, [(output, staged)], async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
+    ) -> Work:
+        """``output`` becomes the reduction of all ranks' ``inputs[rank]``; shapes may differ from rank to rank."""
+        self._check_list("reduce_scatter", "inputs", inputs, like=output)
+        self._check_same_shape("reduce_scatter", "inputs", inputs[self.rank], output)
+        parsed = parse_op(op)
+        view, kind = reducible("reduce_scatter", output, parsed)
+        staged = view.contiguous()
+        parts = [reducible("reduce_scatter", part, parsed)[0].contiguous() for part in inputs]
+        work = self._issue(
+            "reduce_scatter", (inputs,), kind, self._transport.reduce_scatter, (staged, parts, kind), async_op
+        )
+        return _copy_back(work, [(view, staged)], async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
+    ) -> Work:
+        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
+        self._check_flat("reduce_scatter_tensor", tensor, output)
+        parsed = parse_op(op)
+        view, kind = reducible("reduce_scatter_tensor", output, parsed)
+        source, _ = reducible("reduce_scatter_tensor", tensor, parsed)
+        staged = view.contiguous()
+        work = self._issue(
+            "reduce_scatter_tensor",
+            (tensor,),
+            kind,
+            self._transport.reduce_scatter_tensor,
+            (staged, source.contiguous(), kind),
+            async_op,
+        )
+        return _copy_back(work, [(view, staged)], async_op)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
+    ) -> Work:
+        """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
+        self._check_list("all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
+        self._check_list("all_to_all", "outputs", outputs, like=inputs[0])
+        staged = [output.contiguous() for output in outputs]
+        sent = [tensor.contiguous() for tensor in inputs]
+        work = self._issue(
+            "all_to_all", (outputs, inputs), None, self._transport.all_to_all, (staged, sent), async_op
+        )
+        return _copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """``all_to_all`` on parts of dim 0; without splits the parts are equal."""
+        check_tensor("all_to_all_single", output)
+        check_tensor("all_to_all_single", tensor)
+        staged = output.contiguous()
+        work = self._issue(
+            "all_to_all_single",
+            (output, tensor),
+            None,
+            self._transport.all_to_all,
+            (
+                self._split("all_to_all_single", "output_splits", staged, output_splits),
+                self._split("all_to_all_single", "input_splits", tensor.contiguous(), input_splits),
+            ),
+            async_op,
+        )
+        return _copy_back(work, [(output, staged)], async_op)
+
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False
+    ) -> Work:
+        """On ``dst``, ``outputs[r]`` becomes rank r's tensor; the other ranks pass None."""
+        self._check_rank("gather", "dst", dst)
+        check_tensor("gather", tensor)
+        if self.rank == dst:
+            self._check_list("gather", "outputs", outputs, like=tensor)
+            self._check_same_shape("gather", "outputs", (outputs or ())[self.rank], tensor)
+        wanted = list(outputs or ()) if self.rank == dst else []
+        staged = [output.contiguous() for output in wanted]
+        work = self._issue(
+            "gather",
+            (tensor, wanted),
+            None,
+            self._transport.gather,
+            (staged if self.rank == dst else None, tensor.contiguous(), dst),
+            async_op,
+        )
+        return _copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False
+    ) -> Work:
+        """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
+        self._check_rank("scatter", "src", src)
+        check_tensor("scatter", output)
+        if self.rank == src:
+            self._check_list("scatter", "inputs", inputs, like=output)
+            self._check_same_shape("scatter", "inputs", (inputs or ())[self.rank], output)
+        given = [tensor.contiguous() for tensor in inputs or ()] if self.rank == src else []
+        staged = output.contiguous()
+        work = self._issue(
+            "scatter",
+            (output, given),
+            None,
+            self._transport.scatter,
+            (staged, given if self.rank == src else None, src),
+            async_op,
+        )
+        return _copy_back(work, [(output, staged)], async_op)
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Send to one rank; it must ``recv`` the same size with the same tag."""
+        self._check_peer("send", "dst", dst)
+        check_tensor("send", tensor)
+        return self._issue(
+            "send", (tensor,), None, self._transport.send, (tensor.contiguous(), dst, tag), async_op
+        )
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Receive from one rank into ``tensor``."""
+        self._check_peer("recv", "src", src)
+        check_tensor("recv", tensor)
+        staged = tensor.contiguous()
+        work = self._issue("recv", (tensor,), None, self._transport.recv, (staged, src, tag), async_op)
+        return _copy_back(work, [(tensor, staged)], async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """Return when every rank has called it."""
+        return self._issue("barrier", (), None, self._transport.barrier, (), async_op)
+
+    def broadcast_value(self, value: Any, src: int = 0) -> Any:
+        """``src``'s value on every rank. The value is JSON: None, bool, numbers, text, lists, dicts with text keys."""
+        return _values.broadcast_value(self, value, src)
+
+    def all_gather_values(self, value: Any) -> list[Any]:
+        """Every rank's value (JSON), in the order of the ranks."""
+        return _values.all_gather_values(self, value)
+
+    def shared_empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised tensor in memory that collectives of this group can use without copying it first."""
+        return self._transport.shared_empty(shape, dtype)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """End the group at once, from any thread; whoever waits in it gets ``cause`` (default ``GroupAborted``)."""
+        self._end(
+            cause
+            or GroupAborted(
+                f"rank {self.rank}: the group of generation {self.generation} was aborted; "
+                f"form the next generation's group to go on"
+            ),
+            abort=True,
+        )
+
+    def close(self) -> None:
+        """Release what the group holds. The ranks need not call it together; the peers see this one leave."""
+        self._end(
+            GroupAborted(f"rank {self.rank}: the group of generation {self.generation} was closed"),
+            abort=False,
+        )
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _end(self, cause: BaseException, *, abort: bool) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = cause
+            children, self._subgroups = self._subgroups, []
+            callbacks, self._on_end = self._on_end, []
+        for child in children:
+            child._end(cause, abort=abort)
+        if abort:
+            self._transport.abort(cause)
+        else:
+            self._transport.close()
+        for callback in callbacks:
+            callback()
+
+    # -- the one place ----------------------------------------------------------------------------------------
+
+    def _issue(
+        self,
+        name: str,
+        sides: Sequence[Tensor | Sequence[Tensor]],
+        op: ReduceOp | None,
+        start: Callable[..., Work],
+        args: tuple[Any, ...],
+        async_op: bool,
+    ) -> Work:
+        if self._ended is not None:
+            raise self._ended
+        if _observe._observers:
+            _observe.emit(self, name, sides, "" if op is None else op.value)
+        if self._checker is not None:
+            self._checker.check(name, sides, "" if op is None else op.value, args)
+        return start(*args, async_op=async_op)
+
+    def _check_alive(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def _check_rank(self, name: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"rank {self.rank}: {name} with {what}={rank}; expected a rank in [0, {self.size})"
+            )
+
+    def _check_peer(self, name: str, what: str, rank: int) -> None:
+        self._check_rank(name, what, rank)
+        if rank == self.rank:
+            raise ValueError(
+                f"rank {self.rank}: {name} with {what}={rank} is this rank itself; expected another"
+            )
+
+    def _check_list(
+        self, name: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor | None
+    ) -> None:
+        if tensors is None or len(tensors) != self.size:
+            got = "None" if tensors is None else f"{len(tensors)} tensors"
+            raise ValueError(
+                f"rank {self.rank}: {name} got {got} as {what}; expected one per rank ({self.size})"
+            )
+        for index, tensor in enumerate(tensors):
+            check_tensor(name, tensor)
+            if like is not None and tensor.dtype != like.dtype:
+                raise TypeError(
+                    f"rank {self.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}"
+                )
+
+    def _check_same_shape(self, name: str, what: str, listed: Tensor, own: Tensor) -> None:
+        if listed.shape != own.shape:
+            raise ValueError(
+                f"rank {self.rank}: {name} got {what}[{self.rank}] of shape {tuple(listed.shape)}; "
+                f"expected this rank's own {tuple(own.shape)}"
+            )
+
+    def _check_flat(self, name: str, whole: Tensor, part: Tensor) -> None:
+        check_tensor(name, whole)
+        check_tensor(name, part)
+        if whole.dtype != part.dtype:
+            raise TypeError(
+                f"rank {self.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype"
+            )
+        if whole.numel() != part.numel() * self.size:
+            raise ValueError(
+                f"rank {self.rank}: {name} got {whole.numel()} and {part.numel()} elements; "
+                f"expected the larger to be {self.size} (the group's size) times the smaller"
+            )
+
+    def _split(self, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
+        if tensor.dim() == 0:
+            raise ValueError(f"rank {self.rank}: {name} got a 0-d tensor; expected at least one dim to split")
+        total = tensor.shape[0]
+        if splits is None:
+            if total % self.size:
+                raise ValueError(
+                    f"rank {self.rank}: {name} got a first dim of {total}, which {self.size} ranks do not divide; "
+                    f"pass {what}"
+                )
+            splits = [total // self.size] * self.size
+        if len(splits) != self.size:
+            raise ValueError(f"rank {self.rank}: {name} got {len(splits)} {what}; expected {self.size}")
+        check_sizes(name, self.rank, total, splits, what)
+        return list(torch.split(tensor, list(splits)))
+
+
+class _StagedWork(Work):
+    """Copies results back to where the caller wants them when the collective is done."""
+
+    def __init__(self, inner: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
+        self._inner = inner
+        self._copies = copies
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._inner.wait(timeout)
+        copies, self._copies = self._copies, []
+        _copy(copies)
+
+    def is_done(self) -> bool:
+        return self._inner.is_done()
+
+
+def _copy_back(work: Work, pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
+    """``pairs`` are (wanted, staged); where ``contiguous()`` returned the tensor itself there is nothing to do."""
+    copies = [(wanted, staged) for wanted, staged in pairs if wanted.data_ptr() != staged.data_ptr()]
+    if not copies:
+        return work
+    if async_op and not isinstance(work, Done):
+        return _StagedWork(work, copies)
+    _copy(copies)
+    return work
+
+
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for wanted, staged in copies:
+            wanted.copy_(staged)
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if seconds <= 0:
+        raise ValueError(f"timeout is {seconds} s; expected a positive number of seconds")
+    return seconds

@@ -7,9 +7,9 @@ before: tensors are contiguous, of a supported dtype, sizes fit, ranks are in ra
 Invariants:
 - A transport belongs to one generation and never reads another's keys.
 - Every rank calls the same collectives in the same order; calls are matched by order.
-- With ``async_op=False`` the call returns a finished ``Work`` (or raises); with ``async_op=True`` it returns at once and
+- With ``async_op=False`` a call returns a finished ``Work`` (or raises); with ``async_op=True`` it returns at once, and
   the tensors must not be touched until ``wait``.
-- A failure raises ``PeerLost`` / ``PeerTimeout`` / ``GroupAborted`` from the call or from ``Work.wait``; after the first
+- A failure raises ``PeerLost``, ``PeerTimeout`` or ``GroupAborted`` from the call or ``Work.wait``; after the first
   failure the transport is dead and every later call raises the same error.
 - ``abort(cause)`` may come from any thread, returns promptly, and wakes whoever waits with ``cause``.
 """
@@ -95,17 +95,23 @@ class Transport(ABC):
         """``inputs[r]`` is what this rank contributes to rank r's output; shapes may differ between r."""
 
     @abstractmethod
-    def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
+    def reduce_scatter_tensor(
+        self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool
+    ) -> Work: ...
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         """``inputs[r]`` goes to rank r; ``outputs[r]`` comes from it; shapes may all differ."""
 
     @abstractmethod
-    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work: ...
+    def gather(
+        self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool
+    ) -> Work: ...
 
     @abstractmethod
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work: ...
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool
+    ) -> Work: ...
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work: ...

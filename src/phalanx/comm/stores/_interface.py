@@ -1,9 +1,9 @@
 """What every store offers: a small, strongly consistent map from text keys to bytes.
 
-Owns the interface only. Guarantees that all implementations give: ``add`` and ``compare_and_set`` are atomic
-across clients; a ``set`` that returned is seen by every later ``get``; a key bound to a lease vanishes at most
-``ttl`` seconds (plus the store's own granularity) after the last refresh, whatever happened to its owner; a store
-that cannot be reached raises ``StoreLost`` with its address and never hangs.
+Owns the interface only. Guarantees that all implementations give: ``add`` and ``compare_and_set`` are
+atomic across clients; a ``set`` that returned is seen by every later ``get``; a key bound to a lease
+vanishes at most ``ttl`` seconds (plus the store's own granularity) after the last refresh, whatever
+happened to its owner; a store that cannot be reached raises ``StoreLost`` with its address and never hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,7 +29,10 @@ class Change:
 
 
 class Lease(ABC):
-    """A time-to-live that keys can be bound to. Refresh it more often than every ``ttl`` seconds."""
+    """A time-to-live that keys can be bound to. Refresh it more often than every ``ttl`` seconds.
+
+    Its calls never wait behind a blocking call on the store that made it.
+    """
 
     ttl: float
 
@@ -41,7 +46,12 @@ class Lease(ABC):
 
 
 class Watch(ABC):
-    """Changes under a prefix since the watch was made, in order; use as a context manager."""
+    """Changes under a prefix since the watch was made; use as a context manager.
+
+    Changes of one key come in order and the last one is never missed; a store that has to look for changes
+    may merge several quick ones of one key into the last. After an error, make a new watch and read
+    ``items`` again.
+    """
 
     @abstractmethod
     def wait(self, timeout: float) -> list[Change]:
@@ -50,7 +60,7 @@ class Watch(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -60,12 +70,14 @@ class Watch(ABC):
 
 
 class Store(ABC):
-    """A key-value store shared by the processes of a job.
+    """A key-value store shared by the processes of a job; use it as a context manager to close it.
 
     >>> store = MemoryStore()                      # doctest: +SKIP
     >>> store.set("job/7/host", b"node1")          # doctest: +SKIP
     >>> store.namespace("job/7").get("host")       # doctest: +SKIP
     b'node1'
+
+    One client may be used by several threads, but a blocking call may delay the others: see ``clone``.
     """
 
     address: str
@@ -80,11 +92,20 @@ class Store(ABC):
         """The values now, in the order of ``keys``; one round trip where the store allows it."""
 
     @abstractmethod
-    def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None: ...
+    def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        """Write a key. It is bound to ``lease`` alone: any write without one unbinds the key from an
+        earlier one.
+
+        ``StoreError`` when the lease has run out; the key is then absent.
+        """
 
     @abstractmethod
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter (absent counts as 0) and return the new value."""
+        """Add to a counter (absent counts as 0) and return the new value.
+
+        A counter's value is its decimal digits (``b"17"``), so ``set`` and ``get`` work on it.
+        ``ValueError`` when the key holds something else.
+        """
 
     @abstractmethod
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
@@ -92,7 +113,9 @@ class Store(ABC):
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """Block until all keys exist and return their values. ``StoreTimeout`` names those that are missing."""
+        """Block until all keys exist and return their values. ``StoreTimeout`` names those that are
+        missing.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -103,10 +126,12 @@ class Store(ABC):
         """All keys that start with ``prefix``, with their values, in the order of the keys."""
 
     @abstractmethod
-    def watch(self, prefix: str = "") -> Watch: ...
+    def watch(self, prefix: str = "") -> Watch:
+        """Start to observe the keys that start with ``prefix``."""
 
     @abstractmethod
-    def lease(self, ttl: float) -> Lease: ...
+    def lease(self, ttl: float) -> Lease:
+        """A new lease of ``ttl`` seconds, running from now."""
 
     @abstractmethod
     def namespace(self, prefix: str) -> Store:
@@ -117,8 +142,21 @@ class Store(ABC):
         """A second connection, for another thread: a blocking call on one never delays the other."""
 
     @abstractmethod
-    def as_c10d(self) -> dist.Store:
-        """The same store for torch's process groups."""
+    def as_c10d(self, prefix: str = "") -> dist.Store:
+        """The same place for torch's process groups, on its own connection.
+
+        What torch writes there lies apart from the keys of this interface. Make a fresh one (by
+        ``namespace`` or ``prefix``) for every generation, so that no stale key is ever read.
+        """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up the connection; later calls raise ``StoreLost``. Closing twice is harmless."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

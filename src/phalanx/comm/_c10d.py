@@ -1,0 +1,391 @@
+"""The transport over a c10d backend (gloo, nccl, ...): torch's engine that carries bytes between machines.
+
+Owns the calls, waiting, and what a failure means. Facts it rests on (torch 2.13, gloo): ``abort()`` neither wakes a
+waiting thread nor closes connections; dropping the last reference to the backend and to its works closes them, which
+the peers see at once, but blocks while an operation is in flight; ``wait(timeout)`` that times out harms nothing.
+
+Guarantees: a dead peer raises ``PeerLost`` in every survivor, from the call in flight or the next one; a silent peer
+raises ``PeerTimeout`` after the group's timeout; ``abort`` returns at once and wakes waiters within ``_SLICE``.
+How: waiting is cut into slices, between which the transport's cause of death is looked at. The first rank that fails
+drops its backend (in a thread of its own, since that may block), which closes its connections, so that ranks which
+wait for *it* fail too: the news runs through the group without anyone's help.
+A peer that exits after its last collective must not fail an operation that is about to finish: death seen by the
+watcher fails the operation in flight only after ``_GRACE``, and the next one at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm._failure import FailureDetector
+from phalanx.comm._transport import Done, ReduceOp, Transport, Work
+
+_SLICE = timedelta(milliseconds=20)
+_GRACE = 0.2
+_DONE = Done()
+_GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
+
+_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+
+
+def _options(kind: Any, op: ReduceOp, **fields: Any) -> Any:
+    options = kind()
+    options.reduceOp = _OPS[op]
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+_ALL_REDUCE = {op: _options(dist.AllreduceOptions, op) for op in ReduceOp}
+_REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceOp}
+
+
+class C10dTransport(Transport):
+    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means."""
+
+    def __init__(
+        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool
+    ) -> None:
+        self.name = name
+        self.rank = engine.rank()
+        self.size = engine.size()
+        self._engine = engine
+        self._owned = owned
+        self._sliced = name == "gloo"
+        self._timeout = timeout
+        self._failures = failures
+        self._pending: weakref.WeakSet[C10dWork] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._num_gathers = 0
+        self._dead_since: float | None = None
+        failures.start(self._peer_died)
+
+    # -- collectives ------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        if not tensor.numel():
+            return self._nothing()
+        if tensor.dtype is torch.int16 and self._sliced:  # gloo has no int16
+            wide = tensor.to(torch.int32)
+            work = self._start("allreduce", ([wide], _ALL_REDUCE[op]), async_op=async_op)
+            return work.then(lambda: tensor.copy_(wide))
+        return self._start("allreduce", ([tensor], _ALL_REDUCE[op]), async_op=async_op)
+
+    def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
+        if not tensor.numel():
+            return self._nothing()
+        wide = tensor.dtype is torch.int16 and self._sliced
+        # gloo uses the other ranks' tensors as scratch space, hence the copy.
+        scratch = tensor.to(torch.int32) if wide else (tensor if self.rank == dst else tensor.clone())
+        options = _options(dist.ReduceOptions, op, rootRank=dst)
+        work = self._start("reduce", ([scratch], options), async_op=async_op)
+        return work.then(lambda: tensor.copy_(scratch)) if wide and self.rank == dst else work
+
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
+        if not tensor.numel():
+            return self._nothing()
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        return self._start("broadcast", ([self._bytes(tensor)], options), async_op=async_op)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
+        sizes = [output.numel() for output in outputs]
+        if not any(sizes):
+            return self._nothing()
+        if min(sizes) == max(sizes):
+            parts = [self._bytes(output).view(-1) for output in outputs]
+            return self._start("allgather", ([parts], [self._bytes(tensor).view(-1)]), async_op=async_op)
+        # Uneven: gloo wants one size, so everybody sends the largest.
+        longest = max(sizes)
+        sent = tensor.new_empty(longest)
+        sent[: tensor.numel()] = tensor.view(-1)
+        padded = tensor.new_empty(self.size * longest)
+        args = (self._bytes(padded), self._bytes(sent))
+        work = self._start("_allgather_base", args, async_op=async_op)
+
+        def unpack() -> None:
+            for rank, output in enumerate(outputs):
+                output.view(-1).copy_(padded[rank * longest : rank * longest + output.numel()])
+
+        return work.then(unpack)
+
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
+        if not output.numel():
+            return self._nothing()
+        args = (self._bytes(output).view(-1), self._bytes(tensor).view(-1))
+        return self._start("_allgather_base", args, async_op=async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
+    ) -> Work:
+        """Uneven parts: one all-reduce over them laid end to end, which every backend has."""
+        sizes = [part.numel() for part in inputs]
+        if not any(sizes):
+            return self._nothing()
+        whole = torch.cat([part.reshape(-1) for part in inputs])
+        if min(sizes) == max(sizes):
+            return self.reduce_scatter_tensor(output, whole, op, async_op=async_op)
+        start = sum(sizes[: self.rank])
+        work = self.all_reduce(whole, op, async_op=async_op)
+        own = whole[start : start + sizes[self.rank]]
+        return _chain(work, lambda: output.view(-1).copy_(own))
+
+    def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        if not tensor.numel():
+            return self._nothing()
+        if tensor.dtype is torch.int16 and self._sliced:
+            wide = output.to(torch.int32)
+            args = (wide.view(-1), tensor.to(torch.int32).view(-1), _REDUCE_SCATTER[op])
+            work = self._start("_reduce_scatter_base", args, async_op=async_op)
+            return work.then(lambda: output.copy_(wide))
+        # gloo reduces in the input's own memory, hence the copy.
+        source = tensor.clone() if self._sliced else tensor
+        args = (output.view(-1), source.view(-1), _REDUCE_SCATTER[op])
+        return self._start("_reduce_scatter_base", args, async_op=async_op)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
+        # The flat form carries uneven parts on every backend; the list form does not.
+        sent = torch.cat([self._bytes(part).reshape(-1) for part in inputs])
+        received = sent.new_empty(sum(self._bytes(output).numel() for output in outputs))
+        in_splits = [self._bytes(part).numel() for part in inputs]
+        out_splits = [self._bytes(output).numel() for output in outputs]
+        work = self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op=async_op)
+
+        def unpack() -> None:
+            for output, part in zip(outputs, torch.split(received, out_splits), strict=True):
+                self._bytes(output).view(-1).copy_(part)
+
+        return work.then(unpack)
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
+        """Point to point, so that sizes may differ without the others knowing them."""
+        tag = self._next_gather_tag()
+        if self.rank != dst:
+            return self.send(tensor, dst, tag, async_op=async_op)
+        assert outputs is not None, "Group passes outputs on dst"
+        outputs[dst].copy_(tensor)
+        works = [self.recv(outputs[r], r, tag, async_op=True) for r in range(self.size) if r != dst]
+        return _all(works, async_op)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
+        tag = self._next_gather_tag()
+        if self.rank != src:
+            return self.recv(output, src, tag, async_op=async_op)
+        assert inputs is not None, "Group passes inputs on src"
+        output.copy_(inputs[src])
+        works = [self.send(inputs[r], r, tag, async_op=True) for r in range(self.size) if r != src]
+        return _all(works, async_op)
+
+    def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
+        return self._start("send", ([self._bytes(tensor)], dst, tag), async_op=async_op)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
+        return self._start("recv", ([self._bytes(tensor)], src, tag), async_op=async_op)
+
+    def barrier(self, *, async_op: bool) -> Work:
+        return self._start("barrier", (), async_op=async_op)
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        """What only moves may travel as bytes where the backend does not know its dtype."""
+        if self._sliced and tensor.dtype not in _GLOO_MOVES:
+            return tensor.view(-1).view(torch.uint8)
+        return tensor
+
+    def _next_gather_tag(self) -> int:
+        self._num_gathers += 1
+        return _GATHER_TAG + self._num_gathers % _GATHER_TAG
+
+    # -- starting, waiting, failing ---------------------------------------------------------------------------
+
+    def _start(self, name: str, args: tuple[Any, ...], *, async_op: bool) -> C10dWork:
+        self._check_alive()
+        engine = self._engine
+        try:
+            inner = getattr(engine, name)(*args)
+        except RuntimeError as error:
+            if not self._failures.is_fault(error):
+                raise
+            raise self._fail(error) from error
+        work = C10dWork(self, inner)
+        if async_op:
+            self._pending.add(work)
+        else:
+            del engine
+            work.wait()
+        return work
+
+    def _nothing(self) -> Work:
+        self._check_alive()
+        return _DONE
+
+    def _check_alive(self) -> None:
+        cause = self._failures.cause
+        if cause is None and self._dead_since is not None:
+            cause = self._fail(None)
+        if cause is not None:
+            raise cause
+
+    def _peer_died(self) -> None:
+        self._dead_since = time.monotonic()
+
+    def _fail(self, error: BaseException | None) -> BaseException:
+        """Settle why the group ended (once) and let go of the connections."""
+        cause = self._failures.settle(error)
+        self._release()
+        return cause
+
+    def abort(self, cause: BaseException) -> None:
+        self._failures.settle_as(cause)
+        self._release()
+
+    def close(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            engine, self._engine = self._engine, None
+            pending = [work.detach() for work in self._pending]
+        self._failures.stop()
+        if engine is not None and self._owned:
+            holder = [engine, pending]
+            del engine, pending
+            threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
+
+
+class C10dWork(Work):
+    """A c10d operation under way, with what is left to do when it is done."""
+
+    def __init__(self, transport: C10dTransport, inner: Any) -> None:
+        self._transport = transport
+        self._inner = inner
+        self._after: Callable[[], object] | None = None
+        self._finished = False
+
+    def then(self, after: Callable[[], object]) -> C10dWork:
+        """Run ``after`` when the operation is done; at once if it is."""
+        if self._finished:
+            after()
+        else:
+            self._after = after
+        return self
+
+    def detach(self) -> Any:
+        """Let go of the operation (its memory keeps the connections open); ``wait`` raises the cause from now on."""
+        inner, self._inner = self._inner, None
+        return inner
+
+    def is_done(self) -> bool:
+        inner = self._inner
+        return self._finished or inner is None or inner.is_completed()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._finished:
+            return
+        transport = self._transport
+        inner = self._inner
+        if inner is None:
+            transport._check_alive()
+            raise transport._fail(None)
+        try:
+            if transport._sliced:
+                self._wait_sliced(inner, timeout)
+            else:
+                inner.wait()
+        except RuntimeError as error:
+            if not transport._failures.is_fault(error):
+                raise
+            del inner
+            self._inner = None
+            raise transport._fail(error) from error
+        self._finished = True
+        self._inner = None
+        transport._pending.discard(self)
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+
+    def _wait_sliced(self, inner: Any, timeout: float | None) -> None:
+        transport = self._transport
+        # gloo ends the operation by itself after the group's timeout; ours is a backstop behind it.
+        deadline = time.monotonic() + (transport._timeout + 2.0 if timeout is None else timeout)
+        while True:
+            try:
+                inner.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if inner.is_completed():
+                    raise
+                now = time.monotonic()
+                if transport._failures.cause is not None:
+                    raise
+                if transport._dead_since is not None and now - transport._dead_since > _GRACE:
+                    raise
+                if now > deadline:
+                    if timeout is not None:
+                        raise transport._failures.timed_out(timeout) from error
+                    raise
+
+
+# What gloo carries in every collective that only moves data.
+_GLOO_MOVES = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+class _Several(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[Work], after: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._after = after
+
+    def wait(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout)
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)
+
+
+def _all(works: Sequence[Work], async_op: bool) -> Work:
+    several = _Several(works)
+    if not async_op:
+        several.wait()
+    return several
+
+
+def _chain(work: Work, after: Callable[[], object]) -> Work:
+    if isinstance(work, C10dWork):
+        return work.then(after)
+    after()
+    return work

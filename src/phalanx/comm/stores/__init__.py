@@ -1,0 +1,17 @@
+"""Key-value stores that the processes of a job share: in memory, over TCP, in a directory, in etcd.
+
+>>> from phalanx.comm.stores import connect
+>>> store = connect("memory://demo")
+>>> store.set("host", b"node1")
+>>> store.get("host")
+b'node1'
+"""
+
+from __future__ import annotations
+
+from phalanx.comm.stores._connect import connect
+from phalanx.comm.stores._interface import Change, Lease, Store, Watch
+from phalanx.comm.stores._memory import MemoryStore
+from phalanx.comm.stores._tcp import TCPStore
+
+__all__ = ["Change", "Lease", "MemoryStore", "Store", "TCPStore", "Watch", "connect"]

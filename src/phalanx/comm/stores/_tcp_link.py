@@ -1,0 +1,139 @@
+"""One connection to torch's TCPStore server, made safe: bounded, never silently desynchronised.
+
+Owns the native client and turns its errors into ours. What it works around, all seen on torch 2.13: ``get``
+and ``multi_get`` block for absent keys (``read`` does not: a compare-and-set that can never match answers
+with the current value in one round trip); ``set`` is not acknowledged (``write`` is); a server that hangs
+or whose host vanished blocks a call for ever (the socket gets a receive timeout); after such a timeout
+replies would be read by the wrong call (the connection is given up for good).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from phalanx.errors import StoreLost
+
+T = TypeVar("T")
+
+REPLY_TIMEOUT = 5.0
+"""Seconds a server may take for one answer before it counts as gone."""
+
+_NEVER = b"\x00never a stored value"
+_TICK = "p/tick"
+
+
+class Link:
+    """A connection to ``host:port``. Thread-safe; a blocking call delays the others on the same link."""
+
+    def __init__(self, host: str, port: int, *, timeout: float) -> None:
+        self.host, self.port = host, port
+        self.address = tcp_address(host, port)
+        self.native: Any  # torch's stubs know text only, the calls take bytes as well
+        self._lost: str | None = None
+        _wait_for_server(host, port, timeout, self.address)
+        try:
+            self.native = dist.TCPStore(
+                host, port, None, False, timedelta(seconds=max(timeout, 1.0)), wait_for_workers=False
+            )
+        except dist.DistError as error:
+            raise StoreLost(
+                f"cannot connect to the store {self.address}: {error}", address=self.address
+            ) from error
+        self.native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
+        bound_replies(port)
+
+    def call(self, operation: Callable[[], T]) -> T:
+        """Run one native call; a network error loses the link for good."""
+        if self._lost is not None:
+            raise StoreLost(self._lost, address=self.address)
+        try:
+            return operation()
+        except dist.DistNetworkError as error:
+            self.lose(f"lost the store {self.address}: {str(error).splitlines()[0]}")
+            raise StoreLost(str(self._lost), address=self.address) from error
+
+    def lose(self, why: str) -> None:
+        self._lost = self._lost or why
+
+    def read(self, key: str) -> bytes | None:
+        raw = self.call(lambda: self.native.compare_set(key, _NEVER, _NEVER))
+        return None if raw == _NEVER else raw
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if len(keys) > 2 and self.call(lambda: self.native.check(list(keys))):
+            try:
+                return list(self.call(lambda: self.native.multi_get(list(keys))))
+            except dist.DistStoreError:
+                pass  # a key vanished meanwhile; one by one then
+        return [self.read(key) for key in keys]
+
+    def write(self, key: str, raw: bytes, tick: bytes) -> None:
+        """Write and wait for the acknowledgement (that of a harmless read: the server answers in order)."""
+        self.call(lambda: self.native.multi_set([key, _TICK], [raw, tick]))
+        self.read(_TICK)
+
+    def swap(self, key: str, expected: bytes | None, raw: bytes) -> bool:
+        """Compare-and-set of raw entries; ``raw`` must be a distinct one."""
+        return self.call(lambda: self.native.compare_set(key, expected or b"", raw)) == raw
+
+    def tick(self, token: bytes) -> None:
+        """Tell watches that something changed."""
+        self.call(lambda: self.native.set(_TICK, token))
+
+    def read_tick(self) -> bytes | None:
+        return self.read(_TICK)
+
+    def fork(self) -> Link:
+        """Another connection to the same server."""
+        if self._lost is not None:
+            raise StoreLost(self._lost, address=self.address)
+        return Link(self.host, self.port, timeout=REPLY_TIMEOUT)
+
+
+def tcp_address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _wait_for_server(host: str, port: int, timeout: float, address: str) -> None:
+    """Torch's own connecting retries with growing pauses and logs; ask the port first, so both stay short."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.05, left)).close()
+            return
+        except OSError as error:
+            if left <= 0.02:
+                raise StoreLost(
+                    f"cannot connect to the store {address} in {timeout:g} s: {error}", address=address
+                ) from error
+        time.sleep(0.02)
+
+
+def bound_replies(port: int) -> None:
+    """Give this process's sockets towards ``port`` a receive timeout: torch offers no handle on its own."""
+    limit = struct.pack("ll", int(REPLY_TIMEOUT), int(REPLY_TIMEOUT % 1 * 1e6))
+    for name in os.listdir("/dev/fd"):
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # gone already
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:
+            os.close(number)  # not a socket
+            continue
+        with copy:
+            try:
+                if copy.getpeername()[1] == port:
+                    copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            except (OSError, IndexError):
+                continue  # not connected, or not of a kind that has a port

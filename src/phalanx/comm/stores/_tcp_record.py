@@ -1,0 +1,59 @@
+"""How values lie in torch's TCPStore: the value, then a trailer that makes every write distinct.
+
+Why a trailer: the server's compare-and-set answers with the value it now holds, so two clients that write
+the same bytes could both believe they won; and a key has to name the lease it is bound to. Why at the end:
+the server reads a counter from the leading digits, so ``add`` works on a value that ``set`` wrote. What
+``add`` writes has no trailer: digits only. An expired key cannot be removed atomically (the server has no
+compare-and-delete), so it is swapped for a *tombstone*, which reads as absent and counts as 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from dataclasses import dataclass
+
+_TRAILER = struct.Struct(">cQ8sQ")  # mark, lease (0: none), client, number of the write
+_MARK = b"\x00"
+_NO_LEASE = 0
+_TOMBSTONE = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decoded entry. ``value`` is None for an absent key and for a tombstone."""
+
+    raw: bytes | None
+    value: bytes | None
+    lease: int | None = None
+
+
+ABSENT = Record(None, None)
+
+
+def decode(raw: bytes | None) -> Record:
+    """What a raw entry of the server means."""
+    if raw is None:
+        return ABSENT
+    cut = len(raw) - _TRAILER.size
+    if cut < 0 or raw[cut : cut + 1] != _MARK:
+        return Record(raw, raw)  # written by the server's own add
+    lease = _TRAILER.unpack_from(raw, cut)[1]
+    if lease == _TOMBSTONE:
+        return Record(raw, None)
+    return Record(raw, raw[:cut], lease or None)
+
+
+class Writer:
+    """Makes raw entries, no two alike. Thread-safe (one C-level counter)."""
+
+    def __init__(self) -> None:
+        self._client = os.urandom(8)
+        self._number = itertools.count(1)
+
+    def encode(self, value: bytes, lease: int | None = None) -> bytes:
+        return value + _TRAILER.pack(_MARK, lease or _NO_LEASE, self._client, next(self._number))
+
+    def tombstone(self) -> bytes:
+        return b"0" + _TRAILER.pack(_MARK, _TOMBSTONE, self._client, next(self._number))
