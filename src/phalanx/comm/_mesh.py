@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.comm._group import Group, current_group
+from phalanx.comm._group import Group
+from phalanx.comm._init import current_group
 from phalanx.comm._mesh_layout import MeshLayout, is_in_root_order
 from phalanx.comm._mesh_root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
 
@@ -90,7 +91,7 @@ class DeviceMesh:
     @classmethod
     def from_group(
         cls,
-        group: Group | Any | Sequence[Group | Any],
+        group: Any,  # Group or c10d ProcessGroup, or a list of them
         device_type: str,
         mesh: MeshRanks | None = None,
         *,
@@ -100,7 +101,8 @@ class DeviceMesh:
         ranks.
         """
         single = not isinstance(group, (list, tuple))
-        groups = [g if isinstance(g, Group) else Group.wrap(g) for g in ([group] if single else group)]
+        given: list[Any] = [group] if single else list(group)
+        groups = [one if isinstance(one, Group) else Group.wrap(one) for one in given]
         if not groups:
             raise ValueError("from_group needs at least one group")
         if mesh is None:

@@ -7,7 +7,7 @@ and groups.
 
 Invariants:
 - An axis is a tuple of modes ``(size, stride)``, slowest first. An axis of the root mesh has one mode;
-  flattening axes that are not neighbours gives several.
+  flattening axes that are not neighbours gives several; an axis of size one has none.
 - Modes that can be merged are merged, so equal axes compare equal.
 """
 
@@ -39,7 +39,7 @@ class Axis:
 
     @property
     def stride(self) -> int | tuple[int, ...]:
-        """The distance between neighbours; a tuple where no single number says it."""
+        """The distance between neighbours; a tuple where no single number says it (empty: no neighbours)."""
         strides = tuple(stride for _, stride in self.modes)
         return strides[0] if len(strides) == 1 else strides
 
@@ -81,7 +81,7 @@ def merge_modes(modes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
             merged[-1] = (merged[-1][0] * size, stride)
         else:
             merged.append((size, stride))
-    return tuple(merged) or ((1, modes[-1][1] if modes else 1),)
+    return tuple(merged)
 
 
 def split_modes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
@@ -113,7 +113,7 @@ def split_modes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
                     f"cannot unflatten {axis.modes} into {tuple(sizes)}: a part of size {wanted} straddles "
                     f"ranks that no stride describes"
                 )
-        result.append(Axis(merge_modes(taken or [(1, rest[0][1] if rest else 1)])))
+        result.append(Axis(merge_modes(taken)))
     return tuple(result)
 
 
@@ -133,7 +133,7 @@ class MeshLayout:
         axes: list[Axis] = []
         stride = 1
         for size in reversed(shape):
-            axes.append(Axis(((size, stride),)))
+            axes.append(Axis(merge_modes([(size, stride)])))
             stride *= size
         return cls(tuple(reversed(axes)))
 
