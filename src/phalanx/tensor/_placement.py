@@ -200,7 +200,9 @@ def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
     return length
 
 
-def normalize(placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int) -> tuple[Placement, ...]:
+def normalize(
+    placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int
+) -> tuple[Placement, ...]:
     """Check one placement per axis and make shard dims non-negative."""
     given = (placements,) if isinstance(placements, Placement) else tuple(placements)
     if len(given) != num_axes:
@@ -208,7 +210,9 @@ def normalize(placements: Sequence[Placement] | Placement, num_axes: int, num_di
     result: list[Placement] = []
     for placement in given:
         if not isinstance(placement, Placement):
-            raise TypeError(f"expected a Placement such as Shard(0), Replicate() or Partial(), got {placement!r}")
+            raise TypeError(
+                f"expected a Placement such as Shard(0), Replicate() or Partial(), got {placement!r}"
+            )
         if isinstance(placement, Shard):
             if not -num_dims <= placement.dim < num_dims:
                 raise IndexError(f"{placement!r} is out of range for a tensor of {num_dims} dims")

@@ -40,7 +40,16 @@ class Spec:
     (2, 3)
     """
 
-    __slots__ = ("__weakref__", "_template", "dtype", "local_shape", "mesh", "placements", "shape", "variants")
+    __slots__ = (
+        "__weakref__",
+        "_template",
+        "dtype",
+        "local_shape",
+        "mesh",
+        "placements",
+        "shape",
+        "variants",
+    )
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -1,0 +1,31 @@
+"""Running torch's Python-written functions *through*: their body runs, and the operations inside are intercepted.
+
+Owns ``through``. Such a function begins with a check for overrides that would hand it straight back to us, so it is run
+from a copy whose module globals answer "no override" to that check; everything it calls still checks for real.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _no_override(*args: object) -> bool:
+    return False
+
+
+def through(func: Any) -> Callable[..., Any] | None:
+    """``func`` with its own check for overrides switched off; None if it is not a Python function that has one."""
+    inner = getattr(func, "__wrapped__", func)
+    if not isinstance(inner, types.FunctionType):
+        return None
+    names = [name for name in _CHECKS if name in inner.__globals__]
+    if not names:
+        return None
+    scope = {**inner.__globals__, **dict.fromkeys(names, _no_override)}
+    copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    return copy
