@@ -13,6 +13,7 @@ specs name the mesh with its groups, so simulated ranks never share one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,14 +24,19 @@ from phalanx.tensor._dtensor import DTensor, _handlers, wrap
 from phalanx.tensor._execute import ReduceGrad, move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._log import log_decision
-from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
+from phalanx.tensor._modes import (
+    check_explicit_move,
+    check_explicit_reduction,
+    implicit_replication,
+    settings,
+)
 from phalanx.tensor._names import OpName, op_name
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding, tensors_in
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._through import through
-from phalanx.tensor._views import check_fresh, mark_copied_view
+from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
 CACHE_LIMIT = 20_000
 
@@ -95,6 +101,8 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
         decision = _decide_and_remember(found, func, args, {}, tensors, grad)
     if decision is None:
         return run_replicated(func, args, {})
+    if decision.form == "self" and args[0]._stale is not None:
+        check_writable(args[0], decision.name)
     if decision.moves or decision.reductions:
         _move_inputs(decision, args, values)
     if decision.local is None:
@@ -147,6 +155,8 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
             decision = _decide_and_remember(found, func, args, kwargs, tensors, grad, structure)
     if decision is None:
         return run_replicated(func, args, kwargs)
+    if decision.form == "self" and tensors[0]._stale is not None:
+        check_writable(tensors[0], decision.name)
     values: list[Any] = [t._local for t in tensors]
     if decision.moves or decision.reductions:
         _move_inputs(decision, tensors, values)
@@ -272,6 +282,17 @@ def rule_of(name: OpName) -> Any:
     return RULES[name.base]
 
 
+def _run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
+    kwargs = kwargs or {}
+    try:
+        flatten(args, kwargs)
+    except NeedsPromotion:
+        args, kwargs = promote(op_name(func).base, args, kwargs)
+    with implicit_replication():
+        return body(*args, **kwargs)
+
+
 def find_handler(func: Any) -> Any:
     """Decide once how a torch function is handled."""
     from phalanx.tensor._special import special_handler
@@ -282,7 +303,7 @@ def find_handler(func: Any) -> Any:
     if handler is None:
         body = None if func in DIRECT_PYTHON else through(func)
         if body is not None:
-            handler = lambda _func, args, kwargs: body(*args, **(kwargs or {}))  # noqa: E731  # a closure
+            handler = functools.partial(_run_through, body)
         elif name.base in RULES:
             handler = run_rule
         else:

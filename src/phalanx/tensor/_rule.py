@@ -155,3 +155,13 @@ def all_replicated(call: Call, num_outputs: int) -> Choice:
 def norm_dim(dim: int, ndim: int) -> int:
     """A non-negative dim; 0-d tensors have one dim in torch's eyes."""
     return dim % max(ndim, 1)
+
+
+def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
+    """Whether every rank would hold something of every input."""
+    for one, given in zip(call.inputs, placements, strict=True):
+        spec = one.spec.with_placements(given)
+        last = tuple(n - 1 for n in spec.mesh.shape)
+        if 0 in spec.shape_at(last):
+            return False
+    return True

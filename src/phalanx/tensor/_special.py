@@ -5,12 +5,19 @@ Owns the table of special handlers, which come before rules. A handler gets (fun
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.tensor import _autograd
-from phalanx.tensor._dtensor import DTensor
+import torch
+
+from phalanx.tensor import _autograd, _foreach
+from phalanx.tensor._composite import COMPOSITE
+from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._names import OpName
+from phalanx.tensor._random_ops import REFUSED, random_handler
+from phalanx.tensor._spec import Spec
+from phalanx.tensor.rules import DIRECT_PYTHON
 
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -64,6 +71,29 @@ def _item_get(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].full_tensor().detach())
 
 
+def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``x.new_zeros(size)``: replicated, unless the size is x's own, which keeps x's layout."""
+    tensor: DTensor = args[0]
+    options = dict(kwargs or {})
+    size = options.pop("size", None)
+    rest = list(args[1:])
+    if size is None:
+        if func.__name__ == "new_full" or (rest and isinstance(rest[0], (list, tuple, torch.Size))):
+            size = rest.pop(0)
+        else:
+            size, rest = tuple(rest), []
+    size = (size,) if isinstance(size, int) else tuple(int(n) for n in size)
+    like = tensor._spec.cotangent if size == tuple(tensor.shape) else None
+    spec = like or Spec.of(tensor._spec.mesh, tensor._spec.replicated.placements, size, tensor.dtype)
+    return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
+
+
+def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
+    local = func(args[0]._local.detach(), *args[1:], **(kwargs or {}))
+    mesh = args[0]._spec.mesh
+    return wrap(local, Spec.of(mesh, args[0]._spec.replicated.placements, local.shape, local.dtype))
+
+
 TABLE: dict[str, Handler] = {
     **dict.fromkeys(_FROM_LOCAL, _from_local),
     **dict.fromkeys(("size", "dim", "numel", "nelement", "ndimension", "__len__"), _shape_answer),
@@ -75,6 +105,12 @@ TABLE: dict[str, Handler] = {
     "resize_as": _refuse("its global shape is fixed; make a new one"),
     "set": _refuse("its storage is this rank's part; use copy_"),
     "share_memory": _from_local,
+    "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    "new_empty": _new,
+    "new_zeros": _new,
+    "new_ones": _new,
+    "new_full": _new,
+    "new_tensor": _new_tensor,
     "backward": _autograd.backward,
     "grad": _autograd.grad,
     "register_hook": _autograd.register_hook,
@@ -87,4 +123,21 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
     module = getattr(func, "__module__", None) or ""
     if module.startswith("torch.distributed"):
         return _refuse("torch.distributed functions take this rank's part: use to_local()")
-    return TABLE.get(name.base)
+    if name.base in REFUSED:
+        return _refuse("its random numbers would differ from rank to rank")
+    if name.base.startswith("_foreach_"):
+        return _foreach.foreach
+    if name.base.startswith("_fused_"):
+        return _foreach.fused
+    if name.base in COMPOSITE:
+        return (
+            COMPOSITE[name.base]
+            if func in DIRECT_PYTHON or not isinstance(func, types.FunctionType)
+            else None
+        )
+    return TABLE.get(name.base) or _random_for(func, name)
+
+
+def _random_for(func: Any, name: OpName) -> Handler | None:
+    """Random functions; those of torch.nn.functional that are written in Python call the ones that are not."""
+    return None if isinstance(func, types.FunctionType) else random_handler(func, name.base)

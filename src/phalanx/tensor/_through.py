@@ -22,9 +22,11 @@ def through(func: Any) -> Callable[..., Any] | None:
     inner = getattr(func, "__wrapped__", func)
     if not isinstance(inner, types.FunctionType):
         return None
-    names = [name for name in _CHECKS if name in inner.__globals__]
+    if inner is not func:
+        return inner  # the check was in the wrapper
+    names = [name for name in _CHECKS if name in inner.__code__.co_names]
     if not names:
-        return None
+        return None  # it is checked by something it calls, which would bring it back here
     scope = {**inner.__globals__, **dict.fromkeys(names, _no_override)}
     copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__ = inner.__kwdefaults__

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from phalanx.tensor._rule import Call, Sharding
-from phalanx.tensor.rules import matmul, pointwise, reduce, shape, softmax
+from phalanx.tensor.rules import joining, layers, matmul, pointwise, reduce, shape, softmax
 
 Rule = Callable[[Call], "Sharding | None"]
 
@@ -58,6 +58,30 @@ RULES: dict[str, Rule] = {
     "sort": softmax.rows(1, "dim", -1, num_outputs=2),
     "argsort": softmax.rows(1, "dim", -1),
     "topk": softmax.rows(2, "dim", -1, num_outputs=2),
+    # joining and selecting
+    **dict.fromkeys(("cat", "concat", "concatenate"), joining.cat),
+    "stack": joining.stack,
+    "index_select": joining.index_select,
+    "gather": joining.gather,
+    "take_along_dim": joining.take_along_dim,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), joining.scatter),
+    "pad": joining.pad,
+    **dict.fromkeys(("tril", "triu"), joining.triangle),
+    "one_hot": joining.one_hot,
+    "__getitem__": joining.getitem,
+    **dict.fromkeys(("repeat", "tile"), joining.repeat),
+    # layers
+    **dict.fromkeys(("layer_norm", "rms_norm"), layers.layer_norm),
+    "group_norm": layers.group_norm,
+    "embedding": layers.embedding,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), layers.convolution),
+    **dict.fromkeys(
+        ("max_pool2d", "max_pool1d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), layers.pooling
+    ),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), layers.pooling),
+    "scaled_dot_product_attention": layers.attention,
+    **dict.fromkeys(("mse_loss", "l1_loss"), layers.elementwise_loss),
+    "cross_entropy": layers.cross_entropy,
 }
 
 # Functions of torch.nn.functional that are written in Python and have a rule under the same name with the same arguments.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.tensor._placement import PARTIAL_SUM, REPLICATE, Placement, Shard
-from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
+from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated, none_empty
 
 
 def contraction(
@@ -20,7 +20,7 @@ def contraction(
     A broadcast dim of size one gets no letter that could be sharded: use ``.`` for it.
     """
     added = added or {}
-    letters = list(dict.fromkeys(letter for text in [*operands, output] for letter in text if letter != "."))
+    letters = list(dict.fromkeys(letter for text in operands for letter in text if letter != "."))
     choices = []
     factors = [i for i in range(len(call.inputs)) if i not in added]
     for letter in letters:
@@ -134,4 +134,8 @@ def einsum(call: Call) -> Sharding | None:
         "".join("." if size == 1 else letter for letter, size in zip(text, one.shape, strict=True))
         for text, one in zip(texts, operands, strict=True)
     ]
-    return contraction(call, dotted, output)
+    sharding = contraction(call, dotted, output)
+    sharding.valid = lambda placements: none_empty(
+        call, placements
+    )  # with an empty part torch drops the graph
+    return sharding

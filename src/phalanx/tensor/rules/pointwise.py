@@ -348,9 +348,15 @@ def _stays_inexact(call: Call) -> bool:
     """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
     if call.in_place:
         return all(one.dtype.is_floating_point for one in call.inputs)
-    kinds = [one.dtype for one in call.inputs]
-    meta = call.meta()
-    kinds.append(meta.dtype)
-    return all(k.is_floating_point or k.is_complex for k in kinds) and not (
-        kinds[0].is_complex and not meta.is_complex()
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    fixed = {
+        "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
+        "cfloat": torch.complex64, "cdouble": torch.complex128,
+    }.get(call.name)  # fmt: skip
+    if call.name == "type" and not given:
+        return False
+    before = call.inputs[0].dtype
+    after = fixed or (given[0] if given else call.inputs[-1].dtype)
+    return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
+        before.is_complex and after.is_complex
     )

@@ -24,12 +24,14 @@ def dim_map(
     is_view: bool = True,
     even: dict[int, tuple[int, ...]] | None = None,
     partial: Sequence[str] = REDUCE_OPS,
-) -> Sharding:
+) -> Sharding | None:
     """Input dim i may be sharded for i in ``mapping``, and is output dim ``mapping[i]``.
 
     Dims in ``even`` may only be cut into parts that divide the given sizes. What is partial by an operation in ``partial``
     stays so.
     """
+    if len(call.inputs) != 1:
+        return None
     spec = call.inputs[0].spec
     choices: list[Choice] = []
     for p in dict.fromkeys(spec.placements):
@@ -176,7 +178,7 @@ def along(call: Call, position: int, name: str, default: Any = None) -> set[int]
     """The dims that an argument names, non-negative; all of them for None."""
     ndim = call.inputs[0].ndim
     given = call.arg(position, name, default)
-    return set(range(ndim)) if given is None else {norm_dim(d, ndim) for d in _as_tuple(given)}
+    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in _as_tuple(given)}
 
 
 def narrow(call: Call) -> Sharding | None:
