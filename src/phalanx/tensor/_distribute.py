@@ -58,7 +58,8 @@ def distribute_tensor(
     local = tensor.detach().to(mesh.device_type)
     if src_data_rank is None:
         local = redistribute_local(local, spec.replicated, spec)
-        local = local.clone() if local.data_ptr() == tensor.data_ptr() else local
+        shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        local = local.clone(memory_format=torch.contiguous_format) if shared else local
     else:
         local = _spread(local, spec, src_data_rank)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)

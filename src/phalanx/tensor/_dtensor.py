@@ -20,6 +20,7 @@ from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 
+_TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
 
 
@@ -35,6 +36,7 @@ class DTensor(torch.Tensor):
     _local: Tensor
     _spec: Spec
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
+    _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
     _stale: Any = None  # set on views that had to be copied; see ``_views.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
@@ -188,7 +190,12 @@ class DTensor(torch.Tensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]  # see shape
-        return self._local.grad_fn
+        node = self._local.grad_fn
+        if self._lifted is None or node is None:
+            return node
+        from phalanx.tensor._function import Node
+
+        return Node(node, self._lifted)
 
     @property
     def _version(self) -> int:  # type: ignore[override]  # see shape
@@ -247,7 +254,7 @@ class DTensor(torch.Tensor):
         return format(self.full_tensor().item(), spec) if spec and not self.shape else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_grads", "_stale")}
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         return _rebuild, (self._local.detach(), self._spec, self.requires_grad and self.is_leaf, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -256,7 +263,7 @@ class DTensor(torch.Tensor):
         local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
         if self._local.grad is not None:
             local.grad = self._local.grad.clone()
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_grads", "_stale")}
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         copy = _restore(wrap(local, self._spec), state)
         memo[id(self)] = copy
         return copy

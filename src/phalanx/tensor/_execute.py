@@ -205,7 +205,7 @@ def _slice(local: Tensor, step: Step) -> Tensor:
             pieces.append(local.narrow(after.dim, at, chunk_sizes(size, parts)[coordinate]))
         return torch.cat(pieces, after.dim)
     start, size = chunk_starts(whole, parts)[coordinate], chunk_sizes(whole, parts)[coordinate]
-    return local.narrow(after.dim, start, size).contiguous()
+    return local.narrow(after.dim, start, size).clone(memory_format=torch.contiguous_format)
 
 
 def _split(local: Tensor, step: Step) -> Tensor:

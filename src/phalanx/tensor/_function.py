@@ -7,6 +7,8 @@ DTensors pass straight on.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._spec import Spec
 
-_LEADING = 2  # arguments of ``_Lifted.forward`` before the user's
+_pending = threading.local()  # the call that ``_Lifted.forward`` is about to serve, on this thread
+_lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class _Context:
@@ -42,7 +45,7 @@ class _Context:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        return tuple(self._ctx.needs_input_grad[_LEADING:])
+        return tuple(self._ctx.needs_input_grad)
 
     def mark_dirty(self, *tensors: Any) -> None:
         self._ctx.mark_dirty(*(_local(t) for t in tensors))
@@ -70,7 +73,8 @@ class _Lifted(Function):
     """Runs another Function on DTensors made of its own local arguments."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, _unused: None, *args: Any) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        call: _Call = _pending.call
         ctx.call = call
         context = call.context = _Context(ctx)
         given = [wrap(a, spec) if spec is not None else a for a, spec in zip(args, call.inputs, strict=True)]
@@ -97,7 +101,7 @@ class _Lifted(Function):
         run = function.backward if function.backward is not Function.backward else function.vjp
         result = run(call.context, *given)
         results = result if isinstance(result, tuple) else (result,)
-        return (None, None, *(_gradient(r, spec) for r, spec in zip(results, call.inputs, strict=False)))
+        return tuple(_gradient(r, spec) for r, spec in zip(results, call.inputs, strict=False))
 
 
 def _local(value: Any) -> Any:
@@ -115,8 +119,8 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
-    call = _Call(function, args)
-    result = _Lifted.apply(call, None, *(_local(a) for a in args))
+    call = _pending.call = _Call(function, args)
+    result = _named(function).apply(*(_local(a) for a in args))
     results = (result,) if call.single else result
     wrapped = []
     for value, spec in zip(results, call.outputs, strict=True):
@@ -125,7 +129,47 @@ def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
             continue
         same = next((a for a in args if isinstance(a, DTensor) and a._local is value), None)
         wrapped.append(same if same is not None else wrap(value, spec))
+        wrapped[-1]._lifted = call
     return wrapped[0] if call.single else tuple(wrapped)
+
+
+def _named(function: Any) -> Any:
+    """A class of the user's name, because torch looks for nodes by name (backward hooks of modules do)."""
+    made = _lifted.get(function)
+    if made is None:
+        made = _lifted[function] = type(function.__name__, (_Lifted,), {})
+    return made
+
+
+class Node:
+    """The ``grad_fn`` of a lifted Function's result: hooks on it see DTensors."""
+
+    def __init__(self, node: Any, call: _Call) -> None:
+        self._node = node
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def register_hook(self, hook: Any) -> Any:
+        inputs, outputs = self._call.inputs, self._call.outputs
+        return self._node.register_hook(lambda gi, go: _unwrapped(hook(_wrapped(gi, inputs), _wrapped(go, outputs)), inputs))
+
+    def register_prehook(self, hook: Any) -> Any:
+        outputs = self._call.outputs
+        return self._node.register_prehook(lambda go: _unwrapped(hook(_wrapped(go, outputs)), outputs))
+
+
+def _wrapped(grads: Any, specs: list[Spec | None]) -> tuple[Any, ...]:
+    return tuple(
+        wrap(g, spec.cotangent) if spec is not None and g is not None else g for g, spec in zip(grads, specs, strict=True)
+    )
+
+
+def _unwrapped(grads: Any, specs: list[Spec | None]) -> Any:
+    if grads is None:
+        return None
+    return tuple(_gradient(g, spec) for g, spec in zip(grads, specs, strict=True))
 
 
 def install() -> None:

@@ -111,10 +111,9 @@ def install() -> None:
     @functools.wraps(plain_get)
     def get_state() -> Tensor:
         saved = plain_get()
-        meshes = _rank_state().meshes
-        if meshes:
-            number = id(saved)
-            _snapshots[number] = (weakref.ref(saved, lambda _: _snapshots.pop(number, None)), dict(meshes))
+        number = id(saved)
+        gone = weakref.ref(saved, lambda _: _snapshots.pop(number, None))
+        _snapshots[number] = (gone, dict(_rank_state().meshes))
         return saved
 
     @functools.wraps(plain_set)
@@ -122,7 +121,9 @@ def install() -> None:
         plain_set(new_state)
         snapshot = _snapshots.get(id(new_state))
         if snapshot is not None and snapshot[0]() is new_state:
-            _rank_state().meshes.update(snapshot[1])
+            state = _rank_state()
+            unused = {mesh: (epoch, seed, 0) for mesh, (epoch, seed, _) in state.meshes.items()}
+            state.meshes = {**unused, **snapshot[1]}  # a mesh first used since then had made no draws
 
     seed._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
     for module in (torch, torch.random):

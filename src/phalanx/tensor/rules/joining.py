@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.tensor._placement import REPLICATE, Partial, Shard
-from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, norm_dim
+from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty, norm_dim
 from phalanx.tensor.rules.pointwise import shard_choices
 from phalanx.tensor.rules.shape import dim_map
 
@@ -107,7 +107,10 @@ def pad(call: Call) -> Sharding | None:
         padded |= set(range(max(0, one.ndim - len(amounts) // 2), one.ndim))
     linear = ("sum", "avg") if mode == "constant" and not value else ()
     keep = {d: d for d in range(one.ndim) if d not in padded}
-    return dim_map(call, keep, is_view=False, partial=linear)
+    sharding = dim_map(call, keep, is_view=False, partial=linear)
+    if sharding is not None and mode != "constant":
+        sharding.valid = lambda placements: none_empty(call, placements)
+    return sharding
 
 
 def triangle(call: Call) -> Sharding | None:
