@@ -21,6 +21,11 @@ from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh
 
 
+# Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others out, or
+# every step size of an optimizer would be a new decision.
+KEPT_FLOATS = (0.0, 1.0)
+
+
 class NeedsPromotion(Exception):  # a signal inside this package, not an error
     """The arguments hold plain tensors, or DTensors on several meshes."""
 
@@ -97,6 +102,10 @@ def _walk(node: Any, structure: Structure) -> Any:
             node = slice(*(None if p is None else int(p) for p in (node.start, node.stop, node.step)))
         if key is not None:
             key.append(("slice", node.start, node.stop, node.step))
+        return node
+    if type(node) is float and node not in KEPT_FLOATS:
+        if key is not None:
+            key.append(float)
         return node
     if key is not None:
         try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.tensor._arguments import NeedsPromotion, Structure, flatten, promote
+from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
 from phalanx.tensor._dtensor import DTensor, _handlers, wrap
 from phalanx.tensor._execute import ReduceGrad, move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
@@ -40,7 +40,8 @@ from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
 CACHE_LIMIT = 20_000
 
-_PLAIN = frozenset({int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, complex})
+_PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, complex})
+_FLOATS = KEPT_FLOATS
 _BOOL_KEYS = {False: "=False", True: "=True"}
 
 
@@ -85,6 +86,9 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
             tensors.append(arg)
         elif kind in _PLAIN:
             key.append(arg)
+            values.append(arg)
+        elif kind is float:
+            key.append(arg if arg in _FLOATS else float)
             values.append(arg)
         elif kind is bool:
             key.append(_BOOL_KEYS[arg])

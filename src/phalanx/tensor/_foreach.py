@@ -30,7 +30,8 @@ def foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if base in _REDUCING:
         return _one_by_one(base, first, args[1:], kwargs or {})
     specs = [t._spec if type(t) is DTensor else None for t in first]
-    if any(spec is None for spec in specs) or any(_is_partial(spec) for spec in specs if base not in _LINEAR):
+    odd = any(spec is None for spec in specs) or any(_is_partial(spec) for spec in specs if base not in _LINEAR)
+    if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs or {})
     local_args = [_locals(arg, specs) for arg in args]
     local_kwargs = {key: _locals(value, specs) for key, value in (kwargs or {}).items()}
@@ -38,6 +39,12 @@ def foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if name.endswith("_"):
         return list(args[0])
     return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
+
+
+def _same_shapes(value: Any, first: list[Any]) -> bool:
+    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
+        return True
+    return all(not t.dim() or t.shape == other.shape for t, other in zip(value, first, strict=True))
 
 
 def _is_partial(spec: Spec | None) -> bool:
