@@ -25,13 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as C10dStore
 
+from phalanx.comm import _release
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
 
 _SLICE = timedelta(milliseconds=20)
 _GRACE = 0.2
 _DONE = Done()
+_POINT_TO_POINT = ("send", "recv")
 _GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
 
 _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
@@ -59,16 +62,20 @@ _REDUCE_SCATTER = {op: _options(dist.ReduceScatterOptions, op) for op in ReduceO
 
 
 class C10dTransport(Transport):
-    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means."""
+    """Collectives on a c10d ``Backend`` or ``ProcessGroup``; ``failures`` tells what an error means.
+
+    ``store`` is what the engine was made with (torch does not keep one written in Python alive), or None for an
+    engine that belongs to the user, which is then left open at the end.
+    """
 
     def __init__(
-        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, owned: bool
+        self, engine: Any, name: str, timeout: float, failures: FailureDetector, *, store: C10dStore | None
     ) -> None:
         self.name = name
         self.rank = engine.rank()
         self.size = engine.size()
         self._engine = engine
-        self._owned = owned
+        self._store = store
         self._sliced = name == "gloo"
         self._timeout = timeout
         self._failures = failures
@@ -85,9 +92,9 @@ class C10dTransport(Transport):
             return self._nothing()
         if tensor.dtype is torch.int16 and self._sliced:  # gloo has no int16
             wide = tensor.to(torch.int32)
-            work = self._start("allreduce", ([wide], _ALL_REDUCE[op]), async_op=async_op)
-            return work.then(lambda: tensor.copy_(wide))
-        return self._start("allreduce", ([tensor], _ALL_REDUCE[op]), async_op=async_op)
+            args = ([wide], _ALL_REDUCE[op])
+            return self._start("allreduce", args, async_op, after=lambda: tensor.copy_(wide))
+        return self._start("allreduce", ([tensor], _ALL_REDUCE[op]), async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         if not tensor.numel():
@@ -96,15 +103,15 @@ class C10dTransport(Transport):
         # gloo uses the other ranks' tensors as scratch space, hence the copy.
         scratch = tensor.to(torch.int32) if wide else (tensor if self.rank == dst else tensor.clone())
         options = _options(dist.ReduceOptions, op, rootRank=dst)
-        work = self._start("reduce", ([scratch], options), async_op=async_op)
-        return work.then(lambda: tensor.copy_(scratch)) if wide and self.rank == dst else work
+        narrow = (lambda: tensor.copy_(scratch)) if wide and self.rank == dst else None
+        return self._start("reduce", ([scratch], options), async_op, after=narrow)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
         options = dist.BroadcastOptions()
         options.rootRank = src
-        return self._start("broadcast", ([self._bytes(tensor)], options), async_op=async_op)
+        return self._start("broadcast", ([self._bytes(tensor)], options), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
         sizes = [output.numel() for output in outputs]
@@ -112,26 +119,25 @@ class C10dTransport(Transport):
             return self._nothing()
         if min(sizes) == max(sizes):
             parts = [self._bytes(output).view(-1) for output in outputs]
-            return self._start("allgather", ([parts], [self._bytes(tensor).view(-1)]), async_op=async_op)
+            return self._start("allgather", ([parts], [self._bytes(tensor).view(-1)]), async_op)
         # Uneven: gloo wants one size, so everybody sends the largest.
         longest = max(sizes)
         sent = tensor.new_empty(longest)
         sent[: tensor.numel()] = tensor.view(-1)
         padded = tensor.new_empty(self.size * longest)
         args = (self._bytes(padded), self._bytes(sent))
-        work = self._start("_allgather_base", args, async_op=async_op)
 
         def unpack() -> None:
             for rank, output in enumerate(outputs):
                 output.view(-1).copy_(padded[rank * longest : rank * longest + output.numel()])
 
-        return work.then(unpack)
+        return self._start("_allgather_base", args, async_op, after=unpack)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         if not output.numel():
             return self._nothing()
-        args = (self._bytes(output).view(-1), self._bytes(tensor).view(-1))
-        return self._start("_allgather_base", args, async_op=async_op)
+        args = (_flat(self._bytes(output)), _flat(self._bytes(tensor)))
+        return self._start("_allgather_base", args, async_op)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
@@ -144,9 +150,11 @@ class C10dTransport(Transport):
         if min(sizes) == max(sizes):
             return self.reduce_scatter_tensor(output, whole, op, async_op=async_op)
         start = sum(sizes[: self.rank])
-        work = self.all_reduce(whole, op, async_op=async_op)
         own = whole[start : start + sizes[self.rank]]
-        return _chain(work, lambda: output.view(-1).copy_(own))
+        work = _Several([self.all_reduce(whole, op, async_op=async_op)], lambda: output.view(-1).copy_(own))
+        if not async_op:
+            work.wait()
+        return work
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         if not tensor.numel():
@@ -154,12 +162,11 @@ class C10dTransport(Transport):
         if tensor.dtype is torch.int16 and self._sliced:
             wide = output.to(torch.int32)
             args = (wide.view(-1), tensor.to(torch.int32).view(-1), _REDUCE_SCATTER[op])
-            work = self._start("_reduce_scatter_base", args, async_op=async_op)
-            return work.then(lambda: output.copy_(wide))
+            return self._start("_reduce_scatter_base", args, async_op, after=lambda: output.copy_(wide))
         # gloo reduces in the input's own memory, hence the copy.
         source = tensor.clone() if self._sliced else tensor
-        args = (output.view(-1), source.view(-1), _REDUCE_SCATTER[op])
-        return self._start("_reduce_scatter_base", args, async_op=async_op)
+        args = (_flat(output), _flat(source), _REDUCE_SCATTER[op])
+        return self._start("_reduce_scatter_base", args, async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         # The flat form carries uneven parts on every backend; the list form does not.
@@ -167,13 +174,12 @@ class C10dTransport(Transport):
         received = sent.new_empty(sum(self._bytes(output).numel() for output in outputs))
         in_splits = [self._bytes(part).numel() for part in inputs]
         out_splits = [self._bytes(output).numel() for output in outputs]
-        work = self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op=async_op)
 
         def unpack() -> None:
             for output, part in zip(outputs, torch.split(received, out_splits), strict=True):
                 self._bytes(output).view(-1).copy_(part)
 
-        return work.then(unpack)
+        return self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op, after=unpack)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         """Point to point, so that sizes may differ without the others knowing them."""
@@ -195,13 +201,13 @@ class C10dTransport(Transport):
         return _all(works, async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
-        return self._start("send", ([self._bytes(tensor)], dst, tag), async_op=async_op)
+        return self._start("send", ([self._bytes(tensor)], dst, tag), async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
-        return self._start("recv", ([self._bytes(tensor)], src, tag), async_op=async_op)
+        return self._start("recv", ([self._bytes(tensor)], src, tag), async_op)
 
     def barrier(self, *, async_op: bool) -> Work:
-        return self._start("barrier", (), async_op=async_op)
+        return self._start("barrier", (), async_op)
 
     def _bytes(self, tensor: Tensor) -> Tensor:
         """What only moves may travel as bytes where the backend does not know its dtype."""
@@ -215,20 +221,37 @@ class C10dTransport(Transport):
 
     # -- starting, waiting, failing ---------------------------------------------------------------------------
 
-    def _start(self, name: str, args: tuple[Any, ...], *, async_op: bool) -> C10dWork:
-        self._check_alive()
-        engine = self._engine
+    def _start(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        async_op: bool,
+        after: Callable[[], object] | None = None,
+    ) -> Work:
+        """Issue the engine's operation ``name``; ``after`` runs when it is done."""
+        if self._failures.cause is not None or self._dead_since is not None:
+            self._check_alive()
+        inner = None
         try:
-            inner = getattr(engine, name)(*args)
+            inner = getattr(self._engine, name)(*args)
+            if not async_op and name not in _POINT_TO_POINT:  # the common case needs no handle
+                inner.wait(_SLICE) if self._sliced else inner.wait()
+                if after is not None:
+                    after()
+                return _DONE
         except RuntimeError as error:
-            if not self._failures.is_fault(error):
-                raise
-            raise self._fail(error) from error
-        work = C10dWork(self, inner)
+            if inner is None:
+                if not self._failures.is_fault(error):
+                    raise
+                raise self._fail(error) from error
+            error.__traceback__ = None  # see C10dWork.wait
+        work = C10dWork(
+            self, _PointToPoint(inner) if self._sliced and name in _POINT_TO_POINT else inner, after
+        )
+        inner = None
         if async_op:
             self._pending.add(work)
         else:
-            del engine
             work.wait()
         return work
 
@@ -261,31 +284,23 @@ class C10dTransport(Transport):
 
     def _release(self) -> None:
         with self._lock:
-            engine, self._engine = self._engine, None
-            pending = [work.detach() for work in self._pending]
+            holder = [self._engine, *(work.detach() for work in self._pending), self._store]
+            self._engine = None
         self._failures.stop()
-        if engine is not None and self._owned:
-            holder = [engine, pending]
-            del engine, pending
-            threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
+        if holder[0] is not None and self._store is not None:
+            _release.drop(holder)
 
 
 class C10dWork(Work):
     """A c10d operation under way, with what is left to do when it is done."""
 
-    def __init__(self, transport: C10dTransport, inner: Any) -> None:
+    def __init__(
+        self, transport: C10dTransport, inner: Any, after: Callable[[], object] | None = None
+    ) -> None:
         self._transport = transport
         self._inner = inner
-        self._after: Callable[[], object] | None = None
+        self._after = after
         self._finished = False
-
-    def then(self, after: Callable[[], object]) -> C10dWork:
-        """Run ``after`` when the operation is done; at once if it is."""
-        if self._finished:
-            after()
-        else:
-            self._after = after
-        return self
 
     def detach(self) -> Any:
         """Let go of the operation (its memory keeps the connections open); ``wait`` raises the cause from now on."""
@@ -312,8 +327,8 @@ class C10dWork(Work):
         except RuntimeError as error:
             if not transport._failures.is_fault(error):
                 raise
-            del inner
-            self._inner = None
+            # Whatever still refers to the operation keeps its connections open and the peers waiting.
+            inner = self._inner = error.__traceback__ = None
             raise transport._fail(error) from error
         self._finished = True
         self._inner = None
@@ -330,18 +345,49 @@ class C10dWork(Work):
             try:
                 inner.wait(_SLICE)
                 return
-            except RuntimeError as error:
-                if inner.is_completed():
-                    raise
-                now = time.monotonic()
-                if transport._failures.cause is not None:
-                    raise
-                if transport._dead_since is not None and now - transport._dead_since > _GRACE:
-                    raise
-                if now > deadline:
-                    if timeout is not None:
-                        raise transport._failures.timed_out(timeout) from error
-                    raise
+            except RuntimeError as caught:
+                error = caught.with_traceback(None)
+            if inner.is_completed():
+                inner.wait(_SLICE)  # it may have succeeded just after the slice ended
+                return
+            now = time.monotonic()
+            dead_since = transport._dead_since
+            if transport._failures.cause is not None or (
+                dead_since is not None and now - dead_since > _GRACE
+            ):
+                raise error
+            if now > deadline:
+                raise error if timeout is None else transport._failures.timed_out(timeout)
+
+
+class _PointToPoint:
+    """A gloo send or receive, waited for in a thread.
+
+    A wait of gloo's that times out on these closes every connection of the group, so it cannot be cut into slices;
+    and an operation whose handle is dropped is cancelled. The thread keeps the handle and waits once.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, args=(inner,), name="phalanx-p2p", daemon=True).start()
+
+    def _run(self, inner: Any) -> None:
+        try:
+            inner.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError("operation timed out")
+        if self._error is not None:
+            raise self._error
 
 
 # What gloo carries in every collective that only moves data.
@@ -357,6 +403,10 @@ _GLOO_MOVES = frozenset(
         torch.float64,
     }
 )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 class _Several(Work):
@@ -382,10 +432,3 @@ def _all(works: Sequence[Work], async_op: bool) -> Work:
     if not async_op:
         several.wait()
     return several
-
-
-def _chain(work: Work, after: Callable[[], object]) -> Work:
-    if isinstance(work, C10dWork):
-        return work.then(after)
-    after()
-    return work

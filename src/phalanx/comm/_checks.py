@@ -9,6 +9,7 @@ refused with a ``TypeError`` that says what to do instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +30,20 @@ _BOOL_AS: dict[ReduceOp, ReduceOp] = {
 }
 
 
+_OPS = {member: member for member in ReduceOp}
+# What is reduced as it is; one lookup decides for nearly every call. Keys may be asked for with the op's name.
+PLAIN: dict[tuple[ReduceOp | str, torch.dtype], ReduceOp] = {
+    (op, dtype): op
+    for op in ReduceOp
+    for dtype in _FLOATS | _INTEGERS
+    if not (op in _BITWISE and dtype in _FLOATS) and not (op is ReduceOp.AVG and dtype in _INTEGERS)
+}
+
+
 def parse_op(op: ReduceOp | str) -> ReduceOp:
-    if isinstance(op, ReduceOp):
-        return op
     try:
-        return ReduceOp(op)
-    except ValueError:
+        return _OPS[op]  # type: ignore[index]  # members hash and compare as their names
+    except (KeyError, TypeError):
         names = ", ".join(member.value for member in ReduceOp)
         raise ValueError(f"unknown reduction {op!r}; expected one of {names}") from None
 
@@ -75,8 +84,80 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
     )
 
 
-def check_sizes(name: str, rank: int, total: int, parts: Sequence[int], what: str) -> None:
-    if sum(parts) != total:
+class Place(Protocol):
+    """Who asks: errors name the rank."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def check_rank(at: Place, name: str, what: str, rank: int) -> None:
+    if not 0 <= rank < at.size:
+        raise ValueError(f"rank {at.rank}: {name} with {what}={rank}; expected a rank in [0, {at.size})")
+
+
+def check_peer(at: Place, name: str, what: str, rank: int) -> None:
+    check_rank(at, name, what, rank)
+    if rank == at.rank:
+        raise ValueError(f"rank {at.rank}: {name} with {what}={rank} is this rank itself; expected another")
+
+
+def check_list(
+    at: Place, name: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor | None
+) -> None:
+    """One tensor per rank, all of one dtype."""
+    if tensors is None or len(tensors) != at.size:
+        got = "None" if tensors is None else f"{len(tensors)} tensors"
+        raise ValueError(f"rank {at.rank}: {name} got {got} as {what}; expected one per rank ({at.size})")
+    for index, tensor in enumerate(tensors):
+        check_tensor(name, tensor)
+        if like is not None and tensor.dtype != like.dtype:
+            raise TypeError(
+                f"rank {at.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}"
+            )
+
+
+def check_same_shape(at: Place, name: str, what: str, listed: Tensor, own: Tensor) -> None:
+    if listed.shape != own.shape:
         raise ValueError(
-            f"rank {rank}: {name} {what} sum to {sum(parts)} but the tensor's first dim is {total}"
+            f"rank {at.rank}: {name} got {what}[{at.rank}] of shape {tuple(listed.shape)}; "
+            f"expected this rank's own {tuple(own.shape)}"
         )
+
+
+def check_flat(at: Place, name: str, whole: Tensor, part: Tensor) -> None:
+    """``whole`` holds one ``part`` per rank."""
+    check_tensor(name, whole)
+    check_tensor(name, part)
+    if whole.dtype != part.dtype:
+        raise TypeError(f"rank {at.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype")
+    if whole.numel() != part.numel() * at.size:
+        raise ValueError(
+            f"rank {at.rank}: {name} got {whole.numel()} and {part.numel()} elements; "
+            f"expected the larger to be {at.size} (the group's size) times the smaller"
+        )
+
+
+def split_parts(
+    at: Place, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None
+) -> list[Tensor]:
+    """The parts of dim 0 that go to, or come from, each rank."""
+    if tensor.dim() == 0:
+        raise ValueError(f"rank {at.rank}: {name} got a 0-d tensor; expected at least one dim to split")
+    total = tensor.shape[0]
+    if splits is None:
+        if total % at.size:
+            raise ValueError(
+                f"rank {at.rank}: {name} got a first dim of {total}, which {at.size} ranks do not divide; pass {what}"
+            )
+        splits = [total // at.size] * at.size
+    if len(splits) != at.size:
+        raise ValueError(f"rank {at.rank}: {name} got {len(splits)} {what}; expected {at.size}")
+    if sum(splits) != total:
+        raise ValueError(
+            f"rank {at.rank}: {name} {what} sum to {sum(splits)} but the tensor's first dim is {total}"
+        )
+    return list(torch.split(tensor, list(splits)))

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store as C10dStore
 
+from phalanx.comm import _release
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._group import DEFAULT_TIMEOUT, Group, Interrupt
@@ -122,7 +124,8 @@ def _identity(rank: int, data: bytes) -> Identity:
 
 
 def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
-    engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place))
+    store = place.store.as_c10d()
+    engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place, store))
     failures = FailureDetector(
         rank=place.rank,
         size=place.size,
@@ -131,15 +134,15 @@ def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: 
         peers=peers,
         store=place.store,
     )
-    return C10dTransport(engine, backend, place.timeout, failures, owned=True)
+    return C10dTransport(engine, backend, place.timeout, failures, store=store)
 
 
-def make_engine(backend: str, place: Place) -> Any:
+def make_engine(backend: str, place: Place, store: C10dStore) -> Any:
     """A c10d backend by name: torch's own, or one that was registered with ``Backend.register_backend``."""
-    store = place.store.as_c10d()
     timeout = timedelta(seconds=place.timeout)
+    connect = timedelta(seconds=min(place.timeout, _CONNECT_TIMEOUT))
+    store.set_timeout(connect)  # an abandoned thread must not wait for a dead peer's keys for long
     if backend == "gloo":
-        connect = timedelta(seconds=min(place.timeout, _CONNECT_TIMEOUT))
         engine = dist.ProcessGroupGloo(store, place.rank, place.size, connect)
         engine._set_default_timeout(timeout)
         return engine
@@ -226,23 +229,25 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
             job="wrapped",
             generation=0,
         )
-        engine = make_engine(name, place)
+        native = store.as_c10d()
+        engine = make_engine(name, place, native)
         detector = FailureDetector(rank=place.rank, size=place.size, timeout=DEFAULT_TIMEOUT, store=store)
-        return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, owned=True)
+        return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, store=native)
 
     return Group(
-        C10dTransport(process_group, name, DEFAULT_TIMEOUT, failures, owned=False),
+        C10dTransport(process_group, name, DEFAULT_TIMEOUT, failures, store=None),
         ranks=ranks,
         make_subgroup=make_subgroup,
     )
 
 
-def _engine_name(process_group: dist.ProcessGroup) -> str:
-    try:
-        name = process_group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:  # no backend for CPU tensors
-        name = process_group.name()
-    return str(name).lower()
+def _engine_name(process_group: Any) -> str:
+    if isinstance(process_group, dist.ProcessGroup):
+        try:
+            process_group = process_group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            pass  # no backend for CPU tensors; the group's own name will do
+    return str(process_group.name()).lower()
 
 
 def make_torch_default(group: Group) -> Callable[[], None]:
@@ -258,9 +263,10 @@ def make_torch_default(group: Group) -> Callable[[], None]:
             f"destroy it first (torch.distributed.destroy_process_group()), or use Group.wrap on it"
         )
     backend = group.backend if group.backend in ("gloo", "nccl", "ucc", "mpi") else "gloo"
+    store: C10dStore | None = group.store.namespace("default").as_c10d()
     dist.init_process_group(
         backend,
-        store=group.store.namespace("default").as_c10d(),
+        store=store,
         rank=group.rank,
         world_size=group.size,
         timeout=timedelta(seconds=group.timeout),
@@ -269,12 +275,12 @@ def make_torch_default(group: Group) -> Callable[[], None]:
     owner = os.getpid()
 
     def undo() -> None:
-        nonlocal made
+        nonlocal made, store
+        store = None  # kept till here: torch does not keep a store written in Python alive
         if made is None or os.getpid() != owner or dist.group.WORLD is not made:
             return
         holder, made = [made], None
         dist.destroy_process_group()
-        # The last reference goes in a thread: letting go blocks while an operation is in flight.
-        threading.Thread(target=holder.clear, name="phalanx-release", daemon=True).start()
+        _release.drop(holder)
 
     return undo

@@ -19,8 +19,20 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import _context, _observe, _values
-from phalanx.comm._checks import check_sizes, check_tensor, parse_op, reducible
-from phalanx.comm._transport import Done, ReduceOp, Transport, Work
+from phalanx.comm._checks import (
+    PLAIN,
+    check_flat,
+    check_list,
+    check_peer,
+    check_rank,
+    check_same_shape,
+    check_tensor,
+    parse_op,
+    reducible,
+    split_parts,
+)
+from phalanx.comm._staging import copy_back
+from phalanx.comm._transport import ReduceOp, Transport, Work
 from phalanx.errors import GroupAborted
 from phalanx.world import World
 
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
 Interrupt = Callable[[], "BaseException | None"]
 SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
 DEFAULT_TIMEOUT = 1800.0
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class Group:
@@ -175,37 +188,42 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by the reduction over all ranks."""
+        kind = PLAIN.get((op, tensor.dtype)) if type(tensor) in _TENSORS else None
+        if kind is not None and tensor.layout is torch.strided and tensor.is_contiguous():
+            return self._issue(
+                "all_reduce", (tensor,), kind, self._transport.all_reduce, (tensor, kind), async_op
+            )
         check_tensor("all_reduce", tensor)
         view, kind = reducible("all_reduce", tensor, parse_op(op))
-        if view.is_contiguous():
-            return self._issue(
-                "all_reduce", (view,), kind, self._transport.all_reduce, (view, kind), async_op
-            )
         staged = view.contiguous()
         work = self._issue("all_reduce", (view,), kind, self._transport.all_reduce, (staged, kind), async_op)
-        return _copy_back(work, [(view, staged)], async_op)
+        return copy_back(work, [(view, staged)], async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
-        self._check_rank("reduce", "dst", dst)
+        check_rank(self, "reduce", "dst", dst)
         check_tensor("reduce", tensor)
         view, kind = reducible("reduce", tensor, parse_op(op))
         staged = view.contiguous()
         work = self._issue("reduce", (view,), kind, self._transport.reduce, (staged, kind, dst), async_op)
-        return _copy_back(work, [(view, staged)] if self.rank == dst else [], async_op)
+        return copy_back(work, [(view, staged)] if self.rank == dst else [], async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by that of ``src``."""
-        self._check_rank("broadcast", "src", src)
+        check_rank(self, "broadcast", "src", src)
         check_tensor("broadcast", tensor)
         staged = tensor.contiguous()
         work = self._issue("broadcast", (tensor,), None, self._transport.broadcast, (staged, src), async_op)
-        return _copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
+        return (
+            work
+            if staged is tensor
+            else copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
+        )
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
         """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
-        self._check_list("all_gather", "outputs", outputs, like=tensor)
-        self._check_same_shape("all_gather", "outputs", outputs[self.rank], tensor)
+        check_list(self, "all_gather", "outputs", outputs, like=tensor)
+        check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
         staged = [output.contiguous() for output in outputs]
         work = self._issue(
             "all_gather",
@@ -215,11 +233,11 @@ class Group:
             (staged, tensor.contiguous()),
             async_op,
         )
-        return _copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
         """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
-        self._check_flat("all_gather_into_tensor", output, tensor)
+        check_flat(self, "all_gather_into_tensor", output, tensor)
         staged = output.contiguous()
         work = self._issue(
             "all_gather_into_tensor",
@@ -229,14 +247,14 @@ class Group:
             (staged, tensor.contiguous()),
             async_op,
         )
-        return _copy_back(work, [(output, staged)], async_op)
+        return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
     ) -> Work:
         """``output`` becomes the reduction of all ranks' ``inputs[rank]``; shapes may differ from rank to rank."""
-        self._check_list("reduce_scatter", "inputs", inputs, like=output)
-        self._check_same_shape("reduce_scatter", "inputs", inputs[self.rank], output)
+        check_list(self, "reduce_scatter", "inputs", inputs, like=output)
+        check_same_shape(self, "reduce_scatter", "inputs", inputs[self.rank], output)
         parsed = parse_op(op)
         view, kind = reducible("reduce_scatter", output, parsed)
         staged = view.contiguous()
@@ -244,13 +262,13 @@ class Group:
         work = self._issue(
             "reduce_scatter", (inputs,), kind, self._transport.reduce_scatter, (staged, parts, kind), async_op
         )
-        return _copy_back(work, [(view, staged)], async_op)
+        return copy_back(work, [(view, staged)], async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
     ) -> Work:
         """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
-        self._check_flat("reduce_scatter_tensor", tensor, output)
+        check_flat(self, "reduce_scatter_tensor", tensor, output)
         parsed = parse_op(op)
         view, kind = reducible("reduce_scatter_tensor", output, parsed)
         source, _ = reducible("reduce_scatter_tensor", tensor, parsed)
@@ -263,20 +281,20 @@ class Group:
             (staged, source.contiguous(), kind),
             async_op,
         )
-        return _copy_back(work, [(view, staged)], async_op)
+        return work if staged is view else copy_back(work, [(view, staged)], async_op)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
     ) -> Work:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
-        self._check_list("all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
-        self._check_list("all_to_all", "outputs", outputs, like=inputs[0])
+        check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
+        check_list(self, "all_to_all", "outputs", outputs, like=inputs[0])
         staged = [output.contiguous() for output in outputs]
         sent = [tensor.contiguous() for tensor in inputs]
         work = self._issue(
             "all_to_all", (outputs, inputs), None, self._transport.all_to_all, (staged, sent), async_op
         )
-        return _copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
     def all_to_all_single(
         self,
@@ -297,22 +315,22 @@ class Group:
             None,
             self._transport.all_to_all,
             (
-                self._split("all_to_all_single", "output_splits", staged, output_splits),
-                self._split("all_to_all_single", "input_splits", tensor.contiguous(), input_splits),
+                split_parts(self, "all_to_all_single", "output_splits", staged, output_splits),
+                split_parts(self, "all_to_all_single", "input_splits", tensor.contiguous(), input_splits),
             ),
             async_op,
         )
-        return _copy_back(work, [(output, staged)], async_op)
+        return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
     def gather(
         self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False
     ) -> Work:
         """On ``dst``, ``outputs[r]`` becomes rank r's tensor; the other ranks pass None."""
-        self._check_rank("gather", "dst", dst)
+        check_rank(self, "gather", "dst", dst)
         check_tensor("gather", tensor)
         if self.rank == dst:
-            self._check_list("gather", "outputs", outputs, like=tensor)
-            self._check_same_shape("gather", "outputs", (outputs or ())[self.rank], tensor)
+            check_list(self, "gather", "outputs", outputs, like=tensor)
+            check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
         wanted = list(outputs or ()) if self.rank == dst else []
         staged = [output.contiguous() for output in wanted]
         work = self._issue(
@@ -323,17 +341,17 @@ class Group:
             (staged if self.rank == dst else None, tensor.contiguous(), dst),
             async_op,
         )
-        return _copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
+        return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
 
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False
     ) -> Work:
         """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
-        self._check_rank("scatter", "src", src)
+        check_rank(self, "scatter", "src", src)
         check_tensor("scatter", output)
         if self.rank == src:
-            self._check_list("scatter", "inputs", inputs, like=output)
-            self._check_same_shape("scatter", "inputs", (inputs or ())[self.rank], output)
+            check_list(self, "scatter", "inputs", inputs, like=output)
+            check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
         given = [tensor.contiguous() for tensor in inputs or ()] if self.rank == src else []
         staged = output.contiguous()
         work = self._issue(
@@ -344,11 +362,11 @@ class Group:
             (staged, given if self.rank == src else None, src),
             async_op,
         )
-        return _copy_back(work, [(output, staged)], async_op)
+        return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send to one rank; it must ``recv`` the same size with the same tag."""
-        self._check_peer("send", "dst", dst)
+        check_peer(self, "send", "dst", dst)
         check_tensor("send", tensor)
         return self._issue(
             "send", (tensor,), None, self._transport.send, (tensor.contiguous(), dst, tag), async_op
@@ -356,11 +374,11 @@ class Group:
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive from one rank into ``tensor``."""
-        self._check_peer("recv", "src", src)
+        check_peer(self, "recv", "src", src)
         check_tensor("recv", tensor)
         staged = tensor.contiguous()
         work = self._issue("recv", (tensor,), None, self._transport.recv, (staged, src, tag), async_op)
-        return _copy_back(work, [(tensor, staged)], async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return when every rank has called it."""
@@ -442,103 +460,6 @@ class Group:
     def _check_alive(self) -> None:
         if self._ended is not None:
             raise self._ended
-
-    def _check_rank(self, name: str, what: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(
-                f"rank {self.rank}: {name} with {what}={rank}; expected a rank in [0, {self.size})"
-            )
-
-    def _check_peer(self, name: str, what: str, rank: int) -> None:
-        self._check_rank(name, what, rank)
-        if rank == self.rank:
-            raise ValueError(
-                f"rank {self.rank}: {name} with {what}={rank} is this rank itself; expected another"
-            )
-
-    def _check_list(
-        self, name: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor | None
-    ) -> None:
-        if tensors is None or len(tensors) != self.size:
-            got = "None" if tensors is None else f"{len(tensors)} tensors"
-            raise ValueError(
-                f"rank {self.rank}: {name} got {got} as {what}; expected one per rank ({self.size})"
-            )
-        for index, tensor in enumerate(tensors):
-            check_tensor(name, tensor)
-            if like is not None and tensor.dtype != like.dtype:
-                raise TypeError(
-                    f"rank {self.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}"
-                )
-
-    def _check_same_shape(self, name: str, what: str, listed: Tensor, own: Tensor) -> None:
-        if listed.shape != own.shape:
-            raise ValueError(
-                f"rank {self.rank}: {name} got {what}[{self.rank}] of shape {tuple(listed.shape)}; "
-                f"expected this rank's own {tuple(own.shape)}"
-            )
-
-    def _check_flat(self, name: str, whole: Tensor, part: Tensor) -> None:
-        check_tensor(name, whole)
-        check_tensor(name, part)
-        if whole.dtype != part.dtype:
-            raise TypeError(
-                f"rank {self.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype"
-            )
-        if whole.numel() != part.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: {name} got {whole.numel()} and {part.numel()} elements; "
-                f"expected the larger to be {self.size} (the group's size) times the smaller"
-            )
-
-    def _split(self, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
-        if tensor.dim() == 0:
-            raise ValueError(f"rank {self.rank}: {name} got a 0-d tensor; expected at least one dim to split")
-        total = tensor.shape[0]
-        if splits is None:
-            if total % self.size:
-                raise ValueError(
-                    f"rank {self.rank}: {name} got a first dim of {total}, which {self.size} ranks do not divide; "
-                    f"pass {what}"
-                )
-            splits = [total // self.size] * self.size
-        if len(splits) != self.size:
-            raise ValueError(f"rank {self.rank}: {name} got {len(splits)} {what}; expected {self.size}")
-        check_sizes(name, self.rank, total, splits, what)
-        return list(torch.split(tensor, list(splits)))
-
-
-class _StagedWork(Work):
-    """Copies results back to where the caller wants them when the collective is done."""
-
-    def __init__(self, inner: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self._inner = inner
-        self._copies = copies
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._inner.wait(timeout)
-        copies, self._copies = self._copies, []
-        _copy(copies)
-
-    def is_done(self) -> bool:
-        return self._inner.is_done()
-
-
-def _copy_back(work: Work, pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
-    """``pairs`` are (wanted, staged); where ``contiguous()`` returned the tensor itself there is nothing to do."""
-    copies = [(wanted, staged) for wanted, staged in pairs if wanted.data_ptr() != staged.data_ptr()]
-    if not copies:
-        return work
-    if async_op and not isinstance(work, Done):
-        return _StagedWork(work, copies)
-    _copy(copies)
-    return work
-
-
-def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for wanted, staged in copies:
-            wanted.copy_(staged)
 
 
 def _seconds(timeout: float | timedelta) -> float:

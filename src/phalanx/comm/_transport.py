@@ -25,7 +25,9 @@ from torch import Tensor
 
 
 class ReduceOp(str, Enum):
-    """How values of several ranks become one. Members compare equal to their names in lower case."""
+    """How values of several ranks become one. Members compare equal to, and hash as, their names in lower case."""
+
+    __hash__ = str.__hash__  # Enum's own is written in Python and shows in every collective
 
     SUM = "sum"
     AVG = "avg"

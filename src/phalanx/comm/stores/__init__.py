@@ -10,8 +10,22 @@ b'node1'
 from __future__ import annotations
 
 from phalanx.comm.stores._connect import connect
+from phalanx.comm.stores._etcd import EtcdStore
+from phalanx.comm.stores._file import FileStore
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._memory import MemoryStore
 from phalanx.comm.stores._tcp import TCPStore
+from phalanx.comm.stores._torch import wrap_c10d_store
 
-__all__ = ["Change", "Lease", "MemoryStore", "Store", "TCPStore", "Watch", "connect"]
+__all__ = [
+    "Change",
+    "EtcdStore",
+    "FileStore",
+    "Lease",
+    "MemoryStore",
+    "Store",
+    "TCPStore",
+    "Watch",
+    "connect",
+    "wrap_c10d_store",
+]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Store(ABC):
         """Write a key. It is bound to ``lease`` alone: any write without one unbinds the key from an
         earlier one.
 
-        ``StoreError`` when the lease has run out; the key is then absent.
+        ``StoreError`` when the lease has run out; nothing is written then.
         """
 
     @abstractmethod
@@ -142,8 +142,8 @@ class Store(ABC):
         """A second connection, for another thread: a blocking call on one never delays the other."""
 
     @abstractmethod
-    def as_c10d(self, prefix: str = "") -> dist.Store:
-        """The same place for torch's process groups, on its own connection.
+    def as_c10d(self, prefix: str = "") -> C10dStore:
+        """The same place for torch's process groups; usable until this store is closed.
 
         What torch writes there lies apart from the keys of this interface. Make a fresh one (by
         ``namespace`` or ``prefix``) for every generation, so that no stale key is ever read.

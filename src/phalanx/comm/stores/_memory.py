@@ -18,7 +18,7 @@ from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
 
 
 class _Map:
@@ -30,6 +30,7 @@ class _Map:
         self.values: dict[str, tuple[bytes, MemoryLease | None]] = {}
         self.leases: set[MemoryLease] = set()
         self.watches: list[_MemoryWatch] = []
+        self.torch: _Map | None = None  # what process groups write, apart from the rest
 
     def write(self, key: str, value: bytes | None, lease: MemoryLease | None = None) -> None:
         if value is None:
@@ -163,10 +164,13 @@ class MemoryStore(Store):
             other.address, other._map, other._closed = self.address, self._look(), False
             return other
 
-    def as_c10d(self, prefix: str = "") -> dist.Store:
-        from phalanx.comm.stores._c10d import C10dStore
+    def as_c10d(self, prefix: str = "") -> C10dStore:
+        from phalanx.comm.stores._c10d import for_torch
 
-        return C10dStore(self.clone(), prefix)
+        other = self.clone()
+        with self._map.changed:
+            self._map.torch = other._map = self._map.torch or _Map(self._map.clock)
+        return for_torch(other, prefix)
 
     def close(self) -> None:
         with self._map.changed:

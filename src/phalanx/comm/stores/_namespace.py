@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
 
 
 class NamespacedStore(Store):
@@ -60,12 +60,14 @@ class NamespacedStore(Store):
         return self._root.lease(ttl)
 
     def namespace(self, prefix: str) -> Store:
+        if not prefix.strip("/"):
+            raise ValueError(f"a namespace needs a name, got {prefix!r}")
         return NamespacedStore(self._root, self._prefix + prefix.strip("/"))
 
     def clone(self) -> Store:
         return _OwningNamespace(self._root.clone(), self._prefix)
 
-    def as_c10d(self, prefix: str = "") -> dist.Store:
+    def as_c10d(self, prefix: str = "") -> C10dStore:
         return self._root.as_c10d(self._prefix + prefix)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from phalanx.comm.stores._interface import Change, Watch
 from phalanx.errors import StoreTimeout
 
-SHORTEST, LONGEST, RELOOK = 0.0005, 0.02, 0.5
+SHORTEST, LONGEST, RELOOK = 0.0005, 0.02, 0.25
 
 
 def pause_after(waited: float) -> float:

@@ -1,4 +1,4 @@
-"""One connection to torch's TCPStore server, made safe: bounded, never silently desynchronised.
+"""One client of a torch store, mostly a TCPStore, made safe: bounded, never silently desynchronised.
 
 Owns the native client and turns its errors into ours. What it works around, all seen on torch 2.13: ``get``
 and ``multi_get`` block for absent keys (``read`` does not: a compare-and-set that can never match answers
@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # from where its stub can be seen
 
 from phalanx.errors import StoreLost
 
@@ -26,29 +27,26 @@ T = TypeVar("T")
 REPLY_TIMEOUT = 5.0
 """Seconds a server may take for one answer before it counts as gone."""
 
+HANDSHAKE_TIMEOUT = 30.0
+"""Seconds for torch's greeting once the port answers. Torch asks the name server who the peer is, for its log; a
+name server that drops requests costs 5 s each (seen), which must not look like a lost store."""
+
 _NEVER = b"\x00never a stored value"
 _TICK = "p/tick"
 
 
 class Link:
-    """A connection to ``host:port``. Thread-safe; a blocking call delays the others on the same link."""
+    """One native client. Thread-safe. ``fork`` makes another one of the same store.
 
-    def __init__(self, host: str, port: int, *, timeout: float) -> None:
-        self.host, self.port = host, port
-        self.address = tcp_address(host, port)
-        self.native: Any  # torch's stubs know text only, the calls take bytes as well
+    ``batched``: the native timeout is ours and short, so that ``multi_get`` may be used.
+    """
+
+    def __init__(self, native: Any, address: str, fork: Callable[[], Link], *, batched: bool) -> None:
+        self.native = native  # Any: torch's stubs know text only, the calls take bytes as well
+        self.address = address
+        self._fork = fork
+        self._batched = batched
         self._lost: str | None = None
-        _wait_for_server(host, port, timeout, self.address)
-        try:
-            self.native = dist.TCPStore(
-                host, port, None, False, timedelta(seconds=max(timeout, 1.0)), wait_for_workers=False
-            )
-        except dist.DistError as error:
-            raise StoreLost(
-                f"cannot connect to the store {self.address}: {error}", address=self.address
-            ) from error
-        self.native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
-        bound_replies(port)
 
     def call(self, operation: Callable[[], T]) -> T:
         """Run one native call; a network error loses the link for good."""
@@ -68,7 +66,7 @@ class Link:
         return None if raw == _NEVER else raw
 
     def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        if len(keys) > 2 and self.call(lambda: self.native.check(list(keys))):
+        if self._batched and len(keys) > 2 and self.call(lambda: self.native.check(list(keys))):
             try:
                 return list(self.call(lambda: self.native.multi_get(list(keys))))
             except dist.DistStoreError:
@@ -82,7 +80,7 @@ class Link:
 
     def swap(self, key: str, expected: bytes | None, raw: bytes) -> bool:
         """Compare-and-set of raw entries; ``raw`` must be a distinct one."""
-        return self.call(lambda: self.native.compare_set(key, expected or b"", raw)) == raw
+        return bool(self.call(lambda: self.native.compare_set(key, expected or b"", raw)) == raw)
 
     def tick(self, token: bytes) -> None:
         """Tell watches that something changed."""
@@ -91,11 +89,37 @@ class Link:
     def read_tick(self) -> bytes | None:
         return self.read(_TICK)
 
+    def add(self, key: str, amount: int) -> int:
+        return int(self.call(lambda: self.native.add(key, amount)))
+
+    def delete(self, key: str) -> bool:
+        return bool(self.call(lambda: self.native.delete_key(key)))
+
     def fork(self) -> Link:
-        """Another connection to the same server."""
+        """Another connection to the same store."""
         if self._lost is not None:
             raise StoreLost(self._lost, address=self.address)
-        return Link(self.host, self.port, timeout=REPLY_TIMEOUT)
+        return self._fork()
+
+
+def connect_link(host: str, port: int, *, timeout: float) -> Link:
+    """Connect to the TCPStore server at ``host:port``."""
+    address = tcp_address(host, port)
+    _wait_for_server(host, port, timeout, address)
+    try:
+        native = TCPStore(
+            host,
+            port,
+            None,
+            False,
+            timedelta(seconds=max(timeout, HANDSHAKE_TIMEOUT)),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        raise StoreLost(f"cannot connect to the store {address}: {error}", address=address) from error
+    native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
+    bound_replies(port)
+    return Link(native, address, lambda: connect_link(host, port, timeout=1.0), batched=True)
 
 
 def tcp_address(host: str, port: int) -> str:

@@ -4,7 +4,7 @@ Guarantees: a lease ends ``ttl`` seconds (plus one look, ``LOOK``) after its las
 for a reader that arrives later, because the keys are really gone; no clock of another host takes part. A
 lease that ended never comes back: beat and end are compare-and-sets of the same entry, so exactly one of
 them wins. The owner of a key that changed hands in between keeps it: entries are distinct (see
-``_tcp_record``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
+``_record``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
 starts it). A pause of that process (SIGSTOP, a swapped-out host) is not held against the owners, who could
 not reach it meanwhile. Rejected: readers that judge by themselves (one that arrives late has to wait a
 whole ttl); expiry times in wall clock (skew between hosts).
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from phalanx.comm.stores._interface import Lease
-from phalanx.comm.stores._tcp_link import Link
-from phalanx.comm.stores._tcp_record import Writer, decode
+from phalanx.comm.stores._record import Writer, decode
+from phalanx.comm.stores._torch_link import Link
 from phalanx.errors import StoreError, StoreLost
 
 LOOK = 0.05
@@ -147,10 +147,10 @@ class Reaper:
             if now >= until:
                 del self._graves[lease]
                 for key in (_keys_key(lease), _beat_key(lease)):
-                    self._link.call(lambda key=key: self._link.native.delete_key(key))
+                    self._link.delete(key)
 
 
-class TCPLease(Lease):
+class TorchLease(Lease):
     """A lease of a ``TCPStore``, on a connection of its own; made by ``lease()``."""
 
     def __init__(self, link: Link, ttl: float) -> None:
@@ -162,7 +162,7 @@ class TCPLease(Lease):
         self._writer = Writer()
         if link.read(_REAPER) is None:
             raise StoreError(f"{link.address} keeps no leases: host the server with TCPStore.serve")
-        self.id = link.call(lambda: link.native.add(_COUNT, 1))
+        self.id = link.add(_COUNT, 1)
         link.call(lambda: link.native.set(_beat_key(self.id), b"1"))
         link.call(lambda: link.native.queue_push(_NEW, json.dumps([self.id, ttl])))
 
@@ -182,10 +182,17 @@ class TCPLease(Lease):
 
     def bind(self, key: str, value: bytes) -> None:
         """Write ``key`` bound to this lease. Listed first, so that the reaper finds it whenever we die."""
+        self._check_running(key)
         line = json.dumps(key) + "\n"
         self._link.call(lambda: self._link.native.append(_keys_key(self.id), line))
         raw = self._writer.encode(value, self.id)
         self._link.write(VALUES + key, raw, self._writer.encode(b""))
-        if self._link.read(_beat_key(self.id)) in (None, _ENDED):
+        try:
+            self._check_running(key)  # else the reaper may have looked before the key was there
+        except StoreError:
             sweep(self._link, self._writer, self.id)
+            raise
+
+    def _check_running(self, key: str) -> None:
+        if self._link.read(_beat_key(self.id)) in (None, _ENDED):
             raise StoreError(f"cannot set {key!r} in {self.address}: its lease of {self.ttl:g} s has run out")

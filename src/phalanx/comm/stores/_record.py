@@ -1,10 +1,12 @@
-"""How values lie in torch's TCPStore: the value, then a trailer that makes every write distinct.
+"""How values lie in torch's TCPStore and in the files of a FileStore: the value, then a trailer.
 
-Why a trailer: the server's compare-and-set answers with the value it now holds, so two clients that write
-the same bytes could both believe they won; and a key has to name the lease it is bound to. Why at the end:
-the server reads a counter from the leading digits, so ``add`` works on a value that ``set`` wrote. What
-``add`` writes has no trailer: digits only. An expired key cannot be removed atomically (the server has no
-compare-and-delete), so it is swapped for a *tombstone*, which reads as absent and counts as 0.
+The trailer makes every write distinct and names the lease that the key is bound to. Why distinct:
+TCPStore's compare-and-set answers with the value it now holds, so two clients that write the same bytes
+could both believe they won; and a watch that compares snapshots must see a key that was rewritten with the
+same bytes. Why at the end: the server reads a counter from the leading digits, so its ``add`` works on a
+value that ``set`` wrote. What the server's ``add`` writes has no trailer: digits only. It cannot remove an
+expired key atomically (there is no compare-and-delete), so such a key is swapped for a *tombstone*: reads
+as absent, counts as 0.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ ABSENT = Record(None, None)
 
 
 def decode(raw: bytes | None) -> Record:
-    """What a raw entry of the server means."""
+    """What a raw entry means."""
     if raw is None:
         return ABSENT
     cut = len(raw) - _TRAILER.size

@@ -1,0 +1,1 @@
+"""Benchmarks: each reports ratios from one interleaved run."""

@@ -1,0 +1,109 @@
+"""Any store of ours as a store of torch, for its process groups.
+
+Owns the translation between the two sets of semantics: torch's ``get`` and ``multi_get`` wait for the key,
+its ``compare_set`` answers with the value and takes empty text for "absent". Torch's queues are not offered
+(no process group uses them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+# The same class as torch.distributed.Store, from where its stub can be seen.
+from torch._C._distributed_c10d import Store as TorchStore
+
+from phalanx.comm.stores._interface import Store
+
+
+class StoreForTorch(TorchStore):
+    """``store`` with every key under ``prefix``. Made by ``Store.as_c10d``."""
+
+    def __init__(self, store: Store, prefix: str = "") -> None:
+        super().__init__()
+        self.store = store
+        self._prefix = prefix
+
+    def _seconds(self) -> float:
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub forgot it
+        return timeout.total_seconds()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.store.set(self._prefix + key, _as_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.store.wait([self._prefix + key for key in keys], self._seconds())
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self.store.add(self._prefix + key, value)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        while True:
+            before = self.store.get(self._prefix + key)
+            after = (before or b"") + _as_bytes(value)
+            if self.store.compare_and_set(self._prefix + key, before, after):
+                return
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        wanted, value = _as_bytes(expected), _as_bytes(desired)
+        while True:
+            now = self.store.get(self._prefix + key)
+            if now is None and wanted:
+                return wanted  # torch's answer for an absent key that was expected to hold something
+            if now is not None and now != wanted:
+                return now
+            if self.store.compare_and_set(self._prefix + key, now, value):
+                return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self.store.get_many([self._prefix + key for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds() if timeout is None else timeout.total_seconds()
+        self.store.wait([self._prefix + key for key in keys], seconds)
+
+    def delete_key(self, key: str) -> bool:
+        return self.store.delete(self._prefix + key)
+
+    def num_keys(self) -> int:
+        return len(self.store.items(self._prefix))
+
+    def list_keys(self) -> list[str]:
+        return [key[len(self._prefix) :] for key in self.store.items(self._prefix)]
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> StoreForTorch:
+        # Its calls do not block each other: no new connection.
+        other = StoreForTorch(self.store, self._prefix)
+        other.set_timeout(timedelta(seconds=self._seconds()))
+        _kept.append(other)
+        return other
+
+    # Torch's C++ side looks some of them up by these names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+    listKeys = list_keys
+
+
+# Torch's C++ side keeps its half of a store alive, but not the Python half that answers: a process group that still
+# holds the store would call into nothing. Nobody can tell when it is done, so they stay. Each is a few hundred bytes.
+_kept: list[StoreForTorch] = []
+
+
+def for_torch(store: Store, prefix: str) -> TorchStore:
+    """``store`` under ``prefix`` for torch, for as long as the process lives."""
+    _kept.append(StoreForTorch(store, prefix))
+    return _kept[-1]
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,226 @@
+"""A store in an etcd v3 cluster.
+
+Owns the mapping of our operations to etcd transactions. A request whose answer was lost is sent again, perhaps to
+another member, and perhaps it was carried out both times; ``set`` and ``delete`` do not mind. ``add`` and
+``compare_and_set`` do, so each client has a *marker* key: the transaction also demands that the marker is unchanged
+since this client's last write and replaces it by this write's token. So at most one copy takes effect, and a refused
+copy shows by the token whether an earlier one did.
+Granularity of leases: etcd counts whole seconds and looks twice per second.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.comm.stores._counter import counter_value
+from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, b64, range_end, unb64
+from phalanx.comm.stores._etcd_watch import EtcdWatch
+from phalanx.comm.stores._interface import Lease, Store, Watch
+from phalanx.comm.stores._namespace import NamespacedStore
+from phalanx.errors import StoreError, StoreTimeout
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+
+CLONE_TIMEOUT = 2.0
+"""Seconds for another connection to a cluster that answered before."""
+
+_BATCH = 100  # etcd takes 128 operations in a transaction by default
+
+
+class EtcdStore(Store):
+    """A client of the cluster whose members listen at ``endpoints``; all keys lie under ``root``.
+
+    >>> EtcdStore(["node1:2379", "node2:2379", "node3:2379"]).add("joined")        # doctest: +SKIP
+    1
+
+    Plain HTTP without authentication: keep it inside a private network.
+    """
+
+    def __init__(self, endpoints: Sequence[str], *, timeout: float = 30.0, root: str = "phalanx") -> None:
+        """``StoreLost`` when no member answers within ``timeout`` seconds."""
+        self._gateway = Gateway(endpoints)
+        self._root = root
+        self._values = f"{root}/v/"
+        self._marker = f"{root}/clients/{os.urandom(8).hex()}".encode()
+        self._marker_revision = 0
+        self._writing = threading.Lock()
+        self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
+        self.address = self._gateway.address
+        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=True)
+
+    def get(self, key: str) -> bytes | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), _BATCH):
+            reads = [{"request_range": {"key": self._key(key)}} for key in keys[start : start + _BATCH]]
+            answer = self._gateway.call("/v3/kv/txn", {"success": reads})
+            entries = [_entry(response) for response in answer["responses"]]
+            found += [None if entry is None else entry.value for entry in entries]
+        return found
+
+    def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        body = {"key": self._key(key), "value": b64(value)}
+        if lease is not None:
+            if not isinstance(lease, EtcdLease) or lease.address != self.address:
+                raise TypeError(f"the lease of {key!r} was not made by the store {self.address}")
+            body["lease"] = lease.id
+        try:
+            self._gateway.call("/v3/kv/put", body)
+        except EtcdError as error:
+            if lease is None or error.code != NOT_FOUND:
+                raise
+            raise StoreError(f"cannot set {key!r} in {self.address}: its lease has run out") from error
+
+    def add(self, key: str, amount: int = 1) -> int:
+        answer = self._gateway.call("/v3/kv/range", {"key": self._key(key)})
+        entry = _Entry.of(answer)
+        while True:
+            now = counter_value(key, None if entry is None else entry.value, self.address)
+            condition = {"target": "MOD", "mod_revision": str(0 if entry is None else entry.revision)}
+            done, entry = self._write_if(key, condition, b"%d" % (now + amount))
+            if done:
+                return now + amount
+            time.sleep(random.uniform(0, 0.004))  # others add at the same time: spread out
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        if expected is None:
+            condition = {"target": "CREATE", "create_revision": "0"}
+        else:
+            condition = {"target": "VALUE", "value": b64(expected)}
+        return self._write_if(key, condition, value)[0]
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        values = self.get_many(keys)
+        if None in values and timeout > 0:
+            with self.watch(os.path.commonprefix(list(keys))) as watch:  # noqa: RUF071  # text is meant
+                values = self.get_many(keys)
+                while None in values and (left := deadline - time.monotonic()) > 0:
+                    watch.wait(left)
+                    values = self.get_many(keys)
+        found = [value for value in values if value is not None]
+        if len(found) == len(keys):
+            return found
+        missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+        raise StoreTimeout(f"{self.address}: no {missing} after {timeout:g} s")
+
+    def delete(self, key: str) -> bool:
+        answer = self._gateway.call("/v3/kv/deleterange", {"key": self._key(key)})
+        return int(answer.get("deleted", 0)) > 0
+
+    def items(self, prefix: str = "") -> dict[str, bytes]:
+        start = (self._values + prefix).encode()
+        body = {"key": b64(start), "range_end": b64(range_end(start))}
+        entries = self._gateway.call("/v3/kv/range", body).get("kvs", [])
+        cut = len(self._values)
+        return {unb64(kv["key"]).decode()[cut:]: unb64(kv.get("value", "")) for kv in entries}
+
+    def watch(self, prefix: str = "") -> Watch:
+        answer = self._gateway.call("/v3/kv/range", {"key": b64(self._marker)})
+        gateway = Gateway(self._gateway.endpoints)
+        start = (self._values + prefix).encode()
+        return EtcdWatch(gateway, start, len(self._values), int(answer["header"]["revision"]))
+
+    def lease(self, ttl: float) -> Lease:
+        if ttl <= 0:
+            raise ValueError(f"a lease needs a positive time-to-live, got {ttl}")
+        answer = self._gateway.call("/v3/lease/grant", {"TTL": str(math.ceil(ttl))})
+        return EtcdLease(self._gateway, str(answer["ID"]), ttl)
+
+    def namespace(self, prefix: str) -> Store:
+        return NamespacedStore(self, prefix)
+
+    def clone(self) -> EtcdStore:
+        return EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=self._root)
+
+    def as_c10d(self, prefix: str = "") -> C10dStore:
+        from phalanx.comm.stores._c10d import for_torch
+
+        with self._writing:
+            if self._torch is None:
+                root = f"{self._root}/c10d"
+                self._torch = EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=root)
+        return for_torch(self._torch, prefix)
+
+    def close(self) -> None:
+        if self._marker_revision:
+            self._marker_revision = 0
+            try:
+                self._gateway.call("/v3/kv/deleterange", {"key": b64(self._marker)}, patience=0)
+            except StoreError:
+                pass  # a marker left behind harms nobody
+        self._gateway.close()
+
+    def _key(self, key: str) -> str:
+        return b64((self._values + key).encode())
+
+    def _write_if(self, key: str, condition: dict[str, str], value: bytes) -> tuple[bool, _Entry | None]:
+        """Write if ``condition`` holds, once; otherwise the entry as it is."""
+        name, marker = self._key(key), b64(self._marker)
+        with self._writing:
+            token = os.urandom(8)
+            unchanged = {"key": marker, "target": "MOD", "mod_revision": str(self._marker_revision)}
+            body = {
+                "compare": [{"key": name, **condition}, unchanged],
+                "success": [
+                    {"request_put": {"key": name, "value": b64(value)}},
+                    {"request_put": {"key": marker, "value": b64(token)}},
+                ],
+                "failure": [{"request_range": {"key": name}}, {"request_range": {"key": marker}}],
+            }
+            answer = self._gateway.call("/v3/kv/txn", body)
+            if answer.get("succeeded"):
+                self._marker_revision = int(answer["header"]["revision"])
+                return True, None
+            entry, mark = (_entry(response) for response in answer["responses"])
+            if mark is not None and mark.value == token:
+                self._marker_revision = mark.revision
+                return True, None  # an earlier copy of this request, whose answer was lost, did it
+            return False, entry
+
+
+class _Entry:
+    """A key's value and the revision that wrote it."""
+
+    def __init__(self, kv: dict[str, Any]) -> None:
+        self.value = unb64(kv.get("value", ""))
+        self.revision = int(kv["mod_revision"])
+
+    @classmethod
+    def of(cls, answer: dict[str, Any]) -> _Entry | None:
+        entries = answer.get("kvs", [])
+        return cls(entries[0]) if entries else None
+
+
+def _entry(response: dict[str, Any]) -> _Entry | None:
+    return _Entry.of(response["response_range"])
+
+
+class EtcdLease(Lease):
+    """A lease of an ``EtcdStore``; made by ``lease()``."""
+
+    def __init__(self, gateway: Gateway, number: str, ttl: float) -> None:
+        self._gateway = gateway
+        self.id = number
+        self.ttl = ttl
+        self.address = gateway.address
+
+    def refresh(self) -> bool:
+        answer = self._gateway.call("/v3/lease/keepalive", {"ID": self.id})
+        return int(answer["result"].get("TTL", 0)) > 0
+
+    def revoke(self) -> None:
+        try:
+            self._gateway.call("/v3/lease/revoke", {"ID": self.id})
+        except EtcdError as error:
+            if error.code != NOT_FOUND:  # it has run out already
+                raise

@@ -1,0 +1,161 @@
+"""Talking to an etcd v3 cluster through its JSON gateway.
+
+Owns endpoints, fail-over and errors; knows nothing of stores. A request that one member cannot answer (it is down,
+has lost its leader, or is silent) goes to the next one, until ``PATIENCE`` seconds have passed or every member
+refuses connections: then ``StoreLost``. So a request may reach etcd twice: callers send only what may be
+repeated (see ``_etcd`` for how ``add`` and ``compare_and_set`` are made so).
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import StoreError, StoreLost
+
+if TYPE_CHECKING:
+    import httpx
+
+PATIENCE = 10.0
+"""Seconds that a cluster may need to answer, with the election of a new leader in between."""
+
+REFUSALS = 3
+"""Rounds in which every member refuses the connection before the store counts as lost."""
+
+_RETRY_CODES = {4, 8, 10, 14}  # deadline exceeded, resource exhausted, aborted, unavailable
+NOT_FOUND = 5
+
+
+class EtcdError(StoreError):
+    """etcd understood a request and refused it; ``code`` is the gRPC status."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Gateway:
+    """A client of the cluster at ``endpoints`` (``host:port`` each). Thread-safe."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        import httpx  # only those who use etcd need it
+
+        self.endpoints = tuple(endpoints)
+        self.address = "etcd://" + ",".join(endpoints)
+        self._current = 0
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = httpx.Client(
+            timeout=httpx.Timeout(3.0, connect=1.0),
+            limits=httpx.Limits(max_connections=64),
+            trust_env=False,  # no proxy between a job and its store
+            verify=False,  # there is no TLS here, and loading certificates takes 60 ms
+        )
+
+    def client(self) -> httpx.Client:
+        if self._client is None:
+            raise StoreLost(f"store {self.address} was closed by this client", address=self.address)
+        return self._client
+
+    def url(self, path: str) -> str:
+        return f"http://{self.endpoints[self._current]}{path}"
+
+    def call(
+        self, path: str, body: dict[str, Any], *, patience: float = PATIENCE, starting: bool = False
+    ) -> dict[str, Any]:
+        """Send one request that may be repeated, and return the answer.
+
+        ``starting``: the servers may be about to start, so that refused connections are no reason to give up.
+        """
+        import httpx
+
+        attempts = Attempts(self, patience, starting=starting)
+        while True:
+            url = self.url(path)
+            try:
+                response = self.client().post(url, json=body)
+            except httpx.ConnectError as error:
+                attempts.refused(url, error)
+            except httpx.TransportError as error:
+                attempts.failed(url, error)
+            except RuntimeError as error:  # closed by another thread in the middle of the call
+                self.client()
+                raise StoreLost(f"lost the store {self.address}: {error}", address=self.address) from error
+            else:
+                answer = _answer(response)
+                if response.status_code == 200:
+                    return answer
+                error_here = EtcdError(
+                    f"{self.address}: {answer.get('error')}", code=int(answer.get("code", 14))
+                )
+                if error_here.code not in _RETRY_CODES:
+                    raise error_here
+                attempts.failed(url, error_here)
+
+    def next_endpoint(self, after: str) -> None:
+        """Move on, unless another thread did so already."""
+        with self._lock:
+            if after.startswith(f"http://{self.endpoints[self._current]}/"):
+                self._current = (self._current + 1) % len(self.endpoints)
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class Attempts:
+    """Counts what went wrong in one request and decides when to give up."""
+
+    def __init__(self, gateway: Gateway, patience: float, *, starting: bool = False) -> None:
+        self._gateway = gateway
+        self._starting = starting
+        self._deadline = time.monotonic() + patience
+        self._refusals = 0
+
+    def refused(self, url: str, error: Exception) -> None:
+        self._refusals += 1
+        # Nobody listens anywhere: that is not an election.
+        everywhere = self._refusals >= REFUSALS * len(self._gateway.endpoints)
+        self._next(url, error, give_up=everywhere and not self._starting)
+
+    def failed(self, url: str, error: Exception) -> None:
+        self._refusals = 0
+        self._next(url, error, give_up=False)
+
+    def _next(self, url: str, error: Exception, *, give_up: bool) -> None:
+        address = self._gateway.address
+        if give_up or time.monotonic() >= self._deadline:
+            message = f"lost the store {address}: {type(error).__name__}: {error}"
+            raise StoreLost(message, address=address) from error
+        self._gateway.next_endpoint(url)
+        time.sleep(0.05)
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    """The first JSON object of the body (lease/keepalive answers with a stream of one)."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return {"error": response.text[:200], "code": 14}
+    if not isinstance(answer, dict):
+        return {"error": repr(answer)[:200], "code": 14}
+    return answer
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def unb64(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def range_end(prefix: bytes) -> bytes:
+    """The first key after all that start with ``prefix``."""
+    for index in reversed(range(len(prefix))):
+        if prefix[index] < 0xFF:
+            return prefix[:index] + bytes([prefix[index] + 1])
+    return b"\x00"  # etcd's word for "to the end"

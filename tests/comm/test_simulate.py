@@ -1,0 +1,165 @@
+"""Ranks in one process: determinism, errors, deadlocks, scripted faults."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from phalanx.comm import faults, simulate
+from phalanx.errors import (
+    CollectiveMismatch,
+    PeerLost,
+    PeerTimeout,
+    RankFailed,
+    SimulatedDeadlock,
+    SimulationError,
+)
+
+pytestmark = pytest.mark.fast
+
+
+def test_interleaving_is_the_same_every_time() -> None:
+    def trace() -> list[str]:
+        log: list[str] = []
+
+        def main(group) -> None:
+            for step in range(3):
+                log.append(f"{group.rank}:{step}")
+                group.barrier()
+
+        simulate(4).run(main)
+        return log
+
+    first = trace()
+    assert sorted(first) == sorted(f"{r}:{s}" for r in range(4) for s in range(3))
+    assert all(trace() == first for _ in range(5))
+
+
+def test_each_rank_has_its_own_random_numbers() -> None:
+    def main(group):
+        torch.manual_seed(group.rank)
+        first = torch.rand(1).item()
+        group.barrier()
+        return first, torch.rand(1).item()
+
+    for rank, drawn in enumerate(simulate(3).run(main)):
+        torch.manual_seed(rank)
+        assert drawn == (torch.rand(1).item(), torch.rand(1).item())
+
+
+def test_the_first_error_is_reported_with_its_rank_and_the_others_are_released() -> None:
+    cleaned: list[int] = []
+
+    def main(group) -> None:
+        try:
+            if group.rank == 2:
+                raise KeyError("lost")
+            group.barrier()
+        finally:
+            cleaned.append(group.rank)
+
+    with pytest.raises(RankFailed, match="rank 2 of 4 raised KeyError: 'lost'") as caught:
+        simulate(4).run(main)
+    assert caught.value.rank == 2
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert sorted(cleaned) == [0, 1, 2], "rank 3 had not begun"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
+def test_a_deadlock_says_what_each_rank_waits_for() -> None:
+    def main(group) -> None:
+        if group.rank == 0:
+            group.recv(torch.zeros(1), src=1, tag=5)
+        else:
+            group.barrier()
+
+    with pytest.raises(SimulatedDeadlock) as caught:
+        simulate(3).run(main)
+    text = str(caught.value)
+    assert "rank 0: waits for a message from rank 1 with tag 5" in text
+    assert "rank 2: waits for barrier() (number 0) of ranks [0] of [0, 1, 2]" in text
+
+
+def test_mismatched_calls_are_found() -> None:
+    def main(group) -> None:
+        group.all_reduce(torch.zeros(2 + group.rank))
+
+    with pytest.raises(RankFailed, match=r"rank 1: all_reduce\(float32, \[3\], sum\)") as caught:
+        simulate(2).run(main)
+    assert isinstance(caught.value.__cause__, CollectiveMismatch)
+
+
+def test_a_rank_blocked_outside_of_collectives_is_reported_with_its_stack() -> None:
+    gate = threading.Event()
+
+    def main(group) -> None:
+        if group.rank == 0:
+            gate.wait()
+
+    with pytest.raises(SimulationError, match=r"did not end within 0.2 s(.|\n)*gate.wait"):
+        simulate(2, timeout=0.2).run(main)
+    gate.set()
+
+
+def test_survivors_of_a_scripted_death_get_peer_lost_and_go_on_in_a_subgroup() -> None:
+    def main(group):
+        with faults.play(faults.kill_at(rank=1, step=2)):
+            group.barrier()
+            group.barrier()
+            with pytest.raises(PeerLost) as caught:
+                group.all_reduce(torch.ones(1))
+        rest = group.subgroup([0, 2])
+        tensor = torch.ones(1)
+        rest.all_reduce(tensor)
+        return caught.value.ranks, tensor.item()
+
+    assert simulate(3).run(main) == [((1,), 2.0), None, ((1,), 2.0)]
+
+
+def test_a_scripted_hang_gives_peer_timeout() -> None:
+    def main(group):
+        with faults.play(faults.hang_at(rank=0, step=1)):
+            group.barrier()
+            with pytest.raises(PeerTimeout, match="rank 0 of generation 0 hangs"):
+                group.barrier()
+        return True
+
+    assert simulate(3).run(main) == [None, True, True]
+
+
+def test_a_scripted_failure_raises_in_its_rank_only() -> None:
+    def main(group):
+        with faults.play(faults.fail_at(rank=1, step=0, name="broadcast")):
+            group.barrier()
+            group.broadcast(torch.ones(1), 0)
+
+    with pytest.raises(RankFailed, match="rank 1 was told to fail at collective 0") as caught:
+        simulate(2).run(main)
+    assert isinstance(caught.value.__cause__, faults.InjectedFailure)
+
+
+def test_polling_for_completion_lets_the_others_run() -> None:
+    def main(group):
+        work = group.all_reduce(torch.ones(1), async_op=True)
+        polls = 0
+        while not work.is_done():
+            polls += 1
+        return polls < 100
+
+    assert simulate(3).run(main) == [True] * 3
+
+
+def test_hundreds_of_ranks_work() -> None:
+    def main(group):
+        tensor = torch.tensor([1])
+        group.all_reduce(tensor)
+        return tensor.item()
+
+    assert simulate(200).run(main) == [200] * 200
+
+
+def test_needs_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="at least one rank"):
+        simulate(0)

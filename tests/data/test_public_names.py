@@ -1,0 +1,42 @@
+"""The public names of phalanx.data, frozen: adding or removing one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import phalanx.data
+
+pytestmark = pytest.mark.fast
+
+
+def test_public_names():
+    assert phalanx.data.__all__ == [
+        "BlockShuffled",
+        "ConcatOrder",
+        "ElasticBatchSampler",
+        "ElasticDistributedSampler",
+        "IndexOrder",
+        "Order",
+        "PaddingIndex",
+        "SamplerMismatch",
+        "SamplerOrder",
+        "Sequential",
+        "Shuffled",
+        "WeightedOrder",
+        "WithWeights",
+        "weight_of",
+    ]
+    assert all(hasattr(phalanx.data, name) for name in phalanx.data.__all__)
+
+
+def test_examples_in_docstrings_hold():
+    attempted = 0
+    for module in pkgutil.iter_modules(phalanx.data.__path__, "phalanx.data."):
+        result = doctest.testmod(importlib.import_module(module.name))
+        assert result.failed == 0, module.name
+        attempted += result.attempted
+    assert attempted >= 20

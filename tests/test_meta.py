@@ -1,0 +1,193 @@
+"""The repository keeps its own rules: layers, forbidden imports, file table, parity table, dependencies."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "phalanx"
+
+# What each package may import of phalanx, beside itself. Imports point down only.
+VALUES = {"errors", "world", "membership"}
+LAYERS = {
+    "errors": set(),
+    "world": {"errors"},
+    "membership": {"errors"},
+    "comm": VALUES,
+    "data": VALUES | {"comm"},
+    "launch": VALUES | {"comm"},
+    "tensor": VALUES | {"comm"},
+    "shard": VALUES | {"comm", "tensor"},
+    "ddp": VALUES | {"comm"},
+    "elastic": VALUES | {"comm", "data", "ddp"},
+    "__init__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+}
+FORBIDDEN = re.compile(
+    r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"
+    r"|distributed\.(tensor|device_mesh|_shard|elastic|launcher|run|algorithms|checkpoint|fsdp)\b"
+    r"|distributed\.(Reducer|Logger)$)"
+)
+
+
+def python_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported dotted name, with its line; ``from a import b`` counts as ``a`` and ``a.b``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: import absolutely"
+            yield node.module or "", node.lineno
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def test_imports_point_down_only() -> None:
+    wrong = []
+    for path in python_files(SOURCE):
+        package = package_of(path)
+        assert package in LAYERS, f"{path}: tell LAYERS what {package} may import"
+        for name, line in imports(path):
+            parts = name.split(".")
+            other = parts[1] if parts[0] == "phalanx" and len(parts) > 1 and parts[1] in LAYERS else package
+            if other != package and other not in LAYERS[package]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_comm_imports_torch_distributed() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in python_files(SOURCE)
+        if package_of(path) != "comm"
+        for name, line in imports(path)
+        if re.match(r"torch\.(distributed|_C\._distributed)", name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_part_of_torch_that_is_ours_to_write_is_used() -> None:
+    wrong = []
+    for path in python_files(SOURCE):
+        wrong += [f"{path}:{line} imports {name}" for name, line in imports(path) if FORBIDDEN.match(name)]
+        text = path.read_text()
+        wrong += [f"{path}: uses {name}" for name in re.findall(r"\bdist\.(?:Reducer|Logger)\b", text)]
+        wrong += [
+            f"{path}: uses {name}" for name in re.findall(r"nn\.parallel\.DistributedDataParallel", text)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_phalanx_does_not_import_torch() -> None:
+    code = "import sys, phalanx; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_every_package_is_typed_and_documented() -> None:
+    assert (SOURCE / "py.typed").exists()
+    undocumented = [
+        path for path in python_files(SOURCE) if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not undocumented
+
+
+def test_architecture_lists_every_file() -> None:
+    listed = re.findall(r"^\| `([^`]+\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    tree = [
+        str(path.relative_to(ROOT))
+        for folder in ("src", "benchmarks", "examples")
+        for path in python_files(ROOT / folder)
+    ]
+    assert sorted(listed) == sorted(tree), (
+        f"missing in ARCHITECTURE.md: {sorted(set(tree) - set(listed))}; "
+        f"listed but not there: {sorted(set(listed) - set(tree))}"
+    )
+
+
+def parity_rows() -> list[tuple[str, str, str]]:
+    rows = []
+    for line in (ROOT / "docs" / "parity.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if (
+            line.startswith("|")
+            and len(cells) == 3
+            and not set(cells[0]) <= set("-: ")
+            and cells[1] != "ours"
+        ):
+            rows.append((cells[0], cells[1], cells[2]))
+    return rows
+
+
+def resolve(dotted: str) -> object:
+    """Import the longest module prefix, then walk attributes."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(dotted)
+
+
+def test_parity_names_exist_and_are_tested() -> None:
+    rows = parity_rows()
+    assert rows, "docs/parity.md has no table"
+    wrong = []
+    for name, ours, test in rows:
+        for dotted in re.findall(r"`(phalanx[\w.]+)`", ours):
+            try:
+                resolve(dotted)
+            except (ImportError, AttributeError) as error:
+                wrong.append(f"{name}: {dotted}: {error}")
+        if not ours.startswith("`phalanx"):
+            if len(ours) + len(test) < 12:
+                wrong.append(f"{name}: neither a name of ours nor a reason")
+            continue
+        for file, function in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", test) or [("", "")]:
+            path = ROOT / file
+            if not file or not path.exists() or (function and f"def {function}(" not in path.read_text()):
+                wrong.append(f"{name}: no test {test}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_dependency_is_justified_and_pinned() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    names = {name.lower() for name in re.findall(r'^    "([A-Za-z0-9_-]+)>=', text, re.MULTILINE)}
+    assert {"torch", "httpx", "pytest"} <= names
+    reasons = (ROOT / "docs" / "dependencies.md").read_text()
+    pins = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    for name in names:
+        assert f"| `{name}` |" in reasons, f"{name} is not in docs/dependencies.md"
+        assert re.search(rf"^{name}==", pins, re.MULTILINE), f"{name} is not in constraints.txt"
+    assert "torch==2.13.0" in pins
+
+
+def test_files_are_read_in_one_sitting() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in python_files(SOURCE)
+        if (count := len(path.read_text().splitlines())) > 500
+    }
+    assert not long, f"split by reason to change: {long}"
