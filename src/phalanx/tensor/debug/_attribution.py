@@ -2,7 +2,8 @@
 
 Owns ``Attribution``. Forward, the module is the innermost whose forward (with its hooks) runs, the operation the torch
 function that runs. Backward, autograd says which node runs, and a node keeps the number it got when it was made;
-numbers only grow, so the numbers that passed while an operation ran forward tell which operation of which module made the node.
+numbers only grow, so the numbers that passed while an operation ran forward tell which operation of which module made
+the node.
 Nodes that were made before the mode began belong to nobody and count for the root.
 """
 
