@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from phalanx.tensor import _class_loss
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
+from phalanx.tensor._modes import settings
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 
@@ -29,6 +31,8 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     first, target, weight, reduction, ignored, smoothing = (*args, *(None, _MEAN, -100, 0.0)[len(args) - 2 :])
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
+    if settings.loss_parallel and any(p.is_shard(1) for p in first.placements):
+        return _class_loss.cross_entropy(first, target, weight, reduction, ignored, smoothing)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
     total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)
@@ -136,7 +140,9 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **(kwargs or {})}
     indices, weight = given["input"], given["weight"]
     if given.get("max_norm") is not None:
-        raise NotImplementedError("embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight")
+        raise NotImplementedError(
+            "embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight"
+        )
     padding = given.get("padding_idx")
     padding = -1 if padding is None else padding % weight.shape[0]
     options = (bool(given.get("scale_grad_by_freq", False)), bool(given.get("sparse", False)))

@@ -27,7 +27,6 @@ from phalanx.tensor._log import log_decision
 from phalanx.tensor._modes import (
     check_explicit_move,
     check_explicit_reduction,
-    implicit_replication,
     settings,
 )
 from phalanx.tensor._names import OpName, op_name
@@ -51,7 +50,18 @@ _BOOL_KEYS = {False: "=False", True: "=True"}
 class Decision:
     """How one call runs on locals."""
 
-    __slots__ = ("form", "inputs", "is_view", "local", "moves", "name", "outputs", "plain", "reductions", "run")
+    __slots__ = (
+        "form",
+        "inputs",
+        "is_view",
+        "local",
+        "moves",
+        "name",
+        "outputs",
+        "plain",
+        "reductions",
+        "run",
+    )
 
     def __init__(self, name: str, form: str, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
         self.name = name
