@@ -79,6 +79,11 @@ class Decision:
 _cache: dict[Any, Decision | None] = {}
 
 
+def forget_decisions() -> None:
+    """Decide anew from now on: a rule was changed."""
+    _cache.clear()
+
+
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of every function that has a sharding rule; the hot path."""
     if not kwargs and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:

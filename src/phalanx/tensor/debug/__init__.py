@@ -1,0 +1,8 @@
+"""Seeing what distributed tensors do: communication by module and line, and pictures of layouts."""
+
+from __future__ import annotations
+
+from phalanx.tensor.debug._comm_mode import CommDebugMode
+from phalanx.tensor.debug._visualize import sharding_svg, visualize_sharding
+
+__all__ = ["CommDebugMode", "sharding_svg", "visualize_sharding"]
