@@ -72,7 +72,12 @@ class Report:
 
 def samples_of(op: OpInfo, limit: int) -> list[Any]:
     dtype = next(
-        (d for d in (torch.float32, torch.complex64, torch.int64, torch.bool) if d in op.dtypes), None
+        (
+            d
+            for d in (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)
+            if d in op.dtypes
+        ),
+        None,
     )
     if dtype is None:
         return []

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.fast
 

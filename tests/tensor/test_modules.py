@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from phalanx import comm
 from phalanx.comm import init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch import Tensor, nn
 
 
 def on_mesh(body: Callable[..., Any], *shape: int) -> list[Any]:
@@ -133,7 +134,9 @@ def test_every_optimizer_takes_the_same_steps(name: str, variant: str) -> None:
     if variant == "fused" and name not in ("SGD", "Adam", "AdamW", "Adagrad"):
         pytest.skip("torch has no fused variant of it")
     options = dict(OPTIMIZERS[name])
-    options.update({"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[variant])
+    options.update(
+        {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[variant]
+    )
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     x = torch.randn(5, 4)
@@ -149,7 +152,9 @@ def test_every_optimizer_takes_the_same_steps(name: str, variant: str) -> None:
     expected = train(copy.deepcopy(model), x)
 
     def body(mesh: Any) -> list[Any]:
-        net = sharded(copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()])
+        net = sharded(
+            copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()]
+        )
         return train(net, distribute_tensor(x, mesh, [Shard(0)]))
 
     for found in on_mesh(body, 2):
@@ -168,7 +173,12 @@ def test_clip_grad_norm_is_global_under_every_placement(norm_type: float, foreac
     expected = nn.utils.clip_grad_norm_(plain, 1.5, norm_type, foreach=foreach)
 
     def body(mesh: Any) -> None:
-        layouts = [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(1), Shard(1)]]
+        layouts = [
+            [Shard(0), Shard(1)],
+            [Replicate(), Shard(0)],
+            [Replicate(), Replicate()],
+            [Shard(1), Shard(1)],
+        ]
         mine = []
         for v, placements in zip(values, layouts, strict=True):
             p = nn.Parameter(distribute_tensor(v, mesh, placements))
@@ -277,7 +287,10 @@ def test_unmodified_modules(make: Callable[[], nn.Module]) -> None:
         out = net(*[data] * copies)
         out = out[0] if isinstance(out, tuple) else out
         out.square().sum().backward()
-        return [t.full_tensor() if isinstance(t, DTensor) else t for t in (out, *(p.grad for p in net.parameters()))]
+        return [
+            t.full_tensor() if isinstance(t, DTensor) else t
+            for t in (out, *(p.grad for p in net.parameters()))
+        ]
 
     expected = run(copy.deepcopy(module), x)
 
@@ -309,4 +322,3 @@ def test_training_does_not_grow() -> None:
 
     for first, last in on_mesh(body, 2):
         assert first == last
-

@@ -20,7 +20,6 @@ from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh
 
-
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others out, or
 # every step size of an optimizer would be a new decision.
 KEPT_FLOATS = (0.0, 1.0)

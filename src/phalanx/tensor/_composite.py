@@ -18,28 +18,23 @@ from phalanx.tensor._fallback import run_replicated
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 
-_CE_NAMES = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
-)  # fmt: skip
+_NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """The mean is a sum divided by the weight of the targets that count, each over all shards."""
-    given = {**dict(zip(_CE_NAMES, args, strict=False)), **(kwargs or {})}
-    first, target = given["input"], given["target"]
-    legacy = given.get("size_average") is not None or given.get("reduce") is not None
-    distributed = isinstance(first, DTensor) and isinstance(target, DTensor)
-    if legacy or not distributed or first.ndim < 2:
+    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which F.cross_entropy calls.
+
+    The mean is a sum divided by the weight of the targets that count, each over all shards.
+    """
+    first, target, weight, reduction, ignored, smoothing = (*args, *(None, _MEAN, -100, 0.0)[len(args) - 2 :])
+    if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
-    rest = {k: v for k, v in given.items() if k not in ("input", "target", "reduction") and v is not None}
-    reduction = given.get("reduction", "mean")
-    if reduction != "mean":
-        return run_rule(func, (first, target), {**rest, "reduction": reduction})
-    total = run_rule(func, (first, target), {**rest, "reduction": "sum"})
+    if reduction != _MEAN:
+        return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
+    total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)
     if target.is_floating_point():
         return total / (first.numel() // first.shape[1])
-    weight = given.get("weight")
-    counted = target != given.get("ignore_index", -100)
+    counted = target != ignored
     if weight is None:
         return total / counted.sum()
     safe = torch.where(counted, target, torch.zeros_like(target))
@@ -131,8 +126,28 @@ def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
     return run_replicated(func, args, kwargs)
 
 
+_EMBEDDING_NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.embedding(indices, weight)`` without its Python body; ``torch.embedding`` has the rule."""
+    if func is not F.embedding:
+        return run_rule(func, args, kwargs)
+    given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **(kwargs or {})}
+    indices, weight = given["input"], given["weight"]
+    if given.get("max_norm") is not None:
+        raise NotImplementedError(
+            "embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight"
+        )
+    padding = given.get("padding_idx")
+    padding = -1 if padding is None else padding % weight.shape[0]
+    options = (bool(given.get("scale_grad_by_freq", False)), bool(given.get("sparse", False)))
+    return run_rule(torch.embedding, (weight, indices, padding, *options), None)
+
+
 COMPOSITE = {
-    "cross_entropy": cross_entropy,
+    "embedding": embedding,
+    "cross_entropy_loss": cross_entropy,
     "linalg_vector_norm": vector_norm,
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
-from phalanx.tensor._dtensor import DTensor, _handlers, wrap
-from phalanx.tensor._execute import ReduceGrad, move, run_plan
+from phalanx.tensor._dtensor import DTensor, _handlers, _make_subclass, wrap
+from phalanx.tensor._execute import move, reduce_gradient, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._log import log_decision
 from phalanx.tensor._modes import (
     check_explicit_move,
     check_explicit_reduction,
-    implicit_replication,
     settings,
 )
 from phalanx.tensor._names import OpName, op_name
@@ -42,13 +41,27 @@ CACHE_LIMIT = 20_000
 
 _PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, complex})
 _FLOATS = KEPT_FLOATS
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+_INTS = frozenset({int})
+_NO_KEYWORDS: dict[str, Any] = {}
 _BOOL_KEYS = {False: "=False", True: "=True"}
 
 
 class Decision:
     """How one call runs on locals."""
 
-    __slots__ = ("form", "inputs", "is_view", "local", "moves", "name", "outputs", "reductions", "run")
+    __slots__ = (
+        "form",
+        "inputs",
+        "is_view",
+        "local",
+        "moves",
+        "name",
+        "outputs",
+        "plain",
+        "reductions",
+        "run",
+    )
 
     def __init__(self, name: str, form: str, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
         self.name = name
@@ -60,18 +73,23 @@ class Decision:
         self.local: Any = None
         self.run: Any = None
         self.is_view = False
+        self.plain = False  # one local call, nothing moved, one result
 
 
 _cache: dict[Any, Decision | None] = {}
 
 
+def forget_decisions() -> None:
+    """Decide anew from now on: a rule was changed."""
+    _cache.clear()
+
+
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of every function that has a sharding rule; the hot path."""
-    if kwargs:
-        return _run_general(func, args, kwargs)
+    if not kwargs and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
+        return _run_pair(func, args)
     key: list[Any] = [func]
     values: list[Any] = []
-    tensors: list[DTensor] = []
     grad = False
     for arg in args:
         kind = type(arg)
@@ -83,18 +101,31 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
                 grad = True
             key.append(arg._spec)
             values.append(local)
-            tensors.append(arg)
-        elif kind in _PLAIN:
+            continue
+        values.append(arg)
+        if kind in _PLAIN:
             key.append(arg)
-            values.append(arg)
         elif kind is float:
             key.append(arg if arg in _FLOATS else float)
-            values.append(arg)
         elif kind is bool:
             key.append(_BOOL_KEYS[arg])
-            values.append(arg)
+        elif kind in _SEQUENCES and _INTS.issuperset(map(type, arg)):
+            key.append(tuple(arg))
         else:
             return _run_general(func, args, kwargs)
+    if kwargs:
+        for name, arg in kwargs.items():
+            kind = type(arg)
+            if kind in _PLAIN:
+                key += (name, arg)
+            elif kind is bool:
+                key += (name, _BOOL_KEYS[arg])
+            elif kind is float:
+                key += (name, arg if arg in _FLOATS else float)
+            else:
+                return _run_general(func, args, kwargs)
+    else:
+        kwargs = _NO_KEYWORDS
     if grad:
         grad = torch.is_grad_enabled()
     key.append(grad)
@@ -102,20 +133,59 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _decide_and_remember(found, func, args, {}, tensors, grad)
+        tensors = [arg for arg in args if type(arg) is DTensor]
+        if any(t._spec.mesh is not tensors[0]._spec.mesh for t in tensors):
+            return _run_general(func, args, kwargs)
+        decision = _decide_and_remember(found, func, args, kwargs, tensors, grad)
     if decision is None:
-        return run_replicated(func, args, {})
+        return run_replicated(func, args, kwargs)
     if decision.form == "self" and args[0]._stale is not None:
         check_writable(args[0], decision.name)
     if decision.moves or decision.reductions:
         _move_inputs(decision, args, values)
     if decision.local is None:
-        result = func(*values)
+        result = func(*values, **kwargs)
     else:
-        result = decision.local(decision.run, tuple(values), {})
+        result = decision.local(decision.run, tuple(values), kwargs)
     if decision.form == "one" and not decision.is_view:
         return wrap(result, decision.outputs[0])
-    return _finish(decision, result, args[0], tensors)
+    return _finish(decision, result, args[0], args)
+
+
+def _run_pair(func: Any, args: Any) -> Any:
+    """``run_rule`` for two DTensors and nothing else, which is most of what a model does."""
+    left, right = args
+    if left._stale is not None:
+        check_fresh(left)
+    if right._stale is not None:
+        check_fresh(right)
+    a, b = left._local, right._local
+    grad = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+    found = (func, left._spec, right._spec, grad)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        if left._spec.mesh is not right._spec.mesh:
+            return _run_general(func, args, None)
+        decision = _decide_and_remember(found, func, args, {}, [left, right], grad)
+    if decision is None:
+        return run_replicated(func, args, None)
+    if decision.plain:
+        result = func(a, b)
+        spec = decision.outputs[0]
+        if result.dtype is not spec.dtype:
+            spec = spec.with_dtype(result.dtype)
+        wrapped = _make_subclass(DTensor, spec.template)
+        wrapped._local = result
+        wrapped._spec = spec
+        return wrapped
+    values = [a, b]
+    if decision.form == "self" and left._stale is not None:
+        check_writable(left, decision.name)
+    if decision.moves or decision.reductions:
+        _move_inputs(decision, args, values)
+    result = func(*values) if decision.local is None else decision.local(decision.run, tuple(values), {})
+    return _finish(decision, result, left, args)
 
 
 def _move_inputs(decision: Decision, args: Any, values: list[Any]) -> None:
@@ -133,7 +203,7 @@ def _move_inputs(decision: Decision, args: Any, values: list[Any]) -> None:
         if local.requires_grad:
             if explicit:
                 check_explicit_reduction(decision.name, args[position]._spec, axes)
-            values[position] = ReduceGrad.apply(local, groups, False)
+            values[position] = reduce_gradient(local, groups)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
@@ -172,11 +242,12 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     return _finish(decision, result, tensors[0], tensors)
 
 
-def _finish(decision: Decision, result: Any, first: DTensor, tensors: list[DTensor]) -> Any:
+def _finish(decision: Decision, result: Any, first: DTensor, tensors: Any) -> Any:
     if decision.form == "self":
         return first
-    outputs = iter(decision.outputs)
-    wrapped = wrap_all(result, outputs)
+    if decision.form == "one" and not decision.moves:
+        return wrap(result, decision.outputs[0])
+    wrapped = wrap_all(result, iter(decision.outputs))
     if decision.is_view and decision.moves:
         for view in tensors_in(wrapped):
             mark_copied_view(view, tensors[0], decision.name)
@@ -235,6 +306,8 @@ def _decide(
         positions = [i for i, arg in enumerate(args) if type(arg) is DTensor]
         decision.moves = tuple((positions[i], plan) for i, plan in decision.moves)
         decision.reductions = tuple((positions[i], what) for i, what in decision.reductions)
+    simple = decision.form == "one" and decision.local is None and not (decision.moves or decision.reductions)
+    decision.plain = simple and not sharding.is_view
     log_decision(name.base, inputs, decision)
     return decision
 
@@ -274,7 +347,9 @@ def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
         axes = tuple(
             axis
             for axis, placement in enumerate(target.placements)
-            if placement.is_replicate() and any(not out[axis].is_replicate() for out in outs)
+            if placement.is_replicate()
+            and target.mesh.shape[axis] > 1
+            and any(not out[axis].is_replicate() for out in outs)
         )
         if axes:
             yield index, (tuple(target.mesh.get_group(axis) for axis in axes), axes)
@@ -289,12 +364,19 @@ def rule_of(name: OpName) -> Any:
 def _run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
     kwargs = kwargs or {}
-    try:
-        flatten(args, kwargs)
-    except NeedsPromotion:
+    if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):
         args, kwargs = promote(op_name(func).base, args, kwargs)
-    with implicit_replication():
+    previous, settings.implicit_replication = settings.implicit_replication, True
+    try:
         return body(*args, **kwargs)
+    finally:
+        settings.implicit_replication = previous
+
+
+def _is_plain(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_is_plain, arg))
+    return isinstance(arg, Tensor) and type(arg) is not DTensor
 
 
 def find_handler(func: Any) -> Any:

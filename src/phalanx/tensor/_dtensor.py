@@ -22,6 +22,7 @@ from phalanx.tensor._spec import Spec
 
 _TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class DTensor(torch.Tensor):
@@ -235,6 +236,21 @@ class DTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def backward(  # type: ignore[override]  # the same arguments
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        if type(gradient) is DTensor and inputs is None and gradient._spec is self._spec.cotangent:
+            if not any(p.is_partial("avg") for p in self._spec.placements):
+                keep = create_graph if retain_graph is None else retain_graph
+                _run_backward(
+                    (self._local,), (gradient._local,), keep, create_graph, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
+                return
+        from phalanx.tensor._autograd import backward
+
+        backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
 
     @property
     def data(self) -> DTensor:  # type: ignore[override]  # see shape

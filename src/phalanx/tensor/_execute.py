@@ -7,7 +7,9 @@ backward right for partial tensors. Reductions by min, max and product are not l
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def move(local: Tensor, plan: Plan) -> Tensor:
     """``run_plan`` as an autograd node."""
     _check_linear(plan)
     back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
-    result: Tensor = Move.apply(local, plan, back, 1.0, _average_scale(plan.source, plan.target))
+    result: Tensor = _apply_move(local, plan, back, 1.0, _average_scale(plan.source, plan.target))
     return result
 
 
@@ -70,21 +72,45 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         there, back, scale, scale_back = ctx.plans
-        grad = Move.apply(grads[0].contiguous(), back, there, scale_back, scale)
+        grad = _apply_move(grads[0].contiguous(), back, there, scale_back, scale)
         return grad, None, None, None, None
 
 
-class ReduceGrad(torch.autograd.Function):
-    """Identity forward; backward sums the gradient over mesh axes where replicas did different work."""
+# torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
+_apply_move = super(torch.autograd.Function, Move).apply
+
+
+def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
+    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
+
+    A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
+    (create_graph), the sum is such a node.
+    """
+    alias = local.view_as(local)
+    # what register_hook does, without making a handle to remove the hook by
+    alias._backward_hooks = OrderedDict({0: partial(_sum_gradient, groups)})
+    alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
+    return alias
+
+
+def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and grad.requires_grad:
+        result: Tensor = _SumOver.apply(grad, groups, True)
+        return result
+    return _sum_over(grad, groups)
+
+
+class _SumOver(torch.autograd.Function):
+    """Sum over groups one way, identity the other."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[Group, ...], forward_reduces: bool) -> Tensor:
-        ctx.groups, ctx.forward_reduces = groups, forward_reduces
-        return _sum_over(local, groups) if forward_reduces else local.view_as(local)
+    def forward(ctx: Any, local: Tensor, groups: tuple[Group, ...], sums: bool) -> Tensor:
+        ctx.groups, ctx.sums = groups, sums
+        return _sum_over(local, groups) if sums else local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ReduceGrad.apply(grads[0], ctx.groups, not ctx.forward_reduces), None, None
+        return _SumOver.apply(grads[0], ctx.groups, not ctx.sums), None, None
 
 
 def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:

@@ -30,7 +30,9 @@ def foreach(func: Any, args: Any, kwargs: Any) -> Any:
     if base in _REDUCING:
         return _one_by_one(base, first, args[1:], kwargs or {})
     specs = [t._spec if type(t) is DTensor else None for t in first]
-    odd = any(spec is None for spec in specs) or any(_is_partial(spec) for spec in specs if base not in _LINEAR)
+    odd = any(spec is None for spec in specs) or any(
+        _is_partial(spec) for spec in specs if base not in _LINEAR
+    )
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs or {})
     local_args = [_locals(arg, specs) for arg in args]

@@ -153,7 +153,9 @@ class Node:
 
     def register_hook(self, hook: Any) -> Any:
         inputs, outputs = self._call.inputs, self._call.outputs
-        return self._node.register_hook(lambda gi, go: _unwrapped(hook(_wrapped(gi, inputs), _wrapped(go, outputs)), inputs))
+        return self._node.register_hook(
+            lambda gi, go: _unwrapped(hook(_wrapped(gi, inputs), _wrapped(go, outputs)), inputs)
+        )
 
     def register_prehook(self, hook: Any) -> Any:
         outputs = self._call.outputs
@@ -162,7 +164,8 @@ class Node:
 
 def _wrapped(grads: Any, specs: list[Spec | None]) -> tuple[Any, ...]:
     return tuple(
-        wrap(g, spec.cotangent) if spec is not None and g is not None else g for g, spec in zip(grads, specs, strict=True)
+        wrap(g, spec.cotangent) if spec is not None and g is not None else g
+        for g, spec in zip(grads, specs, strict=True)
     )
 
 

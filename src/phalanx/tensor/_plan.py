@@ -131,7 +131,8 @@ def _steps_from(spec: Spec, options: Sequence[tuple[Placement, ...]]) -> Iterato
         for after in choices:
             if after == now[axis]:
                 continue
-            kind = _kind(now, axis, now[axis], after)
+            alone = spec.mesh.shape[axis] == 1  # then all placements are the same
+            kind = "relabel" if alone else _kind(now, axis, now[axis], after)
             if kind is not None:
                 yield Step(kind, axis, spec, spec.with_placements((*now[:axis], after, *now[axis + 1 :])))
 

@@ -41,21 +41,15 @@ class Spec:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_template",
-        "dtype",
-        "local_shape",
-        "mesh",
-        "placements",
-        "shape",
-        "variants",
-    )
+        "__weakref__", "dtype", "local_shape", "mesh", "placements", "shape", "template", "variants",
+    )  # fmt: skip
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     dtype: torch.dtype
     local_shape: tuple[int, ...]
+    template: Tensor  # a meta tensor of the global shape, which wrappers are made from
     variants: dict[Any, Any]  # other specs and plans derived from this one, made on demand
 
     _known: weakref.WeakValueDictionary[Any, Spec] = weakref.WeakValueDictionary()
@@ -77,16 +71,9 @@ class Spec:
                 known.dtype = dtype
                 known.local_shape = known._local_shape()
                 known.variants = {}
-                known._template = None
+                with torch.inference_mode(False):
+                    known.template = torch.empty(size, dtype=dtype, device="meta")
             return known
-
-    @property
-    def template(self) -> Tensor:
-        """A meta tensor of the global shape, which wrappers are made from."""
-        found: Tensor | None = self._template
-        if found is None:
-            found = self._template = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return found
 
     def with_dtype(self, dtype: torch.dtype) -> Spec:
         if dtype is self.dtype:

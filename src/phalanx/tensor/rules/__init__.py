@@ -81,7 +81,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), layers.pooling),
     "scaled_dot_product_attention": layers.attention,
     **dict.fromkeys(("mse_loss", "l1_loss"), layers.elementwise_loss),
-    "cross_entropy": layers.cross_entropy,
+    "cross_entropy_loss": layers.cross_entropy,
 }
 
 # Functions of torch.nn.functional that are written in Python and have a rule under the same name with the same arguments.

@@ -62,7 +62,7 @@ def embedding(call: Call) -> Sharding | None:
 
     def local(run: LocalRun, args: Any, kwargs: Any) -> Tensor:
         spec = run.inputs[0]
-        if not spec.cuts(0):
+        if spec.local_shape[0] == spec.shape[0]:
             return run.func(*args, **kwargs)  # type: ignore[no-any-return]  # torch.embedding
         return masked_lookup(args[0], args[1], spec.local_offset(0), padding, spec.shape[0])
 
@@ -197,12 +197,10 @@ def _reduction(call: Call) -> str:
 
 
 def cross_entropy(call: Call) -> Sharding | None:
-    """Batch dims may be cut for reductions ``none`` and ``sum``; the handler makes the mean from two sums."""
+    """Batch dims may be cut for reductions ``none`` (0) and ``sum`` (2); ``_composite.py`` makes the mean from two sums."""
     first, target = call.inputs[:2]
-    reduction = call.kwargs.get("reduction", "mean")
-    if len(call.args) > 2 and not all(a is None for a in call.args[2:]):
-        return None
-    if first.ndim < 2 or len(call.inputs) > 3 or reduction == "mean":
+    reduction = call.arg(3, "reduction", 1)
+    if first.ndim < 2 or len(call.inputs) > 3 or reduction == 1:
         return None
     same = target.ndim == first.ndim
     rest: tuple[Placement, ...] = (REPLICATE,) * (len(call.inputs) - 2)
@@ -211,6 +209,6 @@ def cross_entropy(call: Call) -> Sharding | None:
         if d == 1:
             continue
         onto = d if same or d == 0 else d - 1
-        out: Placement = PARTIAL_SUM if reduction == "sum" else Shard(d if d == 0 else d - 1)
+        out: Placement = PARTIAL_SUM if reduction == 2 else Shard(d if d == 0 else d - 1)
         choices.append(Choice((Shard(d), Shard(onto), *rest), (out,)))
     return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])

@@ -273,6 +273,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
+_IDENTITY = frozenset({"clone", "detach", "contiguous"})  # whatever is partial stays so
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
 _CASTS = frozenset(
     {"to", "type", "type_as", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
@@ -332,7 +333,7 @@ def _linear_choices(call: Call) -> list[Choice]:
         return []
     ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
     choices = []
-    for op in sorted(ops & {"sum", "avg"}):
+    for op in sorted(ops if call.name in _IDENTITY else ops & {"sum", "avg"}):
         partial = Partial(op)
         for together in sets:
             if max(together) >= len(call.inputs):

@@ -114,7 +114,7 @@ def reshape(call: Call) -> Sharding | None:
 
 def _to_local_shape(run: LocalRun, args: Any, kwargs: Any) -> Any:
     shape = run.outputs[0].local_shape
-    if run.func in (torch.Tensor.view, torch.Tensor.view_as):
+    if run.func is torch.Tensor.view or run.func is torch.Tensor.view_as:
         return args[0].view(shape)
     return args[0].reshape(shape)
 
