@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import redistribute_local
@@ -22,6 +23,7 @@ from phalanx.tensor._spec import Spec
 
 _TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -44,6 +46,8 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _num_dispatch_modes():
+            refuse_tracing(func)
         handler = _handlers.get(func)
         if handler is None:
             handler = _find_handler(func)
@@ -240,14 +244,14 @@ class DTensor(torch.Tensor):
     def backward(  # type: ignore[override]  # the same arguments
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
-        if type(gradient) is DTensor and inputs is None and gradient._spec is self._spec.cotangent:
-            if not any(p.is_partial("avg") for p in self._spec.placements):
-                keep = create_graph if retain_graph is None else retain_graph
-                _run_backward(
-                    (self._local,), (gradient._local,), keep, create_graph, (),
-                    allow_unreachable=True, accumulate_grad=True,
-                )  # fmt: skip
-                return
+        spec = self._spec
+        if type(gradient) is DTensor and inputs is None and gradient._spec is spec and spec is spec.cotangent:
+            keep = create_graph if retain_graph is None else retain_graph
+            grads = (gradient._local,)
+            _run_backward(
+                (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+            return
         from phalanx.tensor._autograd import backward
 
         backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
@@ -283,6 +287,16 @@ class DTensor(torch.Tensor):
         copy = _restore(wrap(local, self._spec), state)
         memo[id(self)] = copy
         return copy
+
+
+def refuse_tracing(func: Any) -> None:
+    """Tracers would record the local part as a constant: wrong on every other rank and for every other input."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
+                f"tracing DTensors is not supported"
+            )
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:

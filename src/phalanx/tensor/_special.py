@@ -88,6 +88,12 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
 
 
+def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.view_as(y)`` is ``x.view(y.shape)``, and so on."""
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return getattr(args[0], func.__name__.removesuffix("_as"))(other.shape)
+
+
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
     local = func(args[0]._local.detach(), *args[1:], **(kwargs or {}))
     mesh = args[0]._spec.mesh
@@ -111,6 +117,7 @@ TABLE: dict[str, Handler] = {
     "new_ones": _new,
     "new_full": _new,
     "new_tensor": _new_tensor,
+    **dict.fromkeys(("view_as", "reshape_as", "expand_as"), _as_other),
     "backward": _autograd.backward,
     "grad": _autograd.grad,
     "register_hook": _autograd.register_hook,

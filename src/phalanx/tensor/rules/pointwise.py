@@ -348,7 +348,8 @@ def _linear_choices(call: Call) -> list[Choice]:
 def _stays_inexact(call: Call) -> bool:
     """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
     if call.in_place:
-        return all(one.dtype.is_floating_point for one in call.inputs)
+        kinds = {one.dtype for one in call.inputs}
+        return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
     given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     fixed = {
         "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
@@ -358,6 +359,8 @@ def _stays_inexact(call: Call) -> bool:
         return False
     before = call.inputs[0].dtype
     after = fixed or (given[0] if given else call.inputs[-1].dtype)
+    if after.itemsize < before.itemsize:
+        return False  # rounding each contribution is not rounding the sum
     return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
         before.is_complex and after.is_complex
     )
