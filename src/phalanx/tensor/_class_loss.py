@@ -1,7 +1,7 @@
 """Cross entropy on logits whose classes are cut over the mesh, without gathering them.
 
-Owns the computation behind ``loss_parallel``: the maximum and the sum of exponentials are reduced over ranks (one number
-per row each), and each row's target logit comes from the one rank that holds it.
+Owns the computation behind ``loss_parallel``: the maximum and the sum of exponentials are reduced over ranks (one
+number per row each), and each row's target logit comes from the one rank that holds it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cross_entropy(
     return losses.sum() if reduction == 2 else losses.sum() / factor.sum()
 
 
-def _reduced_max(logits: DTensor, rows: list[Placement]) -> Any:
+def _reduced_max(logits: Any, rows: list[Placement]) -> Any:
     """The maximum over classes, whole on every rank that holds the row; a rank without classes has none to offer."""
     spec = logits._spec
     local = logits._local

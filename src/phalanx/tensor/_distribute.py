@@ -1,7 +1,7 @@
 """From plain tensors to distributed ones, and from one layout to another: the user-facing moves.
 
-Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s and run in
-``_execute.py``.
+Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s
+and run in ``_execute.py``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
         group = mesh.get_group(axis)
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
-            parts = [part.contiguous() for part in local.split(sizes, placement.dim)]
+            parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
             mine = torch.empty_like(parts[group.rank])
             group.scatter(mine, parts if group.rank == src else None, src)
             local = mine
@@ -190,7 +190,7 @@ def redistribute(
         return tensor if local is tensor._local else wrap(local, spec)
     moved = redistribute_local(local, spec, target)
     if backward_dtype is not None and moved.requires_grad:
-        moved = _CastGrad.apply(moved, backward_dtype)
+        moved = _CastGrad.apply(moved, backward_dtype)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return wrap(moved, target)
 
 

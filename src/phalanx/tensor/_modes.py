@@ -1,7 +1,7 @@
 """What the user allows: surprise communication, implicit replicas, operations without a rule.
 
-Owns the per-rank settings and their context managers, and the counter of fallbacks. Settings belong to the thread, which
-is the rank in a simulation and the trainer in a real process.
+Owns the per-rank settings and their context managers, and the counter of fallbacks. Settings belong to the thread,
+which is the rank in a simulation and the trainer in a real process.
 """
 
 from __future__ import annotations

@@ -22,7 +22,13 @@ from phalanx.tensor.rules import DIRECT_PYTHON
 Handler = Callable[[Any, Any, Any], Any]
 
 # Answered from the local tensor alone: true of the whole if true of a part.
-_FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get", "is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get", "is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get", "is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset", "names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get", "suggest_memory_format", "has_symint.get"])  # fmt: skip
+_FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
+"element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
+"is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
+"is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
+"is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
+"names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get",
+"suggest_memory_format", "has_symint.get"])  # fmt: skip
 
 
 def _from_local(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""CommDebugMode: which collectives a piece of code runs, how many bytes, in which module, forward or backward, at which line.
+"""CommDebugMode: which collectives a piece of code runs, how many bytes, in which module, forward or backward, at
+which line.
 
-Owns the recording and its renderings (table, JSON, HTML). The events are those of ``comm.observe``; modules are followed by
-torch's global module hooks while a mode is active. Modes nest: each sees what happens inside it.
+Owns the recording and its renderings (table, JSON, HTML). The events are those of ``comm.observe``; modules are
+followed by torch's global module hooks while a mode is active. Modes nest: each sees what happens inside it.
 """
 
 from __future__ import annotations
@@ -145,8 +146,7 @@ class CommDebugMode:
             lines += [f"{line}: {name} {count}x" for (line, name), count in sorted(by_line.items())]
         if noise_level >= 3:
             lines += [
-                f"{i}: {r.name}{'(' + r.op + ')' if r.op else ''} {r.nbytes} B {'backward' if r.backward else 'forward'} "
-                f"{r.module} at {r.line}"
+                f"{i}: {r.name} {r.op} {r.nbytes} B {'backward' if r.backward else 'forward'} {r.module} at {r.line}"
                 for i, r in enumerate(self.records)
             ]
         return "\n".join(lines)

@@ -46,4 +46,5 @@ def _fold(name: str, node: dict[str, Any], open_: bool = False) -> str:
     inner = "".join(_fold(child, part) for child, part in node["children"].items())
     table = f"<table>{rows}</table>" if rows else ""
     mark = " open" if open_ else ""
-    return f"<details{mark}><summary>{escape(name)} <span class=b>{count} collectives, {size} B</span></summary>{table}{inner}</details>"
+    summary = f"{escape(name)} <span class=b>{count} collectives, {size} B</span>"
+    return f"<details{mark}><summary>{summary}</summary>{table}{inner}</details>"

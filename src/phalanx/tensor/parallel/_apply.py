@@ -22,7 +22,8 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Apply a style to ``module``, or styles to its parts: names with dots, each part may be a pattern (``layers.*.up``).
+    """Apply a style to ``module``, or styles to its parts: names with dots, each part may be a pattern
+    (``layers.*.up``).
 
     >>> parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel()})   # doctest: +SKIP
     """

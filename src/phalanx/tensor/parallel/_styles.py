@@ -1,8 +1,8 @@
 """Styles: what a module's parameters, inputs and outputs become on a one-axis mesh.
 
 Owns the style classes. A style changes a module in place: it replaces parameters by DTensors and registers hooks around
-forward that bring inputs and outputs into the layouts it was given. Plain tensors count as this rank's part in the layout
-that the style names for them.
+forward that bring inputs and outputs into the layouts it was given. Plain tensors count as this rank's part in the
+layout that the style names for them.
 """
 
 from __future__ import annotations

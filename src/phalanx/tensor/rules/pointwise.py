@@ -6,6 +6,8 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
@@ -263,7 +265,11 @@ BINARY = [
 _ONE = ((0,),)
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
-        ["clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag", "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero"],
+        (
+            "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
+            "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj",
+            "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero",
+        ),
         _ONE,
     ),
     "add": ((0, 1),), "sub": ((0, 1),), "subtract": ((0, 1),), "rsub": ((0, 1),), "copy": ((0, 1),),
@@ -280,10 +286,16 @@ _CASTS = frozenset(
 )
 
 
+def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """The shape that torch broadcasts ``shapes`` to."""
+    result: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return result
+
+
 def pointwise(call: Call) -> Sharding | None:
     """Sharded as the inputs are, dim by dim; see the module."""
     shapes = [one.shape for one in call.inputs]
-    out = call.inputs[0].shape if call.in_place else torch.broadcast_shapes(*shapes)
+    out = call.inputs[0].shape if call.in_place else broadcast_shape(shapes)
     choices = [all_replicated(call, 1)]
     dims = sorted(
         {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
