@@ -22,11 +22,13 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which F.cross_entropy calls.
+    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which
+    F.cross_entropy calls.
 
     The mean is a sum divided by the weight of the targets that count, each over all shards.
     """
-    first, target, weight, reduction, ignored, smoothing = (*args, *(None, _MEAN, -100, 0.0)[len(args) - 2 :])
+    given = list(args) + [None, _MEAN, -100, 0.0][len(args) - 2 :]
+    first, target, weight, reduction, ignored, smoothing = given
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:

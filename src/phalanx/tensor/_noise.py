@@ -1,14 +1,15 @@
 """Random bits that belong to elements: each element of a tensor has its own, wherever the element lives.
 
-Owns ``element_bits`` and the distributions made from it. Pure: a function of the stream (seed, number of the draw) and of
-the layout. Element i of the flattened global tensor gets word i of the Philox sequence of its stream, so any rank can
-make the words of the elements it holds without making the others'.
+Owns ``element_bits`` and the distributions made from it. Pure: a function of the stream (seed, number of the draw)
+and of the layout. Element i of the flattened global tensor gets word i of the Philox sequence of its stream, so any
+rank can make the words of the elements it holds without making the others'.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,8 @@ def words(stream: tuple[int, int], start: int, count: int) -> Words:
     generator = np.random.Philox(key=np.array(stream, dtype=np.uint64))
     generator.advance(start // 4)
     skip = start % 4
-    return generator.random_raw(count + skip)[skip:]
+    drawn = np.asarray(generator.random_raw(count + skip), dtype=np.uint64)
+    return cast(Words, drawn[skip:])
 
 
 def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:

@@ -37,9 +37,9 @@ def local_map(
 ) -> Any:
     """``func`` on this rank's parts: DTensors go in as local tensors, results come out as DTensors.
 
-    ``out_placements``: placements of the result (a list), or a tuple of such lists, one per result (None: not a tensor).
-    ``in_placements``: what each argument must have; another layout is an error unless ``redistribute_inputs``.
-    ``in_grad_placements``: how the gradient of each local argument is laid out.
+    ``out_placements``: placements of the result (a list), or a tuple of such lists, one per result (None: not a
+    tensor). ``in_placements``: what each argument must have; another layout is an error unless
+    ``redistribute_inputs``. ``in_grad_placements``: how the gradient of each local argument is laid out.
 
     >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))   # doctest: +SKIP
     ... def matmul(a, b):
@@ -112,9 +112,10 @@ def _from_local(result: Any, placements: Any, mesh: DeviceMesh) -> Any:
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function (or several) a sharding rule for one mesh axis.
 
-    The decorated function gets the call's arguments, with a ``Spec`` (shape, dtype, placements) in place of each DTensor, and
-    returns a list of choices: (placements of the results, placements of the arguments; None for arguments that are not
-    tensors). Full replication is always a choice. ``op`` is anything that dispatches through ``__torch_function__``.
+    The decorated function gets the call's arguments, with a ``Spec`` (shape, dtype, placements) in place of each
+    DTensor, and returns a list of choices: (placements of the results, placements of the arguments; None for
+    arguments that are not tensors). Full replication is always a choice. ``op`` is anything that dispatches through
+    ``__torch_function__``.
 
     >>> @register_sharding(my_gelu)                               # doctest: +SKIP
     ... def rule(x):
