@@ -17,10 +17,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from processes import Worker, run_processes
+from processes import Worker, _context, run_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+# torch's DTensor takes seconds to import: do it once, in the server that the processes are forked from.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "phalanx.comm",
+    "phalanx.tensor.parallel",
+    "phalanx.tensor.experimental",
+]
+_context.set_forkserver_preload(
+    [*_PRELOADED, "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental"]
+)
 
 MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
-TIMEOUT = 110.0
+TIMEOUT = 240.0
 
 
 def both() -> tuple[SimpleNamespace, SimpleNamespace]:
