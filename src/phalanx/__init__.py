@@ -8,15 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from phalanx import _torch_hook
+
 __version__ = "0.1.0"
 
 # Public name -> the package that defines it.
 _HOMES = {
+    "DeviceMesh": "phalanx.comm",
+    "DistributedDataParallel": "phalanx.ddp",
+    "ElasticBatchSampler": "phalanx.data",
+    "ElasticDistributedSampler": "phalanx.data",
     "Group": "phalanx.comm",
+    "Job": "phalanx.elastic",
     "init": "phalanx.comm",
+    "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "errors", "membership", "world"})
+_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "world"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -33,3 +41,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_PACKAGES})
+
+
+_torch_hook.install()

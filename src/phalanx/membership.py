@@ -62,6 +62,11 @@ def progress_key(worker_id: str) -> str:
     return f"progress/{worker_id}"
 
 
+def wish_key(node_id: str) -> str:
+    """How many workers a node should run, as decimal text; its agent grows or shrinks the node accordingly."""
+    return f"wish/{node_id}"
+
+
 class RecordError(ValueError):
     """A control record does not parse or has a version that this release does not know."""
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.fast
 def test_names_of_comm() -> None:
     assert sorted(phalanx.comm.__all__) == [
         "CommEvent",
+        "DeviceMesh",
         "Group",
         "ReduceOp",
         "Simulation",
@@ -21,6 +22,7 @@ def test_names_of_comm() -> None:
         "current_group",
         "faults",
         "init",
+        "init_device_mesh",
         "observe",
         "simulate",
         "stores",

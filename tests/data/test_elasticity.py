@@ -334,7 +334,7 @@ slot_arguments = {
 
 
 @pytest.mark.fast
-@pytest.mark.filterwarnings("ignore:step . is issued again")  # that is what an abort is for
+@pytest.mark.filterwarnings("ignore:step .* is issued again")  # that is what an abort is for
 @STEADY
 @given(**slot_arguments)
 def test_any_history_of_workers_commits_every_epoch_once_in_order(**example):
@@ -343,7 +343,7 @@ def test_any_history_of_workers_commits_every_epoch_once_in_order(**example):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:step . is issued again")
+@pytest.mark.filterwarnings("ignore:step .* is issued again")
 @LONG
 @given(**slot_arguments)
 def test_any_history_of_workers_commits_every_epoch_once_in_order_long(**example):

@@ -141,14 +141,14 @@ loader_arguments = {
 
 
 @fast
-@pytest.mark.filterwarnings("ignore:step . is issued again")  # that is what an abort is for
+@pytest.mark.filterwarnings("ignore:step .* is issued again")  # that is what an abort is for
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(**loader_arguments)
 def test_aborts_and_regroups_through_loaders(**example):
     check_loaders(**example, num_workers=0)
 
 
-@pytest.mark.filterwarnings("ignore:step . is issued again")
+@pytest.mark.filterwarnings("ignore:step .* is issued again")
 @settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(**loader_arguments)
 def test_aborts_and_regroups_through_loaders_with_persistent_workers(**example):
@@ -157,7 +157,7 @@ def test_aborts_and_regroups_through_loaders_with_persistent_workers(**example):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore:step . is issued again")
+@pytest.mark.filterwarnings("ignore:step .* is issued again")
 @settings(max_examples=60, deadline=None, database=None)
 @given(**loader_arguments)
 def test_aborts_and_regroups_through_loaders_with_persistent_workers_long(**example):

@@ -207,6 +207,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 first_position=state.position,
             )
         self._timeline, self.seed, self._step = timeline, state.seed, step
+        self._watch_commits, self._read_in_vain = step == 0, False  # who saved a later step does commit
 
     def epoch_was_read(self) -> None:
         """An iteration has come to the end of the epoch."""

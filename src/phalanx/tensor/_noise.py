@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,7 @@ def words(stream: tuple[int, int], start: int, count: int) -> Words:
     generator.advance(start // 4)
     skip = start % 4
     drawn = np.asarray(generator.random_raw(count + skip), dtype=np.uint64)
-    return cast(Words, drawn[skip:])
+    return drawn[skip:]
 
 
 def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
@@ -46,7 +45,8 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
     runs = _runs(held[last])
     if min(length for _, length in runs) * inner < SHORT_RUN:
         whole = words(stream, 0, math.prod(shape)).reshape(shape)
-        return whole[np.ix_(*held)]
+        picked: Words = whole[np.ix_(*held)]
+        return picked
     bases = np.zeros(1, dtype=np.int64)
     for d in range(last):
         bases = (bases[:, None] * shape[d] + held[d][None, :]).reshape(-1)

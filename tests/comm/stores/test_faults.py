@@ -223,6 +223,9 @@ FORK = """
 import json, os, sys, traceback
 from phalanx.comm.stores import connect
 
+def say(value):
+    os.write(1, (json.dumps(value) + "\\n").encode())  # one write: lines of several processes never mix
+
 def fork_all(count, work):
     pids = []
     for index in range(count):
@@ -232,7 +235,6 @@ def fork_all(count, work):
             try:
                 with connect(sys.argv[1]) as root:
                     work(index, root)
-                sys.stdout.flush()
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -253,7 +255,7 @@ def work(index, root):
         while not done:
             before = store.get("list")
             done = store.compare_and_set("list", before, (before or b"") + b"%d " % number)
-    print(json.dumps(numbers))
+    say(numbers)
 
 fork_all(16, work)
 """
@@ -321,7 +323,7 @@ def work(rank, root):
     store = root.namespace(f"{sys.argv[2]}/default").as_c10d()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.barrier()
-    print(json.dumps([key for key in root.items() if "gloo/" in key]))
+    say([key for key in root.items() if "gloo/" in key])
     dist.destroy_process_group()
 
 fork_all(2, work)

@@ -1,0 +1,399 @@
+"""The agent of a node: one loop that takes events one by one, asks the policy, and acts.
+
+Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
+exit is acted upon when it happens, not at a polling interval; every generation ends by one verdict that all agents
+share (``_journal``); whatever way ``run`` is left, no worker remains.
+Assumptions: ``_sources`` threads only post events; the rendezvous agrees on members, this class never does.
+Rejected: a thread per worker (signals, ordering); waiting for the rendezvous in this thread (a worker may die or a
+signal come meanwhile).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+
+from phalanx.launch import _policy
+from phalanx.launch._crew import Crew, CrewMember
+from phalanx.launch._diagnosis import HangWatch, dump_stacks
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._generation import Generation
+from phalanx.launch._observer import Observer
+from phalanx.launch._options import AgentOptions
+from phalanx.launch._policy import Action, Situation, Verdict
+from phalanx.launch._results import Results
+from phalanx.launch._roster import Roster
+from phalanx.launch._signals import SignalException
+from phalanx.launch._sources import (
+    AllDone,
+    Ended,
+    Event,
+    Exited,
+    Formed,
+    JoinFailed,
+    Requested,
+    Signalled,
+    Sources,
+)
+from phalanx.launch._spec import RunResult, WorkerSpec, WorkerState
+from phalanx.launch.rendezvous._interface import (
+    GenerationEnd,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+)
+from phalanx.membership import Broken
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
+
+    def __init__(
+        self, spec: WorkerSpec, crew: Crew, sources: Sources, options: AgentOptions, observer: Observer
+    ) -> None:
+        self.spec = spec
+        self.state = WorkerState.INIT
+        self.is_in_exit_barrier = False
+        self.alive_at = time.time()
+        self.current: Generation | None = None
+        self._handler = spec.rdzv_handler
+        self._crew = crew
+        self._sources = sources
+        self._options = options
+        self._observer = observer
+        self._heals = options.on_failure == "heal"
+        self._is_joining = False
+        self._size = spec.local_world_size
+        """How many workers this node starts with when all start anew."""
+        self._roster = Roster(f"{socket.gethostname()}.{secrets.token_hex(3)}", spec.local_world_size)
+        self._running_on = -1
+        """The generation before, when its workers were to leave it at a step boundary."""
+        self._results = Results()
+        self._wish = -1
+        self._hang = HangWatch(crew, options.hang_timeout) if options.hang_timeout > 0 else None
+        self._are_stacks_dumped = False
+        self._result: RunResult | None = None
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        """Take part in the job until it is over. Leaves no worker behind, however it is left."""
+        try:
+            self._join()
+            while self._result is None:
+                self.alive_at = time.time()
+                event = self._sources.next(self.spec.monitor_interval)
+                if event is not None:
+                    self._take(event)
+            return self._result
+        finally:
+            self._sources.leave_generation()
+            self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
+            if self.current:
+                self.current.close()
+
+    @property
+    def _generation(self) -> Generation:
+        assert self.current is not None, "nothing happens to workers before the first generation"
+        return self.current
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            self._on_exit(event.member)
+        elif isinstance(event, Formed):
+            self._on_formed(event.info)
+        elif isinstance(event, JoinFailed):
+            self._on_join_failed(event.error)
+        elif isinstance(event, Signalled):
+            self._on_signal(event.signum)
+        elif self._is_joining or self.current is None or event.generation != self.current.number:
+            pass  # about a generation that this node has left already
+        elif isinstance(event, Ended):
+            self._on_end(event.end)
+        elif isinstance(event, Requested):
+            self._on_request(event)
+        elif isinstance(event, AllDone):
+            self._on_all_done(event)
+
+    # -- forming a generation ------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Ask for the next generation with the workers of the roster; fork those that are new meanwhile."""
+        self._is_joining = True
+        self._observer.joining()
+        self._handler.set_local_size(self._roster.size, tuple(self._roster.ids))
+        self._sources.join()
+        self._crew.prepare(sum(worker_id not in self._crew.members for worker_id in self._roster.ids))
+
+    def _on_formed(self, info: RendezvousInfo) -> None:
+        self._is_joining = False
+        if self.current:
+            self.current.close()
+        self.current = generation = Generation(info, self._handler)
+        if not generation.serve_bootstrap():
+            self._change_members("the bootstrap port was taken")
+            return
+        places = generation.places(self.spec.master_addr)
+        self._observer.generation_formed(info)
+        new = [place for place in places if place.worker_id not in self._crew.members]
+        for member in self._crew.start(new, generation.job_facts(self.spec, self._options.on_failure)):
+            self._observer.worker_started(member)
+        for place in places:
+            self._crew.members[place.worker_id].place = place
+        self.state = WorkerState.HEALTHY
+        self._are_stacks_dumped = False
+        if self._hang:
+            self._hang.reset(time.monotonic())
+        self._sources.follow(info, max(self.spec.monitor_interval, 0.1), self._watched_ids)
+        self._judge_early_exits()
+
+    def _judge_early_exits(self) -> None:
+        """Who died while the generation was being agreed upon."""
+        for worker_id in list(self._roster.ids):
+            member = self._crew.members.get(worker_id)
+            if self._is_joining or self._result is not None:
+                return  # the generation is over already, and with it everybody's exit is dealt with
+            if member is not None and not member.is_running and not member.is_judged:
+                self._judge_exit(member)
+
+    def _on_join_failed(self, error: BaseException) -> None:
+        self._is_joining = False
+        if isinstance(error, RendezvousClosedError) and self.current is not None:
+            self._on_closed(str(error))
+            return
+        self.state = WorkerState.UNKNOWN
+        raise error
+
+    # -- exits ---------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, member: CrewMember) -> None:
+        self._observer.worker_exited(member)
+        if not self._is_joining and not member.is_judged and member.id in self._roster.ids:
+            self._judge_exit(member)
+
+    def _judge_exit(self, member: CrewMember) -> None:
+        member.is_judged = True
+        if self._has_left(member):
+            self._roster.drop(member.id)
+            self._crew.forget(member.id)
+            verdict = _policy.on_leave(self._situation(), reason=f"worker {member.id} left")
+            if verdict is not None:
+                self._end_generation(verdict, (member.id,))
+            else:
+                self._finish_if_done()
+        elif member.has_succeeded:
+            self._results.values[member.place.rank] = self._crew.value_of(member)
+            self._finish_if_done()
+        else:
+            self._on_failure()
+
+    def _has_left(self, member: CrewMember) -> bool:
+        """Whether its end was agreed: it was asked to go, or said that it would."""
+        if member.is_asked_to_leave:
+            return True
+        journal, number = self._generation.journal, self._generation.number
+        return self._heals and member.has_succeeded and journal.is_leaving(number, member.id)
+
+    def _on_failure(self) -> None:
+        """At least one worker of this node has failed; all that have by now are dealt with together."""
+        now = time.time()
+        members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
+        members = [member for member in members if not member.is_running and not member.has_succeeded]
+        failures = [self._crew.failure_of(member, now) for member in members]
+        first = min(failures, key=lambda failure: failure.timestamp)
+        reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
+        is_hopeless = first.is_start_failure
+        verdict = _policy.on_failure(self._situation(), reason=reason, is_start_failure=is_hopeless)
+        verdict = self._generation.end(verdict, tuple(member.id for member in members), self._running_on)
+        for failure in failures:
+            self._results.add_failure(failure, self._generation)
+        self._obey(verdict)
+
+    def _situation(self) -> Situation:
+        survivors = len([member for member in self._crew.running if member.id in self._roster.ids])
+        return self._generation.situation(self.spec, self._options.on_failure, survivors)
+
+    # -- the end of a generation ---------------------------------------------------------------------------------
+
+    def _end_generation(self, verdict: Verdict, lost: tuple[str, ...] = ()) -> None:
+        self._obey(self._generation.end(verdict, lost, self._running_on))
+
+    def _change_members(self, reason: str) -> None:
+        self._end_generation(_policy.on_membership_change(self._situation(), reason=reason))
+
+    def _on_end(self, end: GenerationEnd) -> None:
+        if end.kind == "closed":
+            self._on_closed(end.reason)
+        elif end.kind == "wanted" and self._heals:
+            self._want_regroup(end.reason)
+        elif end.kind == "wanted":
+            self._change_members(end.reason)
+        elif end.kind == "broken":
+            change = _policy.on_membership_change(self._situation(), reason=end.reason)
+            self._obey(self._generation.journal.decide(self._generation.number, change))
+        else:
+            self._on_lost(end.reason)
+
+    def _obey(self, verdict: Verdict) -> None:
+        self._running_on = -1
+        log.warning(
+            "generation %d is over (%s): %s", self._generation.number, verdict.action.value, verdict.reason
+        )
+        self._observer.generation_ended(self._generation.number, verdict, self.spec.max_restarts)
+        self.is_in_exit_barrier = False
+        if verdict.action is Action.FAIL:
+            self._fail(verdict.reason)
+        elif self._heals:
+            self._go_on_with_survivors(verdict)
+        else:
+            self._stop_all()
+            self._results.values.clear()
+            self._roster.renew(self._size)
+            self._join()
+
+    def _go_on_with_survivors(self, verdict: Verdict) -> None:
+        replace = verdict.action is not Action.SHRINK
+        for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
+            if successor:
+                self._observer.worker_replaced(self._crew.members[worker_id], successor)
+            self._crew.forget(worker_id)
+        if self._roster.ids:
+            self._join()
+        else:
+            self._finish(self._results.node_is_empty())
+
+    def _stop_all(self) -> None:
+        self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
+        self.state = WorkerState.STOPPED
+        for worker_id in list(self._crew.members):
+            self._crew.forget(worker_id)
+
+    def _fail(self, reason: str) -> None:
+        self._stop_all()
+        result = self._results.failed(self._generation, reason)
+        self._handler.set_closed()
+        self._finish(result)
+
+    def _on_closed(self, reason: str) -> None:
+        verdict = self._generation.journal.verdict(self._generation.number)
+        if verdict is not None and verdict.action is Action.FAIL:
+            self._obey(verdict)
+        elif self.is_in_exit_barrier:
+            self._finish(self._results.succeeded())
+        else:
+            self._stop_all()
+            self._finish(RunResult(WorkerState.STOPPED))
+
+    def _on_lost(self, reason: str) -> None:
+        """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
+        if self.is_in_exit_barrier:
+            log.warning("the store went away while waiting for other nodes to finish: %s", reason)
+            self._finish(self._results.succeeded())
+            return
+        log.error("lost the rendezvous: %s; stopping this node's workers and trying to join again", reason)
+        self._stop_all()
+        self._roster.renew(self._size)
+        self._join()
+
+    # -- finishing -----------------------------------------------------------------------------------------------
+
+    def _finish_if_done(self) -> None:
+        members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
+        if self.is_in_exit_barrier or not all(member.is_judged for member in members):
+            return  # also when all have ended but the news of one, and with it its value, is still to come
+        self.state = WorkerState.SUCCEEDED
+        self.is_in_exit_barrier = True
+        self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "done")
+        if self._generation.info.world_size == 1:
+            self._on_all_done(AllDone(self._generation.number, ""))
+        else:
+            self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
+
+    def _on_all_done(self, event: AllDone) -> None:
+        if event.error:
+            log.warning("not all nodes said that they are done: %s", event.error)
+        else:
+            try:
+                self._handler.set_closed()
+            except RendezvousConnectionError:
+                pass  # the node that served the store has read that all are done, and gone
+        self._finish(self._results.succeeded())
+
+    def _finish(self, result: RunResult) -> None:
+        self._sources.leave_generation()
+        self.state = result.state
+        self._result = result
+        self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        log.warning("got %s: stopping the workers", signum.name)
+        self._observer.shut_down(f"got {signum.name}", succeeded=False)
+        self.state = WorkerState.STOPPED
+        self._crew.stop(signum, self._options.shutdown_timeout)
+        raise SignalException(f"agent {os.getpid()} got {signum.name}", sigval=signum)
+
+    # -- requests through the store, hangs -----------------------------------------------------------------------
+
+    def _watched_ids(self) -> list[str]:
+        return [member.id for member in self._crew.running] if self._hang else []
+
+    def _on_request(self, request: Requested) -> None:
+        if request.stacks and not self._are_stacks_dumped:
+            self._dump_stacks(request.stacks)
+        self._check_hang(request.progress)
+        if self.is_in_exit_barrier:
+            return
+        if request.wish is not None and request.wish != self._wish:
+            self._wish = request.wish
+            if request.wish != self._roster.size:
+                self._resize(request.wish)
+
+    def _want_regroup(self, reason: str) -> None:
+        """Form the next generation while the workers go on with this one until their next step boundary."""
+        change = _policy.on_membership_change(self._situation(), reason=reason)
+        self._generation.journal.decide(self._generation.number, change)
+        self._handler.want_generation(self._generation.number, Broken(reason=reason))
+        self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
+        self._running_on = self._generation.number
+        self._join()
+
+    def _resize(self, size: int) -> None:
+        log.warning("this node is asked to run %d workers instead of %d", size, self._roster.size)
+        if not self._heals:
+            self._size = size
+            self._change_members(f"a node was resized to {size} workers")
+        elif size > self._roster.size:
+            self._roster.grow(size)
+            self._want_regroup(f"a node was resized to {size} workers")
+        else:
+            for worker_id in self._roster.ids[size:]:
+                member = self._crew.members[worker_id]
+                if not member.is_asked_to_leave:
+                    member.is_asked_to_leave = True
+                    member.process.send_signal(signal.SIGTERM, to_group=False)
+
+    def _check_hang(self, progress: dict[str, bytes | None]) -> None:
+        found = self._hang.check(progress, time.monotonic()) if self._hang else None
+        if found is None:
+            return
+        member, reason = found
+        log.error("%s; writing all stacks, then it is killed", reason)
+        self._observer.worker_hung(member, self._options.hang_timeout)
+        self._generation.journal.request_stacks(self._generation.number, reason)
+        self._dump_stacks(reason)
+        member.note = f"{reason}; all stacks are in the logs"
+        member.process.send_signal(signal.SIGKILL)
+
+    def _dump_stacks(self, reason: str) -> None:
+        self._are_stacks_dumped = True
+        dump_stacks(self._crew, reason)
+
+
+def _unexplained(reason: str) -> ProcessFailure:
+    return ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())

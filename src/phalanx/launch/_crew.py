@@ -1,0 +1,310 @@
+"""The workers of one node: start, signal, stop, and what each of them left behind.
+
+Owns the processes (through the zygote), their log destinations and results. Knows nothing of rendezvous or policy:
+the agent tells it who should run where. Guarantees: after ``stop`` no process of a worker runs, except one that the
+kernel itself will not let die (uninterruptible sleep), which is named in the log and left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from string import Template
+from typing import Any
+
+from phalanx.launch import _linux
+from phalanx.launch._call import open_anonymous, read_result
+from phalanx.launch._environment import JobFacts, Place, worker_environment
+from phalanx.launch._failures import TAIL_LINES, ProcessFailure
+from phalanx.launch._logs import LogsDest, LogsSpecs
+from phalanx.launch._orders import Plan
+from phalanx.launch._processes import WorkerProcess, Zygote
+from phalanx.launch._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
+
+log = logging.getLogger(__name__)
+
+KILL_PATIENCE = 5.0
+"""Seconds after SIGKILL before a worker counts as stuck in the kernel."""
+
+
+@dataclass(kw_only=True)
+class CrewMember:
+    """One started worker. ``place`` is the newest; a surviving worker keeps its process and files."""
+
+    place: Place
+    process: WorkerProcess
+    stderr_path: str = ""
+    stderr_sinks: Sinks | None = None
+    error_file: str = ""
+    stacks_file: str = ""
+    result_fd: int = -1
+    started_at: float = 0.0
+    is_told: bool = False
+    """Whether its end has been passed on."""
+    is_judged: bool = False
+    """Whether the agent has dealt with its end."""
+    is_asked_to_leave: bool = False
+    note: str = ""
+    value: Any = None
+
+    @property
+    def id(self) -> str:
+        return self.place.worker_id
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.exit_code is None
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.process.exit_code == 0
+
+    @property
+    def wants_successor(self) -> bool:
+        """Whether it ended although it should not have."""
+        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewOptions:
+    """How workers are started and shown."""
+
+    plan: Plan
+    logs_specs: LogsSpecs
+    prefix_template: str | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    standby: int = 0
+    cpus_of: Callable[[int, int], Sequence[int]] = field(default=lambda local_rank, local_size: ())
+    """The CPUs that a local rank is bound to; empty: all."""
+
+
+class Crew:
+    """All workers of the node by worker id, in the order of their local ranks."""
+
+    def __init__(self, zygote: Zygote, options: CrewOptions, on_exit: Callable[[CrewMember], None]) -> None:
+        self.members: dict[str, CrewMember] = {}
+        self._zygote = zygote
+        self._options = options
+        self._tell = on_exit
+        self._pump = LogPump()
+        self._parked: list[WorkerProcess] = []
+        self._changed = threading.Condition()
+        self._hurry = threading.Event()
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def prepare(self, count: int) -> None:
+        """Fork ahead of time, so that giving the orders is all that is left to do."""
+        self._parked = [process for process in self._parked if process.exit_code is None]
+        while len(self._parked) < count + self._options.standby:
+            self._parked.append(self._zygote.park())
+
+    def open(self) -> None:
+        """Start listening. From now on this process has threads."""
+        self._zygote.start(self._on_exit)
+        self._zygote.wait_ready()
+        self._pump.start()
+
+    def start(self, places: Sequence[Place], job: JobFacts) -> list[CrewMember]:
+        """Start a worker on each of the places."""
+        self.prepare(len(places))
+        envs = {place.local_rank: worker_environment(place, job, os.environ) for place in places}
+        dest = self._options.logs_specs.reify(envs)
+        return [self._start_one(place, envs[place.local_rank], dest, job) for place in places]
+
+    def _start_one(self, place: Place, env: Mapping[str, str], dest: LogsDest, job: JobFacts) -> CrewMember:
+        rank = place.local_rank
+        process = self._take_parked()
+        error_file = dest.error_files.get(rank, "")
+        has_directory = bool(error_file) and error_file != os.devnull
+        stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
+        member = CrewMember(
+            place=place,
+            process=process,
+            error_file=error_file if has_directory else "",
+            stacks_file=stacks,
+            stderr_path=dest.stderrs.get(rank, ""),
+            started_at=time.monotonic(),
+        )
+        if has_directory:
+            with suppress(FileNotFoundError):
+                os.unlink(error_file)
+        order, fds = self._options.plan.order(env, rank, stacks)
+        order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
+        prefix = self._prefix(place, job)
+        fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)
+        fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, member, prefix)
+        if self._options.plan.is_function:
+            member.result_fd = open_anonymous()
+            fds["result"] = member.result_fd
+        with self._changed:
+            self.members[place.worker_id] = member
+        process.order(order, fds)
+        for name, fd in fds.items():
+            if name != "result":
+                os.close(fd)
+        if (
+            process.exit_code is not None
+        ):  # it died before it had its order, so nobody could know whose it was
+            self._on_exit(process)
+        return member
+
+    def _take_parked(self) -> WorkerProcess:
+        while True:
+            process = self._parked.pop(0) if self._parked else self._zygote.park()
+            if process.exit_code is None:
+                return process
+
+    def _stream(
+        self,
+        name: str,
+        console: int,
+        files: Mapping[int, str],
+        tees: Mapping[int, str],
+        filtered_path: str,
+        member: CrewMember,
+        prefix: bytes,
+    ) -> dict[str, int]:
+        rank = member.place.local_rank
+        path, is_tee = files.get(rank, ""), rank in tees
+        filters = self._options.stdout_filters if name == "stdout" else self._options.stderr_filters
+        if path == os.devnull:
+            return {name: os.open(os.devnull, os.O_WRONLY)}
+        if path and not is_tee:
+            return {name: _open_log(path)}
+        if not path and name == "stdout":
+            return {}  # the agent's own stdout, inherited
+        sinks = Sinks(
+            console_fd=console,
+            file_fd=_open_log(path) if path else -1,
+            prefix=prefix if is_tee else b"",
+            filters=tuple(text.encode() for text in filters) if is_tee else (),
+            filtered_path=filtered_path,
+        )
+        if name == "stderr":
+            member.stderr_sinks = sinks
+        return {name: self._pump.add(sinks)}
+
+    def _prefix(self, place: Place, job: JobFacts) -> bytes:
+        template = self._options.prefix_template or "[${role_name}${local_rank}]:"
+        values = {"role_name": job.role, "rank": place.rank, "local_rank": place.local_rank, "host": _host()}
+        return Template(template).safe_substitute(values).encode()
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, process: WorkerProcess) -> None:
+        with self._changed:
+            member = next((m for m in self.members.values() if m.process is process and not m.is_told), None)
+            if member is not None:
+                member.is_told = True
+            self._changed.notify_all()
+        if member is not None:
+            self._tell(member)
+
+    @property
+    def running(self) -> list[CrewMember]:
+        return [member for member in self.members.values() if member.is_running]
+
+    def value_of(self, member: CrewMember) -> Any:
+        """The return value of a function worker that succeeded."""
+        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        return outcome[1] if outcome else None
+
+    def failure_of(self, member: CrewMember, now: float) -> ProcessFailure:
+        """What is known about a worker that died."""
+        exit_code = member.process.exit_code
+        assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
+        failure = ProcessFailure.observe(
+            exitcode=exit_code,
+            error_file=member.error_file,
+            now=now,
+            local_rank=member.place.local_rank,
+            pid=member.process.pid,
+            rank=member.place.rank,
+            worker_id=member.id,
+            generation=member.place.generation,
+            note=member.note,
+            stderr_tail=self._stderr_tail(member),
+        )
+        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        if outcome and outcome[0] == "error":
+            failure.exception = outcome[1]
+        return failure
+
+    def _stderr_tail(self, member: CrewMember) -> tuple[str, ...]:
+        if member.stderr_sinks is not None:
+            self._pump.drain()
+            return tail_of_sinks(member.stderr_sinks, TAIL_LINES)
+        if member.stderr_path and member.stderr_path != os.devnull:
+            return tail_of_file(member.stderr_path, TAIL_LINES)
+        return ()
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Make a ``stop`` that is under way kill at once. Safe in a signal handler."""
+        self._hurry.set()
+
+    def stop(self, signum: int = signal.SIGTERM, patience: float = 30.0) -> None:
+        """Stop all workers: the signal to their process groups, after ``patience`` seconds SIGKILL."""
+        self._stop(self.running, signum, patience)
+
+    def _stop(self, members: Sequence[CrewMember], signum: int, patience: float) -> None:
+        for member in members:
+            member.process.send_signal(signum)
+            member.process.send_signal(signal.SIGCONT)
+        if not self._wait(members, patience, can_hurry=True):
+            for member in members:
+                member.process.send_signal(signal.SIGKILL)
+            self._wait(members, KILL_PATIENCE, can_hurry=False)
+        for member in members:
+            if member.is_running:
+                pid = member.process.pid
+                log.error(
+                    "worker %s (pid %d, state %s) does not die; the kernel holds it (a device or a network file "
+                    "system that does not answer?). It is left behind.",
+                    member.id, pid, _linux.process_state(pid) or "unknown",
+                )  # fmt: skip
+
+    def _wait(self, members: Sequence[CrewMember], seconds: float, *, can_hurry: bool) -> bool:
+        until = time.monotonic() + seconds
+        with self._changed:
+            while any(member.is_running for member in members):
+                left = until - time.monotonic()
+                if left <= 0 or (can_hurry and self._hurry.is_set()):
+                    return False
+                self._changed.wait(min(left, 0.05))  # short: a signal handler may only set an event
+        return True
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that has ended from the table."""
+        with self._changed:
+            member = self.members.pop(worker_id)
+        if member.result_fd >= 0:
+            os.close(member.result_fd)
+
+    def close(self) -> None:
+        """Kill what is left, flush the logs, end the zygote."""
+        for process in self._parked:
+            process.discard()
+        self._zygote.close()
+        self._pump.close()
+        for worker_id in list(self.members):
+            self.forget(worker_id)
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()

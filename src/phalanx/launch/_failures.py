@@ -1,0 +1,176 @@
+"""What a failed worker looks like to its agent, and the report that a person reads in the end.
+
+Owns ``ProcessFailure`` (a value that travels between agents as JSON) and ``ChildFailedError``. The root cause is the
+earliest failure of all nodes; the others mostly follow from it. What agents stopped themselves is no failure.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.launch._record import read_error_file
+
+TAIL_LINES = 20
+"""How many of the last stderr lines the report shows."""
+
+
+@dataclass(kw_only=True)
+class ProcessFailure:
+    """One worker that died. ``exitcode`` is negative for a signal, as in ``subprocess``."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str = ""
+    error_file_data: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+    traceback: str = ""
+    timestamp: float = 0.0
+    host: str = field(default_factory=socket.gethostname)
+    rank: int = -1
+    worker_id: str = ""
+    generation: int = 0
+    stderr_tail: tuple[str, ...] = ()
+    is_start_failure: bool = False
+    note: str = ""
+    """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
+    exception: BaseException | None = None
+    """The exception itself, for function workers on this machine; never sent to other agents."""
+
+    @classmethod
+    def observe(cls, *, exitcode: int, error_file: str, now: float, **fields: Any) -> ProcessFailure:
+        """Build one from what the worker left behind."""
+        data = read_error_file(error_file) or {}
+        message, stack, seconds = _read(data)
+        failure = cls(
+            exitcode=exitcode,
+            error_file=error_file if data else "",
+            error_file_data=data,
+            message=message,
+            traceback=stack,
+            timestamp=seconds or now,
+            is_start_failure=bool(data.get("phalanx", {}).get("is_start_failure")),
+            **fields,
+        )
+        if not failure.message:
+            failure.message = failure.describe_exit()
+        return failure
+
+    def signal_name(self) -> str:
+        """Such as ``SIGKILL``; empty when the worker ended by itself."""
+        if self.exitcode >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:
+            return f"signal {-self.exitcode}"
+
+    def timestamp_isoformat(self) -> str:
+        return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
+
+    def describe_exit(self) -> str:
+        if self.exitcode >= 0:
+            return f"exit code {self.exitcode}"
+        hints = {"SIGKILL": "often the kernel's out-of-memory killer", "SIGSEGV": "a crash in native code"}
+        hint = hints.get(self.signal_name(), "")
+        return f"killed by {self.signal_name()}" + (f" ({hint})" if hint else "")
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON for other agents."""
+        record = {key: value for key, value in asdict_shallow(self).items() if key != "exception"}
+        record["stderr_tail"] = list(self.stderr_tail)
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ProcessFailure:
+        known = {key: value for key, value in record.items() if key in cls.__dataclass_fields__}
+        return cls(**{**known, "stderr_tail": tuple(record.get("stderr_tail", ())), "exception": None})
+
+
+def asdict_shallow(value: ProcessFailure) -> dict[str, Any]:
+    """The fields as they are: ``dataclasses.asdict`` would deep-copy an exception, which may not be possible."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _read(data: Mapping[str, Any]) -> tuple[str, str, float]:
+    """Message, traceback and time of an error file; files of torch's own tools are understood too."""
+    message: Any = data.get("message", "")
+    stack, seconds = "", float(data.get("timestamp") or 0)
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo") or {}
+        stack = str(extra.get("py_callstack") or "")
+        seconds = float(extra.get("timestamp") or 0)
+        message = message.get("message") or ""
+    exact = (data.get("phalanx") or {}).get("time")
+    return str(message), stack, float(exact or seconds)
+
+
+class ChildFailedError(PhalanxError, RuntimeError):
+    """The job failed: workers died and nothing was left to try. ``failures`` maps global ranks to what is known.
+
+    >>> error = ChildFailedError("train.py", {1: ProcessFailure(local_rank=1, pid=77, exitcode=-9, rank=1)})
+    >>> error.get_first_failure()[0]
+    1
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, ProcessFailure]) -> None:
+        if not failures:
+            raise ValueError("a ChildFailedError needs at least one failure")
+        self.name = name
+        self.failures = dict(failures)
+        super().__init__(self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """The root cause: the global rank that failed first, and its failure."""
+        return min(self.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+
+    def format_msg(self) -> str:
+        """The report: root cause in full, then one line for each other failure."""
+        root_rank, root = self.get_first_failure()
+        others = sorted((f.timestamp, rank) for rank, f in self.failures.items() if rank != root_rank)
+        lines = [
+            "",
+            f"{self.name} FAILED",
+            "=" * 72,
+            "Root cause (the earliest failure):",
+            *_paragraph(root_rank, root),
+        ]
+        if others:
+            lines += ["-" * 72, "Other failures (mostly consequences), in order:"]
+            lines += [_line(rank, self.failures[rank]) for _, rank in others]
+        return "\n".join([*lines, "=" * 72])
+
+
+def _paragraph(rank: int, failure: ProcessFailure) -> list[str]:
+    signal_name = f" ({failure.signal_name()})" if failure.signal_name() else ""
+    lines = [
+        f"  time      : {failure.timestamp_isoformat()}",
+        f"  host      : {failure.host}",
+        f"  rank      : {rank} (local_rank: {failure.local_rank}, generation: {failure.generation})",
+        f"  exitcode  : {failure.exitcode}{signal_name} (pid: {failure.pid})",
+        f"  error_file: {failure.error_file or '-'}",
+        f"  error     : {failure.message}",
+    ]
+    if failure.note:
+        lines.append(f"  note      : {failure.note}")
+    if failure.traceback:
+        lines += ["  traceback :", *("    " + line for line in failure.traceback.rstrip().splitlines())]
+    if failure.stderr_tail:
+        lines += ["  last lines of stderr:", *("    " + line for line in failure.stderr_tail[-TAIL_LINES:])]
+    return lines
+
+
+def _line(rank: int, failure: ProcessFailure) -> str:
+    how = failure.describe_exit()
+    detail = "" if failure.message == how else f": {failure.message}"
+    who = f"rank {rank} (local {failure.local_rank}, pid {failure.pid})"
+    return f"  {failure.timestamp_isoformat()}  {failure.host}  {who}  {how}{detail}"

@@ -1,0 +1,98 @@
+"""Notices workers that stop making progress.
+
+Owns the rule, as a pure bookkeeping object with the time passed in: a worker is watched from its first report on; once
+any worker of the node has reported, the others are watched too, from their start. A worker reports with
+``phalanx.launch.report_progress`` (elastic jobs do it by themselves); scripts that never report are never suspected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx import membership
+
+
+@dataclass
+class _Seen:
+    value: bytes | None
+    at: float
+
+
+class HangDetector:
+    """Feed it what the store says about progress; ask it who hangs.
+
+    >>> hang = HangDetector(timeout=10.0)
+    >>> hang.observe({"a": b"1", "b": None}, now=0.0)
+    >>> hang.hanging(now=11.0)
+    ['a', 'b']
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._seen: dict[str, _Seen] = {}
+
+    def observe(self, progress: Mapping[str, bytes | None], now: float) -> None:
+        """``progress`` holds the newest report of every running worker, None for one that never reported."""
+        for worker_id in list(self._seen):
+            if worker_id not in progress:
+                del self._seen[worker_id]
+        for worker_id, value in progress.items():
+            seen = self._seen.get(worker_id)
+            if seen is None or seen.value != value:
+                self._seen[worker_id] = _Seen(value, now)
+
+    def reset(self, now: float) -> None:
+        """Everybody gets the full time again: a new generation has formed."""
+        for seen in self._seen.values():
+            seen.at = now
+
+    def hanging(self, now: float) -> list[str]:
+        """Workers without progress for too long, the longest first."""
+        if not any(seen.value is not None for seen in self._seen.values()):
+            return []
+        late = [
+            (seen.at, worker_id) for worker_id, seen in self._seen.items() if now - seen.at > self.timeout
+        ]
+        return [worker_id for _, worker_id in sorted(late)]
+
+
+class _Reporter:
+    """A worker's connection for progress reports; made at the first report, one per process."""
+
+    def __init__(self) -> None:
+        from phalanx.comm.stores import connect
+
+        job = membership.job_prefix(os.environ[membership.ENV_JOB])
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.store = connect(os.environ[membership.ENV_STORE]).namespace(job)
+        self.key = membership.progress_key(os.environ[membership.ENV_WORKER_ID])
+        self.last = float("-inf")
+
+
+_reporter: list[_Reporter] = []
+
+
+def report_progress(step: int, *, at_most_every: float = 0.2) -> None:
+    """Tell the agent that this worker is alive and at ``step``. Cheap: most calls only look at the clock.
+
+    Does nothing in a process that no agent started, so a script can call it unconditionally.
+
+    >>> report_progress(17)
+    """
+    if membership.ENV_STORE not in os.environ or membership.ENV_WORKER_ID not in os.environ:
+        return
+    if not _reporter or _reporter[0].pid != os.getpid():
+        _reporter[:] = [_Reporter()]
+    reporter = _reporter[0]
+    now = time.monotonic()
+    with reporter.lock:
+        if now - reporter.last < at_most_every:
+            return
+        reporter.last = now
+        reporter.store.set(reporter.key, json.dumps({"step": step}).encode())

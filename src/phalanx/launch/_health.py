@@ -1,0 +1,94 @@
+"""A health check that schedulers can probe: is the agent's process still doing its work?
+
+Owns the hook (``HealthCheckServer``: derive from it for another protocol) and a small HTTP server on loopback.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+ENV_HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+
+class HealthCheckServer:
+    """Something that tells others whether the agent is alive. This one does nothing.
+
+    ``alive_callback`` returns the last time (seconds since the epoch) at which all was well; after ``timeout``
+    seconds without, the agent counts as dead.
+    """
+
+    def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
+        self._alive_callback = alive_callback
+        self._port = port
+        self._timeout = timeout
+
+    @property
+    def alive_callback(self) -> Callable[[], float]:
+        return self._alive_callback
+
+    def start(self) -> None:
+        """Begin to answer."""
+
+    def stop(self) -> None:
+        """Stop answering."""
+
+
+class HTTPHealthCheckServer(HealthCheckServer):
+    """Answers ``GET /`` with 200 while the agent is alive and with 503 when it is not."""
+
+    _server: ThreadingHTTPServer | None = None
+
+    @property
+    def port(self) -> int:
+        """The port in use, also when 0 (any) was asked for."""
+        return self._server.server_address[1] if self._server else self._port
+
+    def start(self) -> None:
+        callback, timeout = self._alive_callback, self._timeout
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                age = time.time() - callback()
+                self.send_response(200 if age <= timeout else 503)
+                self.end_headers()
+                self.wfile.write(f"last sign of life {age:.1f} s ago\n".encode())
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="phalanx-health", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+def create_healthcheck_server(
+    alive_callback: Callable[[], float], port: int, timeout: float
+) -> HealthCheckServer:
+    """The server that agents use when the environment names a port."""
+    return HTTPHealthCheckServer(alive_callback, port, timeout)
+
+
+def health_server_from(
+    environ: Mapping[str, str], alive_callback: Callable[[], float]
+) -> HealthCheckServer | None:
+    """The server that the environment asks for by naming a port, if it does.
+
+    >>> health_server_from({}, time.time) is None
+    True
+    """
+    port = environ.get(ENV_HEALTH_PORT)
+    if port is None:
+        return None
+    if not port.isdigit():
+        raise ValueError(f"{ENV_HEALTH_PORT}={port!r}; expected a port number")
+    return create_healthcheck_server(alive_callback, int(port), 60)

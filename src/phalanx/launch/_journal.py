@@ -1,0 +1,114 @@
+"""What agents tell each other through the job's store, beside the rendezvous: verdicts, failures, who is done.
+
+Owns the keys under ``agents/`` and their records (versioned JSON). Every generation gets exactly one verdict: it is
+written by compare-and-set, so two agents that see two deaths at once cannot count them twice or disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from phalanx.comm.stores._interface import Store
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._policy import Action, Verdict
+from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
+
+
+class Journal:
+    """The records of one job. ``store`` is in the job's namespace."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def decide(self, generation: int, verdict: Verdict) -> Verdict:
+        """Propose how a generation ends; the verdict that counts is returned."""
+        key = _verdict_key(generation)
+        body = {"action": verdict.action.value, "restarts": verdict.restarts, "reason": verdict.reason}
+        if self._store.compare_and_set(key, None, _dump(body)):
+            return verdict
+        standing = self.verdict(generation)
+        assert standing is not None, f"{key} was there a moment ago; verdicts are never deleted"
+        return standing
+
+    def verdict(self, generation: int) -> Verdict | None:
+        data = self._store.get(_verdict_key(generation))
+        if data is None:
+            return None
+        record = _load(data, "verdict")
+        return Verdict(action=Action(record["action"]), restarts=record["restarts"], reason=record["reason"])
+
+    def restarts_before(self, generation: int) -> int:
+        """How many restarts the job had used when ``generation`` formed."""
+        previous = self.verdict(generation - 1) if generation > 0 else None
+        return previous.restarts if previous else 0
+
+    def report(self, failure: ProcessFailure) -> None:
+        record = failure.to_record()
+        record.pop("error_file_data")  # large, and its content is in the other fields
+        key = f"agents/failures/{failure.generation}/{failure.worker_id}"
+        self._store.set(key, _dump(record))
+
+    def failures(self, generation: int) -> dict[int, ProcessFailure]:
+        """All failures of a generation, of all nodes, by global rank."""
+        found = {}
+        for data in self._store.items(f"agents/failures/{generation}/").values():
+            failure = ProcessFailure.from_record(_load(data, "failure"))
+            found[failure.rank] = failure
+        return found
+
+    def say_done(self, generation: int, node_rank: int, stage: str) -> None:
+        self._store.set(f"agents/{stage}/{generation}/{node_rank}", _dump({}))
+
+    def wait_done(self, generation: int, num_nodes: int, stage: str, timeout: float) -> None:
+        """Block until every node has said so. ``StoreTimeout`` or ``StoreLost`` when that does not happen."""
+        keys = [f"agents/{stage}/{generation}/{node_rank}" for node_rank in range(num_nodes)]
+        self._store.wait(keys, timeout)
+
+    def is_leaving(self, generation: int, worker_id: str) -> bool:
+        return self._store.get(leaving_key(generation, worker_id)) is not None
+
+    def request_stacks(self, generation: int, reason: str) -> None:
+        """Ask every agent to write its workers' stacks to the logs."""
+        self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
+
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str]:
+        """The wished number of workers here, and why stacks are asked for ("": they are not)."""
+        wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
+        return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+
+    def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
+        return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))
+
+
+def parse_wish(data: bytes | None) -> int | None:
+    """A number of workers that is at least 1; a wish that makes no sense is as good as none."""
+    if data is None:
+        return None
+    try:
+        count = int(data)
+    except ValueError:
+        return None
+    return count if count >= 1 else None
+
+
+def _verdict_key(generation: int) -> str:
+    return f"agents/verdict/{generation}"
+
+
+def _stacks_key(generation: int) -> str:
+    return f"agents/stacks/{generation}"
+
+
+def _dump(record: dict[str, Any]) -> bytes:
+    return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()
+
+
+def _load(data: bytes, kind: str) -> dict[str, Any]:
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
+    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
+        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
+    return record

@@ -1,0 +1,85 @@
+"""The few Linux process calls that Python does not wrap, each with what happens elsewhere.
+
+Owns ``prctl``. On other systems the calls do nothing and say so by returning False: what they guard is then done by
+socket end-of-file alone, which covers every case but a zygote that is killed together with its agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+IS_LINUX = sys.platform.startswith("linux")
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(signum: int, parent: int) -> bool:
+    """Ask the kernel for ``signum`` when the parent dies; False when ``parent`` is gone already.
+
+    The parent may have died before the call, and then no signal ever comes: so its pid is checked afterwards.
+    """
+    if IS_LINUX:
+        _prctl(_PR_SET_PDEATHSIG, signum)
+    return os.getppid() == parent
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of grandchildren whose parent dies, so that they can be found and reaped."""
+    return IS_LINUX and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_process_name(name: str) -> bool:
+    """The name that ``ps -o comm`` and ``top`` show (15 characters)."""
+    if not IS_LINUX:
+        return False
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_NAME, buffer, 0, 0, 0) == 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of a process; empty where the kernel does not tell."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    found: list[int] = []
+    for task in tasks:
+        try:
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += [int(word) for word in file.read().split()]
+        except OSError:
+            continue
+    return found
+
+
+def process_state(pid: int) -> str:
+    """The kernel's one-letter state: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" unknown."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def signal_group(pid: int, signum: int) -> bool:
+    """Signal the process group that ``pid`` leads; False when nobody is left in it."""
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def stack_signal() -> int:
+    """The signal on which Python workers write their stacks: one that neither users nor schedulers send."""
+    return signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+def _prctl(option: int, value: int) -> bool:
+    zero = ctypes.c_ulong(0)
+    return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), zero, zero, zero) == 0)

@@ -1,0 +1,174 @@
+"""The agent as users of torch's elastic API build it, and the assembly of its parts.
+
+Owns ``LocalElasticAgent``: which zygote for which start method, the crew's options, signal handlers, the health check.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+from phalanx.launch._agent import Agent
+from phalanx.launch._crew import Crew, CrewOptions
+from phalanx.launch._environment import thread_defaults
+from phalanx.launch._health import HealthCheckServer, health_server_from
+from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
+from phalanx.launch._observer import Observer
+from phalanx.launch._options import AgentOptions
+from phalanx.launch._orders import Plan
+from phalanx.launch._processes import Zygote
+from phalanx.launch._signals import DEFAULT_SIGNALS, ENV_SIGNALS, handled, parse_signals
+from phalanx.launch._sources import Exited, Signalled, Sources
+from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+WARM_IMPORTS = ("torch", "torch.distributed")
+
+
+class LocalElasticAgent:
+    """Runs the workers of one node.
+
+    >>> agent = LocalElasticAgent(spec, DefaultLogsSpecs())          # doctest: +SKIP
+    >>> agent.run().return_values[0]                                 # doctest: +SKIP
+
+    ``options`` says what happens on failures; ``zygote`` is one that was forked before this process had threads.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs | None = None,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30,
+        health_check_server: HealthCheckServer | None = None,
+        *,
+        options: AgentOptions | None = None,
+        preload: Sequence[str] = (),
+        standby: int = 0,
+        zygote: Zygote | None = None,
+        metrics_cfg: Mapping[str, str] | None = None,
+        signals: str | None = None,
+    ) -> None:
+        self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
+        self._logs_specs = logs_specs or DefaultLogsSpecs()
+        self._signals = parse_signals(signals or os.environ.get(ENV_SIGNALS) or DEFAULT_SIGNALS)
+        self._health = health_check_server or health_server_from(os.environ, self.alive_time)
+        # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
+        self._zygote = zygote or make_zygote(self._plan, tuple(preload), spec.local_world_size)
+        self._sources = Sources(spec.rdzv_handler)
+        crew_options = CrewOptions(
+            plan=self._plan,
+            logs_specs=self._logs_specs,
+            prefix_template=log_line_prefix_template,
+            stdout_filters=tuple(spec.duplicate_stdout_filters or ()),
+            stderr_filters=tuple(spec.duplicate_stderr_filters or ()),
+            standby=standby,
+            cpus_of=_binding(spec),
+        )
+        self._crew = Crew(self._zygote, crew_options, lambda member: self._sources.post(Exited(member)))
+        options = options or AgentOptions(
+            shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
+        )
+        self._observer = Observer.create(
+            spec.rdzv_handler.get_run_id(), self._events_path(spec), spec.event_log_handler, metrics_cfg or {}
+        )
+        self._agent = Agent(spec, self._crew, self._sources, options, self._observer)
+        self._num_signals = 0
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run to the end; the values or failures of this node's workers. Once per agent."""
+        result: RunResult | None = None
+        try:
+            with handled(self._signals, self._on_signal):
+                self._crew.open()
+                if self._health:
+                    self._health.start()
+                result = self._agent.run()
+                return result
+        finally:
+            if self._health:
+                self._health.stop()
+            self._crew.close()
+            self._observer.close()
+            if result is None or not result.is_failed():
+                self._remove_temporary_logs()
+
+    def _events_path(self, spec: WorkerSpec) -> str | None:
+        specs = self._logs_specs
+        if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
+            return None
+        return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
+
+    def _remove_temporary_logs(self) -> None:
+        if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
+            shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
+
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        """A snapshot of the workers and their state."""
+        agent = self._agent
+        info = agent.current.info if agent.current else None
+        group = WorkerGroup(spec=agent.spec, workers=[], state=agent.state)
+        if info is None:
+            return group
+        group.group_rank, group.group_world_size = info.rank, info.world_size
+        group.master_addr = info.bootstrap_store_info.master_addr
+        group.master_port = info.bootstrap_store_info.master_port
+        for member in list(self._crew.members.values()):
+            rank, size = member.place.rank, member.place.world_size
+            group.workers.append(
+                Worker(
+                    local_rank=member.place.local_rank,
+                    global_rank=rank,
+                    role_rank=rank,
+                    world_size=size,
+                    role_world_size=size,
+                    id=member.process.pid,
+                )
+            )
+        return group
+
+    def alive_time(self) -> float:
+        """When the agent's loop last came round; what a health check goes by."""
+        return self._agent.alive_at
+
+    @property
+    def restart_count(self) -> int:
+        """How many restarts the whole job has used."""
+        return self._agent.current.restarts if self._agent.current else 0
+
+    @property
+    def is_in_exit_barrier(self) -> bool:
+        """Whether this node is done and waits for the others."""
+        return self._agent.is_in_exit_barrier
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._crew.hurry()
+        else:
+            self._sources.post(Signalled(signum))
+
+
+def make_zygote(plan: Plan, preload: tuple[str, ...], local_size: int) -> Zygote:
+    """The zygote that a plan needs. Only ``fork`` copies this process; the others start from a clean interpreter."""
+    if plan.is_function and plan.method == "fork":
+        return Zygote.fork({"main": (plan.entrypoint, plan.args)}, preload)
+    env = {**os.environ, **thread_defaults(local_size, os.environ)}
+    if plan.is_warm:
+        return Zygote.execute((*WARM_IMPORTS, *preload), env)
+    return Zygote.execute((), env)
+
+
+def _binding(spec: WorkerSpec) -> Callable[[int, int], Sequence[int]]:
+    if spec.numa_options is None:
+        return lambda local_rank, local_size: ()
+    from phalanx.launch import numa
+
+    options = spec.numa_options
+    return lambda local_rank, local_size: sorted(numa.cpus_for(options, local_rank, local_size))

@@ -1,0 +1,94 @@
+"""From an entrypoint and a start method to the order that a parked process gets.
+
+Owns the table of start methods. Scripts: ``warm`` runs them in the forked process, every other method except ``fork``
+and ``forkserver`` gives a fresh interpreter. Functions: ``fork`` takes them from the zygote's memory, ``forkserver``
+unpickles them in a fork of a clean process that has torch, ``spawn`` in a fresh interpreter. Commands are exec'd.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.launch._call import write_payload
+from phalanx.launch._spec import Entrypoint, Script
+
+SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
+FUNCTION_METHODS = ("spawn", "fork", "forkserver")
+LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the workers of a job are started."""
+
+    entrypoint: Entrypoint
+    args: tuple[Any, ...]
+    method: str
+
+    def __post_init__(self) -> None:
+        allowed = FUNCTION_METHODS if callable(self.entrypoint) else SCRIPT_METHODS
+        if self.method not in allowed:
+            raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
+
+    def check(self) -> None:
+        """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""
+        if callable(self.entrypoint) and self.method != "fork":
+            os.close(write_payload(self.entrypoint, self.args))
+
+    @property
+    def is_function(self) -> bool:
+        return callable(self.entrypoint)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether workers run inside the zygote's fork, so that its imports are theirs."""
+        if isinstance(self.entrypoint, Script):
+            return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
+        return self.is_function and self.method != "spawn"
+
+    def order(
+        self, env: Mapping[str, str], local_rank: int, stacks: str
+    ) -> tuple[dict[str, Any], dict[str, int]]:
+        """The order and the descriptors that go with it (the caller closes them after sending)."""
+        order: dict[str, Any] = {
+            "env": dict(env),
+            "unset": [],
+            "cpus": [],
+            "cwd": os.getcwd(),
+            "name": "python",
+            "stacks": stacks,
+        }
+        fds: dict[str, int] = {}
+        if callable(self.entrypoint):
+            if self.method != "fork":
+                fds["payload"] = write_payload(self.entrypoint, self.args)
+            if self.method == "spawn":
+                order |= self._executed([sys.executable, "-u", "-m", "phalanx.launch._call"], stacks, env)
+            else:
+                order |= {"kind": "call", "function": "main"}
+            return order, fds
+        words = [str(arg).replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in self.args]
+        if isinstance(self.entrypoint, str):
+            order |= self._executed([self.entrypoint, *words], "", env)
+        elif self.is_warm:
+            script = self.entrypoint
+            order |= {"kind": "script", "target": script.target, "is_module": script.is_module, "args": words}
+        else:
+            order |= self._executed(_interpreter(self.entrypoint, words), stacks, env)
+        return order, fds
+
+    def _executed(self, command: list[str], stacks: str, env: Mapping[str, str]) -> dict[str, Any]:
+        extra = {"PHALANX_STACKS_FILE": stacks} if stacks else {}
+        return {"kind": "exec", "command": command, "env": {**env, **extra}}
+
+
+def _interpreter(script: Script, words: list[str]) -> list[str]:
+    flag = ["-m"] if script.is_module else []
+    foreign = os.environ.get("PYTHON_EXEC")
+    if foreign:  # another interpreter may not have us installed: start the script plainly
+        return [foreign, "-u", *flag, script.target, *words]
+    return [sys.executable, "-u", "-m", "phalanx.launch._script", *flag, script.target, *words]

@@ -1,0 +1,101 @@
+"""Error files: how a worker tells its agent what went wrong before it dies.
+
+Owns the file's format (the JSON that torch's tools write and read: message, extraInfo with py_callstack and
+timestamp) and ``record``. The first error of a process wins: a later one is most often its consequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def record(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a worker's main function: an exception is written to the worker's error file, then raised on.
+
+    Workers that ``phalanx run`` starts need no decorator; it keeps scripts working that have it, and serves commands
+    that are started without Python (``--no-python``).
+
+    >>> @record
+    ... def main() -> int:
+    ...     return 3
+    >>> main()
+    3
+    """
+
+    @functools.wraps(fn)
+    def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            record_exception(error)
+            raise
+
+    return recorded
+
+
+def record_exception(error: BaseException) -> None:
+    """Write the error file of this process, unless there is none to write or an earlier error is in it."""
+    from phalanx.launch._failures import ChildFailedError
+    from phalanx.launch._script import user_traceback
+
+    path = os.environ.get(ENV_ERROR_FILE, "")
+    if isinstance(error, ChildFailedError):
+        _copy_root_cause(error, path)
+        return
+    pointless = isinstance(error, (ImportError, SyntaxError))
+    write_error_file(
+        path, f"{type(error).__name__}: {error}", user_traceback(error), is_start_failure=pointless
+    )
+
+
+def write_error_file(path: str, message: str, stack: str, *, is_start_failure: bool) -> None:
+    """Write one error file. ``is_start_failure`` marks what no restart can cure."""
+    if not path or os.path.exists(path):
+        return
+    data = {
+        "message": {
+            "message": message,
+            "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+        },
+        "phalanx": {"time": time.time(), "is_start_failure": is_start_failure},
+    }
+    _write(path, data)
+
+
+def read_error_file(path: str) -> dict[str, Any] | None:
+    """The content, or None when the worker left none (or was killed while writing it)."""
+    try:
+        with open(path) as file:
+            data = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _copy_root_cause(error: Any, path: str) -> None:
+    _, failure = error.get_first_failure()
+    data = failure.error_file_data
+    if path and data and not os.path.exists(path):
+        if isinstance(data.get("message"), dict):
+            data = {**data, "message": {**data["message"], "errorCode": failure.exitcode}}
+        _write(path, data)
+
+
+def _write(path: str, data: dict[str, Any]) -> None:
+    try:
+        temporary = f"{path}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump(data, file)
+        os.replace(temporary, path)
+    except OSError as problem:
+        os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())

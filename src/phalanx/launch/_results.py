@@ -1,0 +1,48 @@
+"""What a run has brought so far on this node: values and failures, and the result that is made of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from phalanx.errors import StoreError
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._generation import Generation
+from phalanx.launch._spec import RunResult, WorkerState
+
+
+class Results:
+    """Collects, by global rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self._failures: dict[str, ProcessFailure] = {}
+
+    def add_failure(self, failure: ProcessFailure, generation: Generation) -> None:
+        """Remember a failure and tell the other agents."""
+        failure.generation = generation.number
+        self._failures[failure.worker_id] = failure
+        generation.journal.report(failure)
+
+    def succeeded(self) -> RunResult:
+        return RunResult(WorkerState.SUCCEEDED, dict(self.values))
+
+    def failed(self, generation: Generation, reason: str) -> RunResult:
+        """All failures of the generation, also those of other nodes."""
+        try:
+            found = generation.journal.failures(generation.number)
+        except StoreError:
+            found = {}
+        mine = {f.rank: f for f in self._failures.values() if f.generation == generation.number}
+        if not (found or mine):
+            unexplained = ProcessFailure(
+                local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time()
+            )
+            found = {generation.info.node.base_rank: unexplained}
+        return RunResult(WorkerState.FAILED, failures={**found, **mine})
+
+    def node_is_empty(self) -> RunResult:
+        """No worker is left on this node, while the job may go on elsewhere."""
+        if self._failures:
+            return RunResult(WorkerState.FAILED, failures={f.rank: f for f in self._failures.values()})
+        return self.succeeded()

@@ -1,0 +1,82 @@
+"""``phalanx scale``: ask a running job for more or fewer workers.
+
+Owns the way from an endpoint and a job's name to the wish in its store; the agents do the rest (``Agent._resize``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from phalanx.launch._flags import UsageError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``phalanx scale`` with these arguments; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="phalanx scale", description="Change the number of workers of a running job."
+    )
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", required=True, help="as given to phalanx run")
+    parser.add_argument(
+        "--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file")
+    )
+    parser.add_argument(
+        "--rdzv-id", "--rdzv_id", required=True, help="the job's name, as given to phalanx run"
+    )
+    parser.add_argument("--nproc", type=int, required=True, help="workers per node from now on")
+    parser.add_argument(
+        "--node", default="", help="only nodes whose id starts with this (host name first); default: all"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if args.nproc < 1:
+            raise UsageError(
+                f"--nproc {args.nproc}; expected at least 1 (a job is ended by a signal to its agents)"
+            )
+        nodes = scale(store_url(args.rdzv_backend, args.rdzv_endpoint), args.rdzv_id, args.nproc, args.node)
+    except (ValueError, ConnectionError) as error:
+        print(f"phalanx scale: {error}", file=sys.stderr)
+        return 2
+    print(f"asked {len(nodes)} node(s) for {args.nproc} worker(s) each: {', '.join(nodes)}")
+    return 0
+
+
+def store_url(backend: str, endpoint: str) -> str:
+    """The URL of a rendezvous endpoint's store.
+
+    >>> store_url("c10d", "node0:29400"), store_url("file", "/shared/job")
+    ('tcp://node0:29400', 'file:///shared/job')
+    """
+    if "://" in endpoint:
+        return endpoint
+    if backend == "file":
+        return f"file://{endpoint}"
+    if backend == "etcd":
+        return f"etcd://{endpoint}"
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdigit():
+        raise UsageError(f"endpoint {endpoint!r} has no port; expected host:port")
+    return f"tcp://{host}:{port}"
+
+
+def scale(url: str, run_id: str, size: int, node: str = "") -> list[str]:
+    """Ask the nodes of a job for ``size`` workers each; the ids of those that were asked."""
+    from phalanx.comm.stores import connect
+    from phalanx.launch.rendezvous._records import NODES
+    from phalanx.membership import job_prefix, wish_key
+
+    store = connect(url)
+    try:
+        job = store.namespace(job_prefix(run_id))
+        live = [key.removeprefix(NODES) for key in job.items(NODES)]
+        nodes = sorted(node_id for node_id in live if node_id.startswith(node))  # an id starts with its host
+        if not nodes:
+            raise UsageError(
+                f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}"
+            )
+        for node_id in nodes:
+            job.set(wish_key(node_id), str(size).encode())
+        return nodes
+    finally:
+        store.close()

@@ -1,0 +1,165 @@
+"""Everything that can happen to an agent, as values, and the threads that report it to the agent's queue.
+
+Owns the blocking waits: for the rendezvous, for the end of the generation, for requests in the store, for the exit
+barrier. Each wait is one daemon thread that posts events and never decides anything. An event carries the number of
+the generation it belongs to, so that a late one is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.errors import StoreError
+from phalanx.launch._crew import CrewMember
+from phalanx.launch._journal import Journal
+from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker's process has ended."""
+
+    member: CrewMember
+
+
+@dataclass(frozen=True)
+class Formed:
+    """This node is a member of a new generation."""
+
+    info: RendezvousInfo
+
+
+@dataclass(frozen=True)
+class JoinFailed:
+    """The rendezvous raised."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The generation is over, or nodes want to be admitted."""
+
+    generation: int
+    end: GenerationEnd
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What the store asks of this agent, and its workers' reports."""
+
+    generation: int
+    wish: int | None
+    stacks: str
+    progress: dict[str, bytes | None]
+
+
+@dataclass(frozen=True)
+class AllDone:
+    """Every node has finished (``error`` empty), or it cannot be known any more."""
+
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The agent was told to end."""
+
+    signum: signal.Signals
+
+
+Event = Exited | Formed | JoinFailed | Ended | Requested | AllDone | Signalled
+
+
+class Sources:
+    """Starts the waits and collects what they report."""
+
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self._handler = handler
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._stop_generation: list[Callable[[], None]] = []
+
+    def post(self, event: Event) -> None:
+        """From any thread or signal handler."""
+        self._queue.put(event)
+
+    def next(self, timeout: float) -> Event | None:
+        try:
+            return self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def join(self) -> None:
+        """Wait for the next generation in the background."""
+        self.leave_generation()
+
+        def wait() -> None:
+            try:
+                info = self._handler.next_rendezvous()
+            except BaseException as error:  # whatever it is, the agent's thread must hear of it
+                self.post(JoinFailed(error))
+            else:
+                self.post(Formed(info))
+
+        _thread(wait, "phalanx-rendezvous")
+
+    def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
+        """Report the end of a generation, and requests in the store every ``interval`` seconds."""
+        watch = self._handler.watch_generation(info.generation)
+        stopped = threading.Event()
+        self._stop_generation += [stopped.set, watch.close]
+
+        def wait_end() -> None:
+            last = ""
+            while not stopped.is_set():
+                end = watch.wait(None)
+                if end is None or stopped.is_set():
+                    return
+                if str(end) != last:
+                    last = str(end)
+                    self.post(Ended(info.generation, end))
+                if end.kind != "wanted":
+                    return
+                stopped.wait(interval)  # "wanted" is answered at once for ever, and may still turn graver
+
+        def poll() -> None:
+            journal = Journal(info.store.clone())
+            while not stopped.wait(interval):
+                try:
+                    requests = journal.read_requests(info.generation, info.node.id)
+                    ids = worker_ids()
+                    progress = journal.read_progress(ids) if ids else {}
+                except StoreError:
+                    return  # the rendezvous notices by itself that the store is gone
+                self.post(Requested(info.generation, *requests, progress))
+
+        _thread(wait_end, "phalanx-generation")
+        _thread(poll, "phalanx-requests")
+
+    def leave_generation(self) -> None:
+        """Stop following the current generation."""
+        for stop in self._stop_generation:
+            stop()
+        self._stop_generation.clear()
+
+    def wait_all_done(self, info: RendezvousInfo, timeout: float) -> None:
+        """The exit barrier: report when all nodes have said that they are done."""
+
+        def wait() -> None:
+            error = ""
+            try:
+                Journal(info.store.clone()).wait_done(info.generation, info.world_size, "done", timeout)
+            except StoreError as problem:
+                error = str(problem)
+            self.post(AllDone(info.generation, error))
+
+        _thread(wait, "phalanx-exit-barrier")
+
+
+def _thread(target: Callable[[], None], name: str) -> None:
+    threading.Thread(target=target, name=name, daemon=True).start()

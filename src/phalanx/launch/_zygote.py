@@ -1,0 +1,212 @@
+"""The process that forks workers: it has imported what they need, and it never has a thread.
+
+Guarantees: one message for every fork and every exit; a worker's whole process group is killed before the worker is
+reaped, so its number cannot have been given to anybody else; when the agent's end of the socket closes, however the
+agent died, every worker and everything that they started is killed, then the zygote ends.
+Assumptions: single-threaded (a fork copies locks that other threads hold); a worker that is forked but has no order
+yet is *parked* and waits on its own socket (see ``_child``).
+Rejected: forking from the agent (its store and log threads may hold locks: seen to deadlock); PR_SET_PDEATHSIG with
+SIGKILL for the zygote (it could not kill its workers' children any more).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from phalanx.launch import _linux
+from phalanx.launch._child import FunctionTable, run_parked
+from phalanx.launch._messages import receive_message, send_message
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
+
+    numpy's OpenBLAS would start its pool the moment it is loaded: the one extra thread after the import. A worker's
+    numpy then computes on one thread unless the user sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    is_ours, collects = name not in os.environ, gc.isenabled()
+    if is_ours:
+        os.environ[name] = "1"
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[name]
+        if collects:
+            gc.enable()
+
+
+def serve(
+    sock: socket.socket, functions: FunctionTable, preload: tuple[str, ...], parent: int, error: str = ""
+) -> NoReturn:
+    """Fork workers on demand until the agent is gone. Never returns."""
+    try:
+        os.setsid()
+    except PermissionError:
+        pass  # already a session leader (started by exec in a new session)
+    _linux.adopt_orphans()
+    _linux.set_process_name("phalanx-zygote")
+    server = _Server(sock, functions)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)
+    if not _linux.die_with_parent(signal.SIGTERM, parent):
+        server.end()
+    with quiet_imports():
+        error = error or _import_all(preload)
+    gc.collect()
+    gc.freeze()  # keep the imported objects' pages shared: the collector would write to each of them
+    server.say({"kind": "ready", "error": error})
+    server.loop()
+
+
+def _import_all(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # any failing import is reported, whatever it raised
+            return f"--preload {name}: {type(error).__name__}: {error}"
+    return ""
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, functions: FunctionTable) -> None:
+        self._sock = sock
+        self._functions = functions
+        self._pid = os.getpid()
+        self._workers: set[int] = set()
+
+    def loop(self) -> NoReturn:
+        wake_read, wake_write = socket.socketpair()
+        for end in (wake_read, wake_write):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wakeup to be written
+        selector = selectors.DefaultSelector()
+        selector.register(self._sock, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        self._not_for_children = (self._sock.fileno(), wake_read.fileno(), wake_write.fileno(), selector)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if wake_read in ready:
+                try:
+                    wake_read.recv(4096)
+                except BlockingIOError:
+                    pass
+            self._reap()
+            if self._sock in ready:
+                self._obey()
+
+    def _obey(self) -> None:
+        received = receive_message(self._sock)
+        if received is None:
+            self.end()
+        message, fds = received
+        if message["kind"] == "fork":
+            self._fork(message["token"], fds[0])
+        elif message["kind"] == "end":
+            self.end()
+
+    def _fork(self, token: str, order_fd: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(order_fd)
+            self.say({"kind": "fork_failed", "token": token, "error": str(error)})
+            return
+        if pid == 0:
+            self._become_worker(order_fd)
+        os.close(order_fd)
+        self._workers.add(pid)
+        self.say({"kind": "forked", "token": token, "pid": pid})
+
+    def _become_worker(self, order_fd: int) -> NoReturn:
+        signal.set_wakeup_fd(-1)
+        *fds, selector = self._not_for_children
+        selector.close()
+        for fd in fds:
+            os.close(fd)
+        os.setsid()
+        if not _linux.die_with_parent(signal.SIGKILL, self._pid):
+            os._exit(1)
+        run_parked(socket.socket(fileno=order_fd), self._functions)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # Leave the zombie for a moment: as long as it is there, its pid names its group and no other.
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            is_worker = found.si_pid in self._workers
+            if is_worker:
+                _linux.signal_group(found.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(found.si_pid, 0)
+            if is_worker:
+                self._workers.discard(found.si_pid)
+                code = os.waitstatus_to_exitcode(status)
+                self.say({"kind": "exited", "pid": found.si_pid, "code": code})
+
+    def say(self, message: dict[str, object]) -> None:
+        try:
+            send_message(self._sock, message)
+        except OSError:
+            self.end()
+
+    def end(self) -> NoReturn:
+        """Kill all that was ever started here, also what workers left behind, and exit."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for pid in self._workers:
+            _linux.signal_group(pid, signal.SIGKILL)
+        for _ in range(100):  # a killed worker's own children become ours (adopt_orphans), some rounds deep
+            remaining = _linux.children_of(self._pid)
+            if not remaining:
+                break
+            for pid in remaining:
+                _linux.signal_group(pid, signal.SIGKILL)
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
+            _reap_for(0.05)
+        os._exit(0)
+
+
+def _reap_for(seconds: float) -> None:
+    import time
+
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.001)
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    """Entry of a zygote in a fresh interpreter: ``python -m phalanx.launch._zygote FD PARENT [PRELOAD...]``."""
+    fd, parent, *preload = sys.argv[1:]
+    with quiet_imports():
+        error = _import_all(tuple(preload))
+    serve(socket.socket(fileno=int(fd)), FunctionTable(), (), int(parent), error)
+
+
+if __name__ == "__main__":
+    main()

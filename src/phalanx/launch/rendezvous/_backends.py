@@ -1,0 +1,212 @@
+"""The built-in backends: from parameters to a handler on the right store.
+
+Owns who serves and who connects, addresses, and the reading of configuration. ``c10d`` and ``static`` keep
+their store in the agent whose machine the endpoint names; ``etcd`` and ``file`` use one that outlives all
+agents.
+
+Configuration keys (``--rdzv-conf``), as torch's users write them: ``join_timeout`` (or ``timeout``),
+``last_call_timeout``, ``close_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``, ``is_host``,
+``store_type=file``, ``rank``; and our own: ``lease`` (how long a vanished node may go unnoticed),
+``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.comm.stores import Store, TCPStore, connect
+from phalanx.errors import StoreError, StoreTimeout
+from phalanx.launch.rendezvous._decide import Rules
+from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
+from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
+from phalanx.launch.rendezvous._records import NodeRecord
+from phalanx.launch.rendezvous._signing import Signer, read_secret
+from phalanx.membership import job_prefix
+
+DEFAULT_PORT = 29400
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SERVED = "phalanx/served"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenStore:
+    """A connected store, where it is, and whether it ends with this process."""
+
+    store: Store
+    url: str
+    is_host: bool = False
+
+
+def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
+    """Rendezvous on a TCP store that the agent on the endpoint's machine serves."""
+    if str(params.get("store_type", "tcp")) == "file":
+        return create_file_handler(params)
+    host, port = split_endpoint(params.endpoint, DEFAULT_PORT)
+    is_host = params.get_as_bool("is_host")
+    if is_host is None:
+        is_host = is_this_machine(host)
+    opened = open_tcp(host, port, serve=is_host, timeout=params.get_as_float("read_timeout", 60.0))
+    return make_handler(params, opened, loopback=host in _LOOPBACK)
+
+
+def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
+    """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated."""
+    url = f"etcd://{params.endpoint}"
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+
+
+def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
+    """Rendezvous in a directory that all nodes share."""
+    directory = Path(params.endpoint.removeprefix("file://")).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    url = directory.as_uri()
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+
+
+def make_handler(
+    params: RendezvousParameters, opened: OpenStore, *, loopback: bool = False, fixed_rank: int = -1
+) -> StoreRendezvousHandler:
+    """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
+    machine."""
+    secret_file = params.get("secret_file")
+    signer = Signer(params.run_id, read_secret(path=None if secret_file is None else str(secret_file)))
+    return StoreRendezvousHandler(
+        params.backend,
+        params.run_id,
+        opened.store.namespace(job_prefix(params.run_id)),
+        rules_of(params),
+        describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
+        options=options_of(params),
+        signer=signer,
+        store_url=opened.url,
+        is_host=opened.is_host,
+        close_store=opened.store.close,
+    )
+
+
+def rules_of(params: RendezvousParameters) -> Rules:
+    return Rules(
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        last_call=params.get_as_float("last_call_timeout", 30.0),
+        rejoin=params.get_as_float("rejoin_timeout", 60.0),
+        admit_delay=params.get_as_float("admit_delay", 1.0),
+    )
+
+
+def options_of(params: RendezvousParameters) -> HandlerOptions:
+    interval = params.get_as_float("keep_alive_interval", 5.0)
+    attempts = params.get_as_float("keep_alive_max_attempt", 3.0)
+    return HandlerOptions(
+        join_timeout=params.get_as_float("join_timeout", params.get_as_float("timeout", 600.0)),
+        close_timeout=params.get_as_float("close_timeout", 30.0),
+        lease=params.get_as_float("lease", interval * attempts),
+    )
+
+
+def describe_node(
+    params: RendezvousParameters, *, loopback: bool = False, fixed_rank: int = -1
+) -> NodeRecord:
+    """This node's record before it has joined."""
+    host = socket.gethostname()
+    return NodeRecord(
+        id=f"{host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
+        ticket=0,
+        host=host,
+        addr=params.local_addr or ("127.0.0.1" if loopback else socket.getfqdn()),
+        port=0,
+        local_size=1,
+        topology=str(params.get("topology", os.environ.get("PHALANX_TOPOLOGY", ""))),
+        fixed_rank=fixed_rank,
+    )
+
+
+def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
+    """Host and port of ``host``, ``host:port`` or ``[v6]:port``; an empty endpoint is this machine.
+
+    >>> split_endpoint("node0", 29400), split_endpoint("[::1]:80", 29400)
+    (('node0', 29400), ('::1', 80))
+    """
+    text = endpoint.strip()
+    if not text:
+        return "localhost", default_port
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") > 1:
+        host, port = text, ""
+    else:
+        host, _, port = text.partition(":")
+    if not host or (port and not port.isdecimal()) or int(port or default_port) > 65535:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}; expected host or host:port")
+    return host, int(port) if port else default_port
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` names an address of this machine: one that can be bound to."""
+    if host in (*_LOOPBACK, socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
+    """Serve at ``host:port``, or connect. Of several agents that want to serve, one wins and the others
+    connect."""
+    if serve:
+        bind = "127.0.0.1" if host in ("localhost", "127.0.0.1") else "::1" if host == "::1" else "0.0.0.0"
+        if bind == "0.0.0.0" and ":" in host:
+            bind = "::"
+        try:
+            store = TCPStore.serve(bind, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
+        else:
+            port = int(store.address.rsplit(":", 1)[1])
+            store.set(_SERVED, b"{}")
+            return OpenStore(store=store, url=_tcp_url(host, port), is_host=True)
+    if port == 0:
+        raise ValueError(
+            f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open"
+        )
+    url = _tcp_url(host, port)
+    try:
+        store = TCPStore(host, port, timeout=timeout)
+        store.wait([_SERVED], timeout)
+    except StoreTimeout as error:
+        raise RendezvousConnectionError(
+            f"{host}:{port} answers, but no agent of this release serves a rendezvous there: {error}"
+        ) from error
+    except StoreError as error:
+        raise RendezvousConnectionError(
+            f"cannot reach the rendezvous at {host}:{port} within {timeout:g} s: {error}. Is the agent of "
+            "that machine running, and the port open?"
+        ) from error
+    return OpenStore(store=store, url=url)
+
+
+def _tcp_url(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _connect(url: str, params: RendezvousParameters) -> Store:
+    try:
+        return connect(url, params.get_as_float("read_timeout", 60.0))
+    except StoreError as error:
+        raise RendezvousConnectionError(f"cannot reach the rendezvous store {url}: {error}") from error

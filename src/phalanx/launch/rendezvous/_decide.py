@@ -1,0 +1,177 @@
+"""What the leader does next: one pure function over records and a clock.
+
+Owns the policy of forming, ending and growing generations. Does not touch a store; ``_participant`` carries
+out what is decided here.
+
+Guarantees, for whatever sequence of views it is given:
+- generation g+1 is only ever proposed once g is known to have ended, and with min <= size <= max;
+- proposed ranks are 0..size-1, one live node each;
+- a live node that waits is never forgotten: it is in the next proposal, or the job is at ``max_nodes``;
+- if at least ``min_nodes`` wait and nobody comes or goes any more, a generation is proposed at the latest
+  ``last_call`` (later ``rejoin``) seconds after the last of the needed nodes was seen.
+
+Rejected: waiting the last call again in later generations. Who is alive is known by then (every node has a
+lease), so a generation re-forms as soon as all live members are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phalanx.launch.rendezvous._order import assign_ranks, choose
+from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
+from phalanx.membership import Broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How large a generation may be and how long to wait for more nodes (seconds)."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call: float = 30.0
+    """From the moment that ``min_nodes`` are there until the first generation forms with fewer than the
+    maximum."""
+    rejoin: float = 60.0
+    """For how long a later generation waits for live members of the last one that have yet to stop their
+    workers. Not zero: a generation must not leave out those who only need a moment to hear of it."""
+    admit_delay: float = 1.0
+    """How long newcomers must have been quiet before a running generation is disturbed, so that ten nodes
+    that arrive together cost one regroup and not ten."""
+
+
+class Seen(NamedTuple):
+    """A live node and since when the observer has seen this record of it."""
+
+    record: NodeRecord
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What an observer knows. ``ended`` is how the current generation has ended: "", "wanted" or "broken"."""
+
+    nodes: Mapping[str, Seen] = field(default_factory=dict)
+    current: GenerationRecord | None = None
+    ended: str = ""
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing to do until something changes, or until ``until``."""
+
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """Publish a generation."""
+
+    record: GenerationRecord
+
+
+@dataclass(frozen=True)
+class End:
+    """Declare a generation over: ``kind`` is "broken" (at once) or "wanted" (when it suits the workers)."""
+
+    generation: int
+    kind: str
+    cause: Broken
+
+
+Action = Idle | Form | End
+
+
+def decide(state: State, rules: Rules, now: float) -> Action:
+    """The next thing for the leader to do."""
+    if state.closed:
+        return Idle()
+    if state.current is None:
+        return _form(state, rules, now)
+    if state.ended != "broken" and (cause := _damage(state)) is not None:
+        return End(state.current.generation, "broken", cause)
+    if state.ended:
+        return _form(state, rules, now)
+    return _grow(state, rules, now)
+
+
+def waiting(state: State) -> Iterator[Seen]:
+    """Live nodes that are in no generation now, or want a later one than the current."""
+    if state.current is None:
+        yield from state.nodes.values()
+        return
+    current = state.current.generation
+    members = {seat.id: seat.ticket for seat in state.current.seats}
+    for seen in state.nodes.values():
+        record = seen.record
+        if record.wants > current or members.get(record.id) != record.ticket:
+            yield seen
+
+
+def admissible(state: State, rules: Rules) -> int:
+    """How many nodes wait that a new generation could take in beside the present members."""
+    if state.current is None:
+        return 0
+    members = {seat.id for seat in state.current.seats}
+    newcomers = sum(seen.record.id not in members for seen in waiting(state))
+    return min(newcomers, max(0, rules.max_nodes - len(state.current.seats)))
+
+
+def _damage(state: State) -> Broken | None:
+    """Members that lost their lease, or left while nobody had ended the generation."""
+    assert state.current is not None, "only asked about a generation"
+    lost, left = [], []
+    for rank, seat in enumerate(state.current.seats):
+        seen = state.nodes.get(seat.id)
+        if seen is None or seen.record.ticket != seat.ticket:
+            lost.append(rank)
+        elif seen.record.wants > state.current.generation and not state.ended:
+            left.append(rank)
+    if not lost and not left:
+        return None
+    nodes = state.current.nodes
+    what = [f"node {nodes[rank].id} lost its lease" for rank in lost]
+    what += [f"node {nodes[rank].id} left" for rank in left]
+    return Broken(reason="; ".join(what), workers=tuple(w for rank in lost for w in nodes[rank].worker_ids))
+
+
+def _form(state: State, rules: Rules, now: float) -> Action:
+    previous = () if state.current is None else state.current.seats
+    ready = list(waiting(state))
+    if len(ready) < rules.min_nodes:
+        return Idle()
+    chosen = choose([seen.record for seen in ready], previous, rules.max_nodes)
+    if len(chosen) < rules.min_nodes:  # several claim the same fixed rank
+        return Idle()
+    present = {seen.record.id for seen in ready}
+    awaited = [seat for seat in previous if seat.id in state.nodes and seat.id not in present]
+    if state.current is None:
+        complete, patience = len(chosen) == rules.max_nodes, rules.last_call
+    else:
+        complete, patience = not awaited, rules.rejoin
+    deadline = sorted(seen.since for seen in ready)[rules.min_nodes - 1] + patience
+    if not complete and now < deadline:
+        return Idle(until=deadline)
+    generation = 0 if state.current is None else state.current.generation + 1
+    return Form(GenerationRecord(generation, assign_ranks(chosen, previous)))
+
+
+def _grow(state: State, rules: Rules, now: float) -> Action:
+    """Ask for a new generation when nodes wait that it could take in."""
+    assert state.current is not None, "only a generation can grow"
+    count = admissible(state, rules)
+    if not count:
+        return Idle()
+    newcomers = list(waiting(state))
+    since = [seen.since for seen in newcomers]
+    # Bounded by the oldest, so that a steady trickle of newcomers cannot put it off for ever.
+    quiet_at = min(max(since) + rules.admit_delay, min(since) + 5 * rules.admit_delay)
+    full = len(state.current.seats) + count >= rules.max_nodes
+    if not full and now < quiet_at:
+        return Idle(until=quiet_at)
+    names = ", ".join(sorted(seen.record.id for seen in newcomers)[:8])
+    reason = f"{len(newcomers)} node(s) wait to be admitted: {names}"
+    return End(state.current.generation, "wanted", Broken(reason=reason))

@@ -1,0 +1,341 @@
+"""The handler that all built-in backends share: a participant, a thread that drives it, and a condition.
+
+Owns threads and time; decisions are ``_decide``'s, store traffic is ``_participant``'s. The background thread
+refreshes the lease, follows the records and leads; agent threads only wait for what it learns. Everything
+shared lies behind one condition. A store that is lost is never waited for: every blocked call ends with
+``RendezvousConnectionError``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from phalanx.comm.stores._interface import Store
+from phalanx.errors import StoreLost
+from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._decide import Rules
+from phalanx.launch.rendezvous._interface import (
+    GenerationEnd,
+    GenerationWatch,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from phalanx.launch.rendezvous._leader import describe, end_generation, publish_members, ring
+from phalanx.launch.rendezvous._participant import Participant
+from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
+from phalanx.launch.rendezvous._signing import Signer
+from phalanx.membership import Broken, RecordError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandlerOptions:
+    """How long things may take, in seconds."""
+
+    join_timeout: float = 600.0
+    close_timeout: float = 30.0
+    lease: float = 15.0
+
+
+class StoreRendezvousHandler(RendezvousHandler):
+    """A rendezvous on a store. ``store`` is in the job's namespace; ``close_store`` ends what the backend
+    opened."""
+
+    def __init__(
+        self,
+        backend: str,
+        run_id: str,
+        store: Store,
+        rules: Rules,
+        node: NodeRecord,
+        *,
+        options: HandlerOptions,
+        signer: Signer,
+        store_url: str,
+        is_host: bool = False,
+        close_store: Callable[[], None] | None = None,
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._run_id = run_id
+        self._store = store
+        self._agent_store = store.clone()
+        self._signer = signer
+        self._options = options
+        self._store_url = store_url
+        self._is_host = is_host
+        self._close_store = close_store
+        self._participant = Participant(store, signer, rules, node, lease=options.lease)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._failure: RendezvousError | None = None
+        self._generation: int | None = None
+        self._port: int | None = None if master is None else master[1]
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    @property
+    def store_url(self) -> str:
+        return self._store_url
+
+    @property
+    def node_id(self) -> str:
+        """The id of this node in ``RendezvousInfo.nodes``."""
+        return self._participant.node.id
+
+    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
+        if local_size < 1:
+            raise ValueError(f"local_size is {local_size}; expected at least 1")
+        if worker_ids and len(worker_ids) != local_size:
+            raise ValueError(f"{len(worker_ids)} worker ids for {local_size} workers; expected one for each")
+        with self._changed:
+            node = replace(self._participant.node, local_size=local_size, worker_ids=tuple(worker_ids))
+            self._participant.node = node
+
+    def set_bootstrap_port(self, port: int | None) -> None:
+        self._port = port
+
+    # -- forming ---------------------------------------------------------------------------------------------
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            with self._changed:
+                record, rank = self._join()
+        except StoreLost as error:
+            raise self._lost(error) from error
+        except RecordError as error:
+            raise RendezvousStateError(
+                f"node {self.node_id} cannot join job {self._run_id!r}: {error}"
+            ) from error
+        self._generation = record.generation
+        if rank == 0:
+            publish_members(self._store, record)  # usually the leader has
+        return describe(record, rank, self._agent_store)
+
+    def _join(self) -> tuple[GenerationRecord, int]:
+        participant, facts = self._participant, self._participant.facts
+        wants = 0 if self._generation is None else self._generation + 1
+        port = _free_port() if self._port is None else self._port
+        deadline = time.monotonic() + self._options.join_timeout
+        self._raise_if_over()
+        participant.register(wants, port, time.monotonic())
+        self._start_thread()
+        while True:
+            self._raise_if_over()
+            if (seat := participant.seat(wants)) is not None:
+                return seat
+            self._check_fixed_rank()
+            if facts.evicted:
+                participant.register(wants, port, time.monotonic())
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._timed_out()
+            self._changed.wait(left)
+
+    def _raise_if_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise RendezvousClosedError(f"this handler of job {self._run_id!r} was shut down")
+        facts = self._participant.facts
+        if facts.closed or (self._thread is None and self.is_closed()):
+            why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed or 'the job has ended'}"
+            if facts.passed_over:
+                raise RendezvousGracefulExitError(f"{why}; node {self.node_id} was a spare and not needed")
+            raise RendezvousClosedError(why)
+
+    def _check_fixed_rank(self) -> None:
+        node, latest = self._participant.node, self._participant.facts.latest
+        if node.fixed_rank >= 0 and self._participant.facts.passed_over and latest is not None:
+            holder = latest.seats[node.fixed_rank]
+            raise RendezvousStateError(
+                f"node rank {node.fixed_rank} of job {self._run_id!r} is taken by {holder.id}; "
+                "give every node its own --node-rank"
+            )
+
+    def _timed_out(self) -> RendezvousTimeoutError:
+        participant = self._participant
+        present = [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
+        participant.leave()
+        return RendezvousTimeoutError(
+            f"job {self._run_id!r}: no generation with node {self.node_id} within "
+            f"{self._options.join_timeout:g} s; {len(present)} node(s) are there, at least "
+            f"{participant.rules.min_nodes} are needed: {', '.join(sorted(present)[:16])}. "
+            "Start the missing ones or raise join_timeout"
+        )
+
+    # -- the background thread -------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            name = f"phalanx-rdzv-{self.node_id}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        failure: RendezvousError | None = None
+        try:
+            while not self._stopping:
+                with self._changed:
+                    until = self._participant.step(time.monotonic())
+                    self._changed.notify_all()
+                self._participant.pause(max(0.0, until - time.monotonic()))
+        except StoreLost as error:
+            failure = self._lost(error)
+        except RecordError as error:
+            failure = RendezvousStateError(f"node {self.node_id} of job {self._run_id!r}: {error}")
+        except Exception as error:
+            log.exception("the rendezvous of node %s failed", self.node_id)
+            failure = RendezvousStateError(f"node {self.node_id} of job {self._run_id!r} failed: {error!r}")
+        with self._changed:
+            if failure is not None and not self._stopping:
+                self._failure = failure
+            self._changed.notify_all()
+        self._participant.close_watch()
+
+    def _lost(self, error: StoreLost) -> RendezvousConnectionError:
+        return RendezvousConnectionError(
+            f"node {self.node_id} lost the store of job {self._run_id!r} at {self._store_url}: {error}. "
+            "With the c10d and static backends it lives in the agent that serves the endpoint; is that one "
+            "still running?"
+        )
+
+    # -- the rest of a job's life ----------------------------------------------------------------------------
+
+    def is_closed(self) -> bool:
+        if self._participant.facts.closed:
+            return True
+        try:
+            return self._store.get(records.CLOSED) is not None
+        except StoreLost as error:
+            raise self._lost(error) from error
+
+    def set_closed(self) -> None:
+        sealed = self._signer.seal(records.CLOSED, records.dump(f"closed by node {self.node_id}"))
+        try:
+            if self._store.compare_and_set(records.CLOSED, None, sealed):
+                ring(self._store)
+        except StoreLost as error:
+            raise self._lost(error) from error
+
+    def num_nodes_waiting(self) -> int:
+        try:
+            value = self._store.get(records.WAITING)
+        except StoreLost as error:
+            raise self._lost(error) from error
+        if value is None:
+            return 0
+        return int(records.load(self._signer.open(records.WAITING, value), records.WAITING))
+
+    def break_generation(self, generation: int, broken: Broken) -> None:
+        self._end(generation, "broken", broken)
+
+    def want_generation(self, generation: int, cause: Broken) -> None:
+        self._end(generation, "wanted", cause)
+
+    def _end(self, generation: int, kind: str, cause: Broken) -> None:
+        try:
+            end_generation(self._store, self._signer, generation, kind, cause)
+        except StoreLost as error:
+            raise self._lost(error) from error
+
+    def watch_generation(self, generation: int) -> GenerationWatch:
+        return _Watch(self, generation)
+
+    def _end_of(self, generation: int) -> GenerationEnd | None:
+        """Why a generation is over for this node, gravest first. Needs ``_changed``."""
+        facts = self._participant.facts
+        end = facts.ends.get(generation)
+        if self._failure is not None:
+            return GenerationEnd(kind="lost", reason=str(self._failure))
+        if facts.closed:
+            return GenerationEnd(kind="closed", reason=facts.closed)
+        if end is not None and end.kind == "broken":
+            return end
+        if facts.evicted:
+            return GenerationEnd(kind="lost", reason=f"the lease of node {self.node_id} ran out")
+        if facts.latest is not None and facts.latest.generation > generation:
+            return GenerationEnd(kind="broken", reason=f"generation {facts.latest.generation} has formed")
+        return end
+
+    def shutdown(self) -> bool:
+        with self._changed:
+            if self._stopping:
+                return True
+            self._stopping = True
+            told = self._leave()
+            self._changed.notify_all()
+        self._participant.interrupt()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        self._agent_store.close()
+        if self._close_store is not None:
+            self._close_store()
+        return told
+
+    def _leave(self) -> bool:
+        try:
+            self._participant.leave()
+            if self._is_host and self._store.get(records.CLOSED) is not None:
+                self._wait_for_others()
+        except StoreLost as error:
+            log.warning("node %s could not say that it leaves: %s", self.node_id, error)
+            return False
+        return self._failure is None
+
+    def _wait_for_others(self) -> None:
+        """The store ends with this process: let the others read that the job is closed, and leave."""
+        deadline = time.monotonic() + self._options.close_timeout
+        with self._store.watch(records.NODES) as watch:
+            while self._store.items(records.NODES) and time.monotonic() < deadline:
+                watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+class _Watch(GenerationWatch):
+    def __init__(self, handler: StoreRendezvousHandler, generation: int) -> None:
+        self._handler = handler
+        self._generation = generation
+        self._closed = False
+
+    def wait(self, timeout: float | None = None) -> GenerationEnd | None:
+        handler = self._handler
+        with handler._changed:
+            handler._changed.wait_for(self._is_over, timeout)
+            return None if self._closed else handler._end_of(self._generation)
+
+    def _is_over(self) -> bool:
+        return self._closed or self._handler._stopping or self._handler._end_of(self._generation) is not None
+
+    def close(self) -> None:
+        with self._handler._changed:
+            self._closed = True
+            self._handler._changed.notify_all()
+
+
+def _free_port() -> int:
+    """A port that is free now. The workers' bootstrap store takes it a moment later; a clash is possible,
+    rare and loud (it cannot listen), and the next generation takes another."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

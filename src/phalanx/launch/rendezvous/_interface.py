@@ -1,0 +1,287 @@
+"""What an agent needs of a rendezvous, and what every backend gives.
+
+Owns values, the handler interface and its errors; no store is touched here. Words: a *node* runs one agent; a
+*generation* is one agreed membership, numbered from 0. All members of a generation see the same ``nodes`` in
+the same order, so global worker ranks follow from it without another exchange.
+
+::
+
+    RendezvousError (PhalanxError)
+    ├── RendezvousClosedError         the job is over; nobody can join any more
+    ├── RendezvousTimeoutError        not enough nodes came in time
+    ├── RendezvousConnectionError     the store cannot be reached (any more)
+    ├── RendezvousStateError          the records contradict what this node was told
+    └── RendezvousGracefulExitError   a spare node that was never needed; not a failure
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from phalanx.comm.stores._interface import Store
+from phalanx.errors import PhalanxError
+from phalanx.membership import Broken, Member, Members
+
+
+class RendezvousError(PhalanxError, RuntimeError):
+    """Root of what can go wrong while nodes agree on a generation."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The rendezvous was closed: the job has ended."""
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """The generation did not form in time."""
+
+
+class RendezvousConnectionError(RendezvousError, ConnectionError):
+    """The store behind the rendezvous cannot be reached."""
+
+
+class RendezvousStateError(RendezvousError):
+    """The records in the store are impossible or contradict this node's configuration."""
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """This node was a spare and the job ended without needing it. Exit with code 0."""
+
+
+class RendezvousParameters:
+    """How to reach a rendezvous, and the backend's own configuration.
+
+    >>> params = RendezvousParameters("c10d", "node0:29400", "job7", 1, 4, join_timeout=60, is_host="true")
+    >>> params.get_as_int("join_timeout"), params.get_as_bool("is_host"), params.get("lease", 15)
+    (60, True, 15)
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not backend:
+            raise ValueError("the rendezvous backend has no name; expected one such as 'c10d' or 'static'")
+        if min_nodes < 1:
+            raise ValueError(f"min_nodes is {min_nodes}; expected at least 1")
+        if max_nodes < min_nodes:
+            raise ValueError(f"max_nodes is {max_nodes}; expected at least min_nodes, {min_nodes}")
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.local_addr = local_addr
+        self.config = dict(kwargs)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a configuration key, or ``default``."""
+        return self.config.get(key, default)
+
+    def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
+        """The same as a truth value; numbers and the usual words are understood."""
+        value = self.get(key, default)
+        if value is None or isinstance(value, bool):
+            return value
+        text = str(value).strip().lower()
+        if text in ("1", "true", "t", "yes", "y", "on"):
+            return True
+        if text in ("0", "false", "f", "no", "n", "off"):
+            return False
+        raise ValueError(f"rendezvous configuration {key}={value!r}; expected true or false")
+
+    def get_as_int(self, key: str, default: int | None = None) -> int | None:
+        """The same as a whole number."""
+        value = self.get(key, default)
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"rendezvous configuration {key}={value!r}; expected a whole number") from None
+
+    def get_as_float(self, key: str, default: float) -> float:
+        """The same as a number of seconds."""
+        value = self.get(key, default)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"rendezvous configuration {key}={value!r}; expected a number") from None
+
+
+class NodeInfo(NamedTuple):
+    """One node of a generation. ``base_rank`` is the global rank of its first worker."""
+
+    id: str
+    host: str
+    addr: str
+    local_size: int
+    base_rank: int
+    topology: str = ""
+    worker_ids: tuple[str, ...] = ()
+    """Of length ``local_size``; what the agent passed to ``set_local_size``, or made from ``id``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousStoreInfo:
+    """Where the workers' bootstrap store is or will be: the first node's address and a free port there."""
+
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousInfo:
+    """An agreed generation as one of its nodes sees it. Only ``rank`` and ``store`` differ between nodes."""
+
+    store: Store
+    """The job's store, in the namespace ``job_prefix(run_id)``; closed by ``handler.shutdown()``."""
+    rank: int
+    world_size: int
+    generation: int
+    nodes: tuple[NodeInfo, ...]
+    bootstrap_store_info: RendezvousStoreInfo
+
+    @property
+    def node(self) -> NodeInfo:
+        """This node."""
+        return self.nodes[self.rank]
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of all nodes."""
+        return self.nodes[-1].base_rank + self.nodes[-1].local_size
+
+    def members(self) -> Members:
+        """The same as the record that workers read; the handler has already written it to ``members_key``."""
+        workers = tuple(
+            Member(
+                id=worker_id,
+                rank=node.base_rank + local_rank,
+                node_rank=node_rank,
+                local_rank=local_rank,
+                local_size=node.local_size,
+                host=node.host,
+            )
+            for node_rank, node in enumerate(self.nodes)
+            for local_rank, worker_id in enumerate(node.worker_ids)
+        )
+        return Members(
+            generation=self.generation,
+            workers=workers,
+            num_nodes=self.world_size,
+            master_addr=self.bootstrap_store_info.master_addr,
+            master_port=self.bootstrap_store_info.master_port,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationEnd:
+    """Why an agent should leave its generation.
+
+    ``kind`` is ``broken`` (over now: workers were lost, or a node's lease ran out; those are named in
+    ``broken``), ``wanted`` (nodes wait to be admitted; the generation runs on until everybody calls
+    ``next_rendezvous``), ``closed`` (the job is over) or ``lost`` (the store cannot be reached, or this
+    node's own lease ran out).
+    """
+
+    kind: str
+    reason: str
+    broken: Broken | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
+
+
+class GenerationWatch(ABC):
+    """Tells when a generation is over. Use from any thread."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> GenerationEnd | None:
+        """Block until the generation is over and say why; None after ``timeout`` seconds (None: no limit).
+
+        Woken by the store, not by polling. Once over, every later call returns the same at once, except that
+        ``wanted`` may turn into something graver.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wake all waiters (they get None) and stop watching."""
+
+
+class RendezvousHandler(ABC):
+    """One node's part in forming generations.
+
+    >>> handler = get_rendezvous_handler(params)         # doctest: +SKIP
+    >>> handler.set_local_size(8)                        # doctest: +SKIP
+    >>> info = handler.next_rendezvous()                 # doctest: +SKIP
+    >>> end = handler.watch_generation(info.generation).wait()   # doctest: +SKIP
+    """
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """The name under which the backend is registered."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """The job that this rendezvous is for."""
+
+    @property
+    @abstractmethod
+    def use_agent_store(self) -> bool:
+        """Whether ``bootstrap_store_info`` names a c10d TCPStore that an agent already serves to the
+        workers."""
+
+    @property
+    @abstractmethod
+    def store_url(self) -> str:
+        """URL of the job's store for workers on this node, as in ``PHALANX_STORE``."""
+
+    @abstractmethod
+    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
+        """Say how many workers this node runs, and optionally their ids; counts from the next join on."""
+
+    @abstractmethod
+    def set_bootstrap_port(self, port: int | None) -> None:
+        """The port for the workers' bootstrap store, should this node come first; None: a free one at each
+        join."""
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Leave the current generation and block until this node is a member of the next one."""
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """End the job for all nodes: nobody joins any more, who waits is sent away."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait and could be admitted by a new generation; 0 when the job is at max_nodes."""
+
+    @abstractmethod
+    def break_generation(self, generation: int, broken: Broken) -> None:
+        """End a generation at once for all agents and, through ``broken_key``, their workers. Idempotent."""
+
+    @abstractmethod
+    def want_generation(self, generation: int, cause: Broken) -> None:
+        """Ask for a new generation when it suits the workers, through ``wanted_key``; wakes all agents.
+        Idempotent."""
+
+    @abstractmethod
+    def watch_generation(self, generation: int) -> GenerationWatch:
+        """Notice, without polling, that a generation is over."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Leave, give up the lease and close connections; False when the store could not be told."""

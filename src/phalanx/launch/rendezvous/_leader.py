@@ -1,0 +1,182 @@
+"""What the leading node does on top of following: observes all nodes, asks ``decide`` and carries it out.
+
+Owns the leader's view of live nodes and the writes that form or end a generation. Every write is safe to
+repeat and safe beside another leader's: generation records are written once, ends and reasons too (the first
+one wins).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from phalanx.comm.stores._interface import Change, Store
+from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
+from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, RendezvousStoreInfo
+from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
+from phalanx.launch.rendezvous._signing import Signer
+from phalanx.membership import Broken, RecordError, broken_key, members_key, wanted_key
+
+if TYPE_CHECKING:
+    from phalanx.launch.rendezvous._participant import Facts
+
+log = logging.getLogger(__name__)
+
+KEEP = 8
+"""How many past generations keep their records, for agents and workers that are slow to move on."""
+
+
+def ring(store: Store) -> None:
+    """Wake all nodes; call it after the write that they shall see."""
+    number = store.add(records.BELLS)
+    store.set(records.bell_key(number), b"{}")
+    store.delete(records.bell_key(number - KEEP))
+
+
+def end_generation(store: Store, signer: Signer, generation: int, kind: str, cause: Broken) -> None:
+    """Tell workers, then agents, that a generation is over. The first reason stays."""
+    for_workers = broken_key(generation) if kind == "broken" else wanted_key(generation)
+    store.compare_and_set(for_workers, None, cause.to_json())
+    key = records.ended_key(generation, kind)
+    if store.compare_and_set(key, None, signer.seal(key, cause.to_json())):
+        ring(store)
+
+
+def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
+    """A generation as the node at ``rank`` hands it to its agent."""
+    first = record.seats[0]
+    return RendezvousInfo(
+        store=store,
+        rank=rank,
+        world_size=len(record.seats),
+        generation=record.generation,
+        nodes=record.nodes,
+        bootstrap_store_info=RendezvousStoreInfo(master_addr=first.addr, master_port=first.port),
+    )
+
+
+def publish_members(store: Store, record: GenerationRecord) -> None:
+    """Write what workers read about a generation, unless it is there already."""
+    key = members_key(record.generation)
+    if store.get(key) is None:
+        store.compare_and_set(key, None, describe(record, 0, store).members().to_json())
+
+
+class Leader:
+    """The view and the hands of the leader; ``Participant`` makes one when its node is chosen."""
+
+    def __init__(self, store: Store, signer: Signer, rules: Rules) -> None:
+        self._store = store
+        self._signer = signer
+        self._rules = rules
+        self._nodes: dict[str, Seen] = {}
+        self._raw: dict[str, bytes] = {}
+        self._waiting: int | None = None
+
+    def read_all(self, facts: Facts, now: float) -> None:
+        """Learn the nodes anew; also finishes what a leader that died half-way left undone."""
+        found = self._store.items(records.NODES)
+        gone = [Change(key, None) for key in self._raw if key not in found]
+        self.observe([*gone, *(Change(key, value) for key, value in found.items())], now)
+        if facts.latest is not None:
+            publish_members(self._store, facts.latest)
+
+    def observe(self, changes: Iterable[Change], now: float) -> None:
+        """Take in changes of node records."""
+        for change in changes:
+            if not change.key.startswith(records.NODES):
+                continue
+            node_id = change.key[len(records.NODES) :]
+            if change.value is None:
+                self._raw.pop(change.key, None)
+                self._nodes.pop(node_id, None)
+            elif change.value != self._raw.get(change.key):
+                self._raw[change.key] = change.value
+                self._take_node(node_id, change.key, change.value, now)
+
+    def _take_node(self, node_id: str, key: str, value: bytes, now: float) -> None:
+        try:
+            record = NodeRecord.from_json(self._signer.open(key, value))
+            if record.id != node_id:
+                raise RecordError(f"it names node {record.id!r}")
+        except RecordError as error:
+            self._nodes.pop(node_id, None)
+            log.warning("refused the join of node %s: %s", node_id, error)
+            return
+        known = self._nodes.get(node_id)
+        same = known is not None and (known.record.ticket, known.record.wants) == (
+            record.ticket,
+            record.wants,
+        )
+        self._nodes[node_id] = Seen(record, known.since if known is not None and same else now)
+
+    def lead(self, facts: Facts, now: float) -> float:
+        """Decide and act until there is nothing to do; returns when to look again at the latest."""
+        while True:
+            state = self._state(facts)
+            action = decide(state, self._rules, now)
+            if isinstance(action, Form):
+                self._form(action.record, facts)
+            elif isinstance(action, End) and not self._is_wanted(action, facts):
+                log.info("generation %d is %s: %s", action.generation, action.kind, action.cause.reason)
+                end_generation(self._store, self._signer, action.generation, action.kind, action.cause)
+                facts.ends[action.generation] = GenerationEnd(
+                    kind=action.kind, reason=action.cause.reason, broken=action.cause
+                )
+            elif isinstance(action, Idle):
+                self._tell_waiting(state)
+                return math.inf if action.until is None else action.until
+
+    def _is_wanted(self, action: End, facts: Facts) -> bool:
+        """Whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
+        left did so on request, and the generation need not be broken for it."""
+        if action.generation in facts.ends:
+            return False
+        value = self._store.get(wanted_key(action.generation))
+        if value is None:
+            return False
+        cause = Broken.from_json(value)
+        end_generation(self._store, self._signer, action.generation, "wanted", cause)
+        end = GenerationEnd(kind="wanted", reason=cause.reason, broken=cause)
+        facts.ends[action.generation] = end
+        return True
+
+    def _state(self, facts: Facts) -> State:
+        end = None if facts.latest is None else facts.ends.get(facts.latest.generation)
+        return State(
+            nodes=self._nodes,
+            current=facts.latest,
+            ended="" if end is None else end.kind,
+            closed=bool(facts.closed),
+        )
+
+    def _form(self, record: GenerationRecord, facts: Facts) -> None:
+        key = records.generation_key(record.generation)
+        if not self._store.compare_and_set(key, None, self._signer.seal(key, record.to_json())):
+            taken = self._store.get(key)
+            assert taken is not None, "a generation record is never deleted"
+            record = GenerationRecord.from_json(self._signer.open(key, taken))
+        publish_members(self._store, record)
+        self._store.set(records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation)))
+        ring(self._store)
+        facts.latest = record
+        log.info("generation %d formed with %d node(s)", record.generation, len(record.seats))
+        self._forget(record.generation - KEEP)
+
+    def _forget(self, generation: int) -> None:
+        if generation < 0:
+            return
+        self._store.set(records.generation_key(generation), records.GONE)
+        for kind in ("broken", "wanted"):
+            self._store.delete(records.ended_key(generation, kind))
+        for key in (members_key(generation), broken_key(generation), wanted_key(generation)):
+            self._store.delete(key)
+
+    def _tell_waiting(self, state: State) -> None:
+        count = 0 if state.ended else admissible(state, self._rules)
+        if count != self._waiting and (count or self._waiting):
+            self._store.set(records.WAITING, self._signer.seal(records.WAITING, records.dump(count)))
+        self._waiting = count

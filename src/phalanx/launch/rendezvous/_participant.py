@@ -1,0 +1,300 @@
+"""One node's side of the rendezvous: registers it, follows the news and, when it is its turn, leads.
+
+Guarantees:
+- Two leaders cannot publish two memberships for one generation: the record is written by compare-and-set from
+  absent, and stays taken for ever. A leader that was paused and wakes up can at worst publish a valid but
+  outdated membership (which is then broken, because a member is gone) or end a generation needlessly.
+- A node's lease runs out at most ``lease / 2`` after it was last heard of; the leader acts at once, and if it
+  was the leader, another node takes over after at most ``lease / 4`` more.
+- A node that lost its lease gets a new ticket when it registers again, so it is never mistaken for its former
+  self, even if nobody saw it gone.
+
+Assumptions: ``step`` is called by one thread, ``now`` never goes back. Nothing here blocks except on store
+calls.
+
+Rejected: one record that all nodes rewrite (contention grows with nodes); all nodes watching all nodes (n²
+messages); a leader chosen by the lowest ticket (finding it after a death makes every node read every record).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.comm.stores._interface import Change, Lease, Store, Watch
+from phalanx.errors import StoreError, StoreLost, StoreTimeout
+from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._decide import Rules
+from phalanx.launch.rendezvous._interface import GenerationEnd
+from phalanx.launch.rendezvous._leader import Leader, ring
+from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord
+from phalanx.launch.rendezvous._signing import Signer
+from phalanx.membership import Broken, RecordError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Facts:
+    """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
+    change."""
+
+    latest: GenerationRecord | None = None
+    ends: dict[int, GenerationEnd] = field(default_factory=dict)
+    closed: str = ""
+    """Why the job is over, or ""."""
+    evicted: bool = False
+    """This node's lease ran out; it has to register again."""
+    passed_over: bool = False
+    """A generation formed without this node while it waited: it is a spare."""
+
+
+class Participant:
+    """Drives one node by ``register`` and repeated ``step`` and ``pause``; the handler adds the thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        signer: Signer,
+        rules: Rules,
+        node: NodeRecord,
+        *,
+        lease: float,
+        jitter: float | None = None,
+    ) -> None:
+        self.store = store
+        self.signer = signer
+        self.rules = rules
+        self.node = node
+        self.facts = Facts()
+        self._ttl = lease / 2
+        self._lease: Lease | None = None
+        self._refresh_at = 0.0
+        self._check_at = 0.0
+        # Spread over time, so that the followers of a large job do not all ask in the same instant.
+        self._jitter = random.random() if jitter is None else jitter
+        self._leader: LeaderRecord | None = None
+        self._leader_raw: bytes | None = None
+        self._leading: Leader | None = None
+        self._watch: Watch | None = None
+        self._changes: list[Change] = []
+        self._ear = store.clone()  # a blocking call must not delay the agent's
+        self._heard = 0
+        self._rung = False
+
+    # -- what the agent's thread calls -----------------------------------------------------------------------
+
+    def register(self, wants: int, port: int, now: float) -> None:
+        """Become (again) a live node that wants a generation numbered at least ``wants``."""
+        first = self._lease is None
+        if first or self.facts.evicted:
+            self._lease = self.store.lease(self._ttl)
+            self._refresh_at = now + self._ttl / 3
+            self.node = replace(self.node, ticket=self.store.add(records.TICKETS))
+            self.facts.evicted = False
+        self.node = replace(self.node, wants=wants, port=port)
+        self._write_node()
+        if first:
+            self._read_first(now)
+        self.facts.passed_over = False
+
+    def _read_first(self, now: float) -> None:
+        """Find the newest generation and the leader, and make sure that this node can read their records."""
+        formed, leader = self.store.get_many([records.FORMED, records.LEADER])
+        if leader is not None:
+            rules = LeaderRecord.from_json(self.signer.open(records.LEADER, leader))
+            if (rules.min_nodes, rules.max_nodes) != (self.rules.min_nodes, self.rules.max_nodes):
+                log.warning(
+                    "node %s was told %d to %d nodes, but the job's leader goes by %d to %d",
+                    *(self.node.id, self.rules.min_nodes, self.rules.max_nodes),
+                    *(rules.min_nodes, rules.max_nodes),
+                )
+        if formed is not None:
+            self._follow(int(records.load(self.signer.open(records.FORMED, formed), records.FORMED)))
+        self._check(now)
+        if self._leader is None:
+            self._check(now)  # nobody led and another was quicker: now its name is there
+
+    def leave(self) -> None:
+        """Stop being a live node (which also wakes ``pause``); a leader tells the others to find a new
+        one."""
+        led = self._leading is not None
+        self._step_down()
+        if self._lease is not None:
+            self._lease.revoke()
+            self._lease = None
+        if led and not self.facts.closed:
+            self.store.delete(records.LEADER)
+            ring(self.store)
+
+    def interrupt(self) -> None:
+        """Give up the connection that a follower waits on: a thread in ``pause`` gets ``StoreLost``."""
+        self._ear.close()
+
+    def close_watch(self) -> None:
+        """Stop watching; only the thread that calls ``pause`` may do so."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def seat(self, wants: int) -> tuple[GenerationRecord, int] | None:
+        """The generation, numbered at least ``wants``, that this registration is a member of, and its
+        rank."""
+        latest = self.facts.latest
+        if latest is None or latest.generation < wants:
+            return None
+        rank = latest.rank_of(self.node.id, self.node.ticket)
+        return None if rank is None else (latest, rank)
+
+    # -- what the background thread calls --------------------------------------------------------------------
+
+    def pause(self, timeout: float) -> None:
+        """Block until there may be something new for ``step``, at most ``timeout`` seconds."""
+        if self._leading is not None and self._watch is not None:
+            self._changes = self._watch.wait(timeout)
+            self._rung = any(not change.key.startswith(records.NODES) for change in self._changes)
+            return
+        try:
+            self._ear.wait([records.bell_key(self._heard + 1)], timeout)
+            self._rung = True
+        except StoreTimeout:
+            self._rung = False
+
+    def step(self, now: float) -> float:
+        """Do what is due, and return when to be called again at the latest."""
+        if now >= self._refresh_at:
+            self._refresh(now)
+        if self._rung or now >= self._check_at:
+            self._rung = False
+            self._check(now)
+        until = min(self._refresh_at, self._check_at)
+        changes, self._changes = self._changes, []
+        if self._leading is not None:
+            self._leading.observe(changes, now)
+            until = min(until, self._leading.lead(self.facts, now))
+        return until
+
+    def _refresh(self, now: float) -> None:
+        self._refresh_at = now + self._ttl / 3
+        if self._lease is not None and not self.facts.evicted and not self._lease.refresh():
+            log.warning(
+                "node %s: its lease of %g s ran out; was the process stopped?", self.node.id, self._ttl
+            )
+            self.facts.evicted = True
+            self._step_down()  # the others will choose another
+
+    def _write_node(self) -> None:
+        key = records.node_key(self.node.id)
+        try:
+            self.store.set(key, self.signer.seal(key, self.node.to_json()), lease=self._lease)
+        except StoreLost:
+            raise
+        except StoreError:
+            self.facts.evicted = True  # the lease ran out just now; whoever waits registers again
+
+    def _check(self, now: float) -> None:
+        """Read what all nodes want to know. After a ring, and now and then in case a ring was lost."""
+        self._check_at = now + self._ttl / 4 * (1 + self._jitter)
+        # The number first: what is written before a later ring is then read after hearing it.
+        self._heard = int(self.store.get(records.BELLS) or 0)
+        current = -1 if self.facts.latest is None else self.facts.latest.generation
+        keys = [
+            records.CLOSED,
+            records.generation_key(current + 1),
+            records.LEADER,
+            records.node_key("" if self._leader is None else self._leader.id),
+        ]
+        closed, following, leader, leader_node = self.store.get_many(keys)
+        if closed is not None:
+            self.facts.closed = str(self._open(records.CLOSED, closed, "") or "closed")
+        if following is not None:
+            self._follow(current + 1)
+        self._read_ends()
+        if leader != self._leader_raw:
+            self._take_leader(leader, now)
+        elif not self._is_alive(leader_node):
+            self._stand(now)
+        if self._leading is not None:
+            self._leading.read_all(self.facts, now)
+
+    def _open(self, key: str, value: bytes, default: Any) -> Any:
+        """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""
+        try:
+            return records.load(self.signer.open(key, value), key)
+        except RecordError as error:
+            log.warning("node %s ignores a record: %s", self.node.id, error)
+            return default
+
+    def _follow(self, number: int) -> None:
+        """Read generation ``number`` and those after it; the last one is the newest."""
+        while True:
+            key = records.generation_key(number)
+            value = self.store.get(key)
+            if value is None or value == records.GONE:
+                return
+            self.facts.latest = GenerationRecord.from_json(self.signer.open(key, value))
+            self.facts.passed_over = self.seat(self.node.wants) is None
+            number += 1
+
+    def _read_ends(self) -> None:
+        if self.facts.latest is None:
+            return
+        generation = self.facts.latest.generation
+        known = self.facts.ends.get(generation)
+        if known is not None and known.kind == "broken":
+            return
+        kinds = ("broken", "wanted")
+        keys = [records.ended_key(generation, kind) for kind in kinds]
+        for kind, key, value in zip(kinds, keys, self.store.get_many(keys), strict=True):
+            if value is not None and self._open(key, value, None) is not None:
+                cause = Broken.from_json(self.signer.open(key, value))
+                self.facts.ends[generation] = GenerationEnd(kind=kind, reason=cause.reason, broken=cause)
+                return
+
+    # -- who leads -------------------------------------------------------------------------------------------
+
+    def _take_leader(self, value: bytes | None, now: float) -> None:
+        """Another leader than the one known: a new one, or (None) the old one has left."""
+        self._leader_raw = value
+        self._leader = None
+        self._step_down()
+        if value is None:
+            self._stand(now)
+            return
+        try:
+            self._leader = LeaderRecord.from_json(self.signer.open(records.LEADER, value))
+        except RecordError as error:
+            log.warning("node %s does not accept the leader's record: %s", self.node.id, error)
+            return
+        if self._leader.id == self.node.id:  # of a former registration of this node
+            self._stand(now)
+
+    def _is_alive(self, leader_node: bytes | None) -> bool:
+        """Whether the leader's node is still the registration that was chosen."""
+        if leader_node is None or self._leader is None:
+            return False
+        record = self._open(records.node_key(self._leader.id), leader_node, {})
+        return bool(record.get("ticket") == self._leader.ticket)
+
+    def _stand(self, now: float) -> None:
+        """Try to become the leader in place of the one that was last seen."""
+        if self._lease is None or self.facts.evicted or self._leading is not None:
+            return
+        mine = LeaderRecord(self.node.id, self.node.ticket, self.rules.min_nodes, self.rules.max_nodes)
+        raw = self.signer.seal(records.LEADER, mine.to_json())
+        if not self.store.compare_and_set(records.LEADER, self._leader_raw, raw):
+            return  # another was quicker; the next check finds it
+        log.info("node %s leads", self.node.id)
+        self._leader, self._leader_raw = mine, raw
+        if self._watch is None:
+            self._watch = self.store.watch(
+                records.LIVE
+            )  # before everything is read: nothing falls in between
+        self._leading = Leader(self.store, self.signer, self.rules)
+        ring(self.store)
+
+    def _step_down(self) -> None:
+        if self._leading is not None:
+            log.info("node %s no longer leads", self.node.id)
+        self._leading = None

@@ -1,0 +1,80 @@
+"""Which backends there are. One explicit table; others register by a call or by an entry point."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousParameters
+
+RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+ENTRY_POINTS = "phalanx.rendezvous"
+
+
+class RendezvousHandlerRegistry:
+    """Backends by name.
+
+    >>> registry = RendezvousHandlerRegistry()
+    >>> registry.register("mine", lambda params: ...)     # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._creators: dict[str, RendezvousHandlerCreator] = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Add a backend; ``ValueError`` when another creator has the name."""
+        if not backend:
+            raise ValueError("a rendezvous backend needs a name")
+        if self._creators.get(backend, creator) is not creator:
+            raise ValueError(
+                f"the rendezvous backend {backend!r} is registered already, with another creator"
+            )
+        self._creators[backend] = creator
+
+    def names(self) -> list[str]:
+        """All names, those of installed packages too."""
+        return sorted({*self._creators, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """The handler for ``params``; ``ValueError`` names the nearest backend when there is none."""
+        creator = self._creators.get(params.backend)
+        if creator is None:
+            for entry in entry_points(group=ENTRY_POINTS, name=params.backend):
+                creator = entry.load()
+        if creator is None:
+            near = difflib.get_close_matches(params.backend, self.names(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no rendezvous backend {params.backend!r}; there are {self.names()}{hint}")
+        handler = creator(params)
+        if not isinstance(handler, RendezvousHandler):
+            raise TypeError(
+                f"the backend {params.backend!r} made a {type(handler).__name__}, no RendezvousHandler"
+            )
+        return handler
+
+
+def _built_in() -> RendezvousHandlerRegistry:
+    from phalanx.launch.rendezvous._backends import (
+        create_c10d_handler,
+        create_etcd_handler,
+        create_file_handler,
+    )
+    from phalanx.launch.rendezvous._static import create_static_handler
+
+    registry = RendezvousHandlerRegistry()
+    registry.register("c10d", create_c10d_handler)
+    registry.register("etcd", create_etcd_handler)
+    registry.register("file", create_file_handler)
+    registry.register("static", create_static_handler)
+    return registry
+
+
+rendezvous_handler_registry = _built_in()
+"""The one table that the launcher asks."""
+
+
+def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler that ``params.backend`` stands for."""
+    return rendezvous_handler_registry.create_handler(params)

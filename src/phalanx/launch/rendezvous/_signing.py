@@ -1,0 +1,104 @@
+"""Envelopes for control records: versioned JSON, signed when the job has a secret.
+
+Owns the outermost layer of every rendezvous record: ``{"v":1,"mac":"<hex>","record":<json>}`` with a secret,
+``{"v":1,"record":<json>}`` without. The HMAC-SHA256 covers the job, the key and the exact bytes of the
+record, so a record can neither be changed nor moved to another key or job. It keeps strangers out; it does
+not hide what is written, and it does not stop someone who can record a member's traffic from replaying a
+record to its own key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.membership import RecordError
+
+ENV_SECRET = "PHALANX_JOB_SECRET"
+ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
+
+_PLAIN = b'{"v":1,"record":'
+_SIGNED = b'{"v":1,"mac":"'
+_AFTER_MAC = b'","record":'
+_MAC_LENGTH = hashlib.sha256().digest_size * 2
+
+
+class SignatureError(RecordError):
+    """A record is unsigned, or signed with another secret, although the job has one; or the other way
+    round."""
+
+
+class Signer:
+    """Seals and opens records of one job.
+
+    >>> signer = Signer("job7", b"a long secret")
+    >>> signer.open("node/a", signer.seal("node/a", b'{"x":1}'))
+    b'{"x":1}'
+    """
+
+    def __init__(self, job: str, secret: bytes | None = None) -> None:
+        self._job = job.encode()
+        self._secret = secret or None
+
+    @property
+    def has_secret(self) -> bool:
+        return self._secret is not None
+
+    def seal(self, key: str, record: bytes) -> bytes:
+        """The envelope of ``record`` (JSON) for ``key``."""
+        if self._secret is None:
+            return _PLAIN + record + b"}"
+        return _SIGNED + self._mac(key, record) + _AFTER_MAC + record + b"}"
+
+    def open(self, key: str, sealed: bytes) -> bytes:
+        """The record inside; ``SignatureError`` or ``RecordError`` when it cannot be trusted or read."""
+        if self._secret is None:
+            if sealed.startswith(_PLAIN) and sealed.endswith(b"}"):
+                return sealed[len(_PLAIN) : -1]
+            if sealed.startswith(_SIGNED):
+                raise SignatureError(
+                    f"the record at {key!r} is signed, but this node has no job secret; set {ENV_SECRET} or "
+                    f"{ENV_SECRET_FILE} to the secret of the other nodes"
+                )
+        elif sealed.startswith(_SIGNED):
+            start = len(_SIGNED) + _MAC_LENGTH + len(_AFTER_MAC)
+            record = sealed[start:-1]
+            if hmac.compare_digest(sealed, self.seal(key, record)):
+                return record
+            raise SignatureError(f"the record at {key!r} is signed with another secret or was changed")
+        elif sealed.startswith(_PLAIN):
+            raise SignatureError(f"the record at {key!r} is not signed, but the job has a secret")
+        raise RecordError(f"the record at {key!r} is not one of this release (version 1): {sealed[:60]!r}")
+
+    def _mac(self, key: str, record: bytes) -> bytes:
+        assert self._secret is not None, "only called with a secret"
+        message = b"\0".join((self._job, key.encode(), record))
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest().encode()
+
+
+def read_secret(environ: Mapping[str, str] | None = None, path: str | None = None) -> bytes | None:
+    """The job's secret from ``path``, else from the environment (value or file), else None.
+
+    Raises ``ValueError`` when a file is named but missing, empty or readable by others.
+    """
+    env = os.environ if environ is None else environ
+    if path is None:
+        if value := env.get(ENV_SECRET):
+            return value.encode()
+        path = env.get(ENV_SECRET_FILE)
+        if not path:
+            return None
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"cannot read the job secret file {path!r}: {error}") from error
+    if mode & 0o077:
+        raise ValueError(f"job secret file {path!r} is open to other users; run: chmod 600 {path}")
+    if not secret:
+        raise ValueError(f"job secret file {path!r} is empty")
+    return secret

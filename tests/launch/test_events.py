@@ -1,0 +1,86 @@
+"""Every event survives its line of JSON; the log tolerates torn lines and full disks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch import events
+from phalanx.launch.events import EventLog, from_json, read_events, to_json
+
+pytestmark = pytest.mark.fast
+
+EVENTS: list[events.AnyEvent] = [
+    events.GenerationFormed(job="j", generation=2, num_nodes=3, num_workers=24, seconds=0.2),
+    events.GenerationEnded(job="j", generation=2, how="broken", reason="worker died"),
+    events.WorkerStarted(job="j", worker_id="w", rank=4, local_rank=1, pid=77),
+    events.WorkerExited(job="j", worker_id="w", rank=4, local_rank=1, pid=77, exit_code=-9),
+    events.WorkerReplaced(job="j", old_worker_id="w", worker_id="x", rank=4),
+    events.JobRestarted(job="j", restart_count=1, max_restarts=3, reason="w died"),
+    events.WorkerHung(job="j", worker_id="w", rank=4, seconds=30.5),
+    events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
+    events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
+]
+
+
+def test_every_type_is_covered_here() -> None:
+    assert {event.kind for event in EVENTS} == set(events.EVENT_TYPES)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_events_survive_json_and_get_time_and_host(event: events.AnyEvent) -> None:
+    line = to_json(event, now=12.5)
+    back = from_json(line)
+    assert type(back) is type(event)
+    record = json.loads(line)
+    assert 12.5 in (record.get("time"), record.get("timestamp"))
+    if isinstance(back, events.JobEvent):
+        assert back.host
+    assert json.loads(to_json(back)) == record
+
+
+def test_the_log_is_appended_by_several_writers_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    first, second = EventLog(path), EventLog(path)
+    for index, event in enumerate(EVENTS):
+        (first if index % 2 else second).write(event)
+    first.close()
+    second.close()
+    assert [event.kind for event in read_events(path)] == [event.kind for event in EVENTS]
+
+
+def test_a_torn_or_foreign_line_is_skipped_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    good = to_json(EVENTS[0])
+    path.write_text(f'{good[:20]}\n{good}\n{{"v":9,"kind":"later"}}\n[]\n')
+    with caplog.at_level(logging.WARNING):
+        assert len(list(read_events(path))) == 1
+    assert [record.getMessage().partition(": ")[0][-6:] for record in caplog.records] == [
+        "line 1",
+        "line 3",
+        "line 4",
+    ]
+
+
+def test_a_log_that_cannot_be_written_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log = EventLog(tmp_path / "file" / "events.jsonl")
+    with caplog.at_level(logging.WARNING):
+        log.write(EVENTS[0])
+        log.write(EVENTS[0])
+    assert len(caplog.records) == 1
+
+
+def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:
+    EventLog(None, events.get_event_handler("console")).write(EVENTS[7])
+    assert json.loads(capsys.readouterr().err)["reason"] == "SIGTERM"
+    assert events.get_event_handler("null") is None
+    with pytest.raises(ValueError, match=r"there are \['console', 'null'\]"):
+        events.get_event_handler("kafka")

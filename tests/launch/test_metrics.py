@@ -1,0 +1,134 @@
+"""Metrics reach their handlers and never fail the job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch import metrics
+from phalanx.launch.metrics import MetricData, MetricHandler, Metrics, MetricsConfig, make_handler
+
+pytestmark = pytest.mark.fast
+
+
+class Collect(MetricHandler):
+    def __init__(self) -> None:
+        self.seen: list[MetricData] = []
+
+    def emit(self, metric_data: MetricData) -> None:
+        self.seen.append(metric_data)
+
+
+@pytest.fixture
+def process() -> Iterator[Collect]:
+    collect = Collect()
+    metrics.configure(collect)
+    yield collect
+    metrics.configure(metrics.NullMetricHandler())
+
+
+def test_values_counts_and_streams(process: Collect) -> None:
+    metrics.put_metric("a", 3)
+    metrics.count("b", 2, "group")
+    metrics.getStream("other").add_value("c", 1)
+    assert [(d.group_name, d.name, d.value, d.kind) for d in process.seen] == [
+        ("phalanx", "a", 3, "gauge"),
+        ("group", "b", 2, "counter"),
+        ("other", "c", 1, "gauge"),
+    ]
+
+
+def test_prof_counts_and_times_successes_and_failures(process: Collect) -> None:
+    @metrics.prof
+    def works(x: int) -> int:
+        return x + 1
+
+    @metrics.prof(group="g")
+    def breaks() -> None:
+        raise KeyError("x")
+
+    assert works(1) == 2  # type: ignore[call-arg, arg-type]
+    with pytest.raises(KeyError):
+        breaks()  # type: ignore[call-arg]
+    names = [(d.group_name, d.name.rpartition("<locals>.")[2]) for d in process.seen]
+    assert names == [
+        ("phalanx", "works.success"),
+        ("phalanx", "works.duration.ms"),
+        ("g", "breaks.failure"),
+        ("g", "breaks.duration.ms"),
+    ]
+
+
+def test_a_group_can_have_its_own_handler() -> None:
+    default, special = Collect(), Collect()
+    m = Metrics(default)
+    m.configure(special, "s")
+    m.put("x", 1)
+    m.put("y", 2, "s")
+    assert [d.name for d in default.seen] == ["x"]
+    assert [d.name for d in special.seen] == ["y"]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "metrics.jsonl"
+    m = Metrics(make_handler(MetricsConfig({"type": "jsonl", "path": str(path)})))
+    m.count("restarts")
+    m.close()
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["name"] == "restarts"
+
+
+def test_console(capsys: pytest.CaptureFixture[str]) -> None:
+    Metrics(make_handler({"type": "console"})).put("x", 5)
+    assert "[phalanx]: x=5" in capsys.readouterr().err
+
+
+def test_prometheus_serves_text_on_loopback() -> None:
+    handler = metrics.PrometheusMetricHandler()
+    m = Metrics(handler)
+    try:
+        m.count("worker.restarts", 2)
+        m.put("nodes", 3)
+        with m.timer("rendezvous"):
+            pass
+        url = f"http://127.0.0.1:{handler.port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+    finally:
+        m.close()
+    assert "phalanx_worker_restarts_total 2.0" in text
+    assert "phalanx_nodes 3.0" in text
+    assert "phalanx_rendezvous_duration_ms_count 1.0" in text
+
+
+def test_a_broken_handler_is_logged_once_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MetricHandler):
+        def emit(self, metric_data: MetricData) -> None:
+            raise OSError("disk full")
+
+    m = Metrics(Broken())
+    with caplog.at_level(logging.WARNING):
+        m.put("x", 1)
+        m.put("x", 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "metrics handler Broken failed: OSError('disk full')"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"type": "graphite"}, "expected null, console"),
+        ({"type": "jsonl"}, "need a path"),
+        ({"type": "prometheus", "port": "x"}, "expected a number"),
+    ],
+)
+def test_wrong_configurations_are_refused(params: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_handler(params)
+    metrics.initialize_metrics()

@@ -1,0 +1,101 @@
+"""A worker that survives its peers: sums ranks in steps, regroups when the generation is broken or wanted.
+
+Usage: healing.py DIRECTORY STEPS [FAULT...]; writes lines "generation step rank size sum" to DIRECTORY/<worker id>.
+Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv or leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from phalanx import membership as m
+from phalanx.comm import Group
+from phalanx.comm.stores import connect
+from phalanx.errors import CommError, PeerLost, StoreTimeout
+from phalanx.launch import report_progress
+
+torch.set_num_threads(1)
+
+
+def fault(what: str, store, generation: int, worker_id: str) -> None:
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise RuntimeError("told to fail")
+    elif what == "exit":
+        sys.exit(3)
+    elif what == "segv":
+        ctypes.string_at(0)
+    elif what == "leave":
+        store.set(m.leaving_key(generation, worker_id), b"{}")
+        sys.exit(0)
+    elif what == "hang":
+        time.sleep(600)
+
+
+def main() -> None:
+    directory, steps = Path(sys.argv[1]), int(sys.argv[2])
+    faults = {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]}
+    job, worker_id = os.environ[m.ENV_JOB], os.environ[m.ENV_WORKER_ID]
+    root = connect(os.environ[m.ENV_STORE])
+    store = root.namespace(m.job_prefix(job))
+    generation = int(os.environ[m.ENV_GENERATION])
+    step = 0
+    with open(directory / worker_id, "a", buffering=1) as out:
+        print(f"pid {os.getpid()}", file=out)
+        while step < steps:
+            members = m.Members.from_json(store.wait([m.members_key(generation)], 60)[0])
+            mine = [w for w in members.workers if w.id == worker_id]
+            if not mine:
+                return  # told to go
+            try:
+                group = Group.create(
+                    root,
+                    mine[0].rank,
+                    len(members.workers),
+                    job=job,
+                    generation=generation,
+                    timeout=60,
+                    backend="gloo",
+                    interrupt=partial(_over, store, generation),
+                )
+                # Everybody goes on with the most advanced step.
+                values = group.all_gather_values(step)
+                step = max(values)
+                while step < steps:
+                    what = faults.get((mine[0].rank, step)) if generation == 0 else None
+                    if what:
+                        fault(what, store, generation, worker_id)
+                    x = torch.tensor([float(mine[0].rank)])
+                    group.all_reduce(x)
+                    wanted = torch.tensor([float(store.get(m.wanted_key(generation)) is not None)])
+                    group.all_reduce(wanted)
+                    print(generation, step, mine[0].rank, len(members.workers), int(x.item()), file=out)
+                    step += 1
+                    report_progress(step)
+                    time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
+                    if wanted.item():
+                        break
+                group.close()
+                if step < steps:
+                    generation += 1
+            except (CommError, StoreTimeout) as error:
+                print("lost", generation, type(error).__name__, file=out)
+                store.wait([m.broken_key(generation)], 60)
+                generation += 1
+        print("finished", generation, file=out)
+
+
+def _over(store, generation: int) -> PeerLost | None:
+    return PeerLost("broken") if store.get(m.broken_key(generation)) is not None else None
+
+
+main()
