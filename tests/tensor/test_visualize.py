@@ -7,6 +7,7 @@ import zlib
 from typing import Any
 from xml.etree import ElementTree
 
+import doc_pictures
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,3 +132,8 @@ def test_summary_of_a_module() -> None:
         "down.bias    float32[6]                24 B of 24 B",
         "total                                  404 B of 544 B",
     ]
+
+
+@pytest.mark.parametrize("name", list(doc_pictures.LAYOUTS))
+def test_the_pictures_of_the_guide_are_drawn_by_this_code(name: str) -> None:
+    assert (doc_pictures.FOLDER / f"{name}.svg").read_text() == doc_pictures.draw(name)
