@@ -40,7 +40,9 @@ def op_name(func: Any) -> OpName:
     (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
     """
     schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")
-    if schema and not schema.startswith("aten::"):  # an operation of a library, never torch's of the same name
+    if schema and not schema.startswith(
+        "aten::"
+    ):  # an operation of a library, never torch's of the same name
         return OpName(schema, False)
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__", "__delete__"):
