@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-HUNG_AFTER = 45.0
+HUNG_AFTER = 30.0
 
 WORKER = """
 import os, sys, time
