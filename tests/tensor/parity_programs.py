@@ -215,6 +215,27 @@ def sequence_and_loss(t: SimpleNamespace, mesh: Any) -> Any:
     return [logits, loss.full_tensor(), whole_gradients(model)]
 
 
+def communication(t: SimpleNamespace, mesh: Any) -> Any:
+    """How many collectives each step takes, as either library's CommDebugMode counts them."""
+    mode, axis = t.debug.CommDebugMode, last_axis(mesh)
+    plan = {"up": t.styles.ColwiseParallel(), "down": t.styles.RowwiseParallel()}
+    model = t.styles.parallelize_module(MLP(8, 12), axis, plan)
+    counts = []
+    with mode() as seen:
+        out = model(torch.randn(2, 8, requires_grad=True))
+    counts.append(seen.get_total_counts())
+    with mode() as seen:
+        out.sum().backward()
+    counts.append(seen.get_total_counts())
+    x = t.distribute_tensor(torch.randn(8, 8), axis, [t.Shard(0)])
+    part = t.DTensor.from_local(torch.ones(8, 8), axis, [t.Partial()], run_check=False)
+    for tensor, target in ((x, t.Replicate()), (x, t.Shard(1)), (part, t.Replicate()), (part, t.Shard(0))):
+        with mode() as seen:
+            tensor.redistribute(axis, [target])
+        counts.append(seen.get_total_counts())
+    return [counts, out]
+
+
 def embeddings(t: SimpleNamespace, mesh: Any) -> Any:
     """By rows and by columns."""
     s, found = t.styles, []
@@ -250,6 +271,6 @@ PROGRAMS = {
     f.__name__: f
     for f in (
         distribute, redistribute, partial_sums, from_local, factories, operations, modules, styles, sequence_and_loss,
-        embeddings, local_maps,
+        communication, embeddings, local_maps,
     )
 }  # fmt: skip

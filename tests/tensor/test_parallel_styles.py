@@ -10,9 +10,10 @@ import pytest
 import torch
 from meshes import MLP, Attention, Block, assert_same, gradients, on_mesh, whole
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RankFailed
-from phalanx.tensor import DTensor, Replicate, Shard, distribute_tensor
+from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.parallel import (
     ColwiseParallel,
@@ -211,6 +212,53 @@ def test_patterns_name_many_layers() -> None:
         assert isinstance(model["layers"][0].up.weight, DTensor)
         assert not isinstance(model["layers"][0].down.weight, DTensor)
         assert model["layers"][1].down.weight.placements == (Shard(1),)
+
+    on_mesh(body, 2)
+
+
+class ByChannels(ParallelStyle):
+    """A style of a user's own: a convolution by its output channels."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        def partition(name: str, part: nn.Module, mesh: Any) -> None:
+            for key, p in list(part._parameters.items()):
+                placed = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                part.register_parameter(key, nn.Parameter(placed))
+
+        return distribute_module(
+            module,
+            device_mesh,
+            partition,
+            lambda module, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+            lambda module, output, mesh: output.full_tensor(),
+        )
+
+
+def test_a_style_of_ones_own() -> None:
+    torch.manual_seed(0)
+    check_plan(
+        nn.Conv1d(3, 4, 3), torch.randn(2, 3, 7), lambda m, mesh: parallelize_module(m, mesh, ByChannels()), 2
+    )
+
+
+def test_styles_under_autocast_and_checkpointing() -> None:
+    """The replayed forward and the low precision are those of one device."""
+    torch.manual_seed(0)
+    model, x = MLP(6, 8), torch.randn(4, 6)
+
+    def train(net: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(net, x, use_reentrant=False)
+        out.float().square().sum().backward()
+        return out.detach(), gradients(net)
+
+    expected, expected_weights = train(copy.deepcopy(model))
+
+    def body(mesh: Any) -> None:
+        out, weights = train(parallelize_module(copy.deepcopy(model), mesh, MLP_PLAN))
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        assert_same(weights, expected_weights, rtol=5e-2, atol=5e-2)
 
     on_mesh(body, 2)
 

@@ -40,11 +40,13 @@ TIMEOUT = 240.0
 def both() -> tuple[SimpleNamespace, SimpleNamespace]:
     """Our names and torch's, by the same words."""
     import torch.distributed.tensor as theirs
+    import torch.distributed.tensor.debug as their_debug
     import torch.distributed.tensor.experimental as their_experiments
     import torch.distributed.tensor.parallel as their_styles
     from torch.distributed.device_mesh import init_device_mesh as their_mesh
 
     import phalanx.tensor as ours
+    import phalanx.tensor.debug as our_debug
     import phalanx.tensor.experimental as our_experiments
     import phalanx.tensor.parallel as our_styles
     from phalanx.comm import init_device_mesh as our_mesh
@@ -52,13 +54,13 @@ def both() -> tuple[SimpleNamespace, SimpleNamespace]:
     names = ["DTensor", "Shard", "Replicate", "Partial", "distribute_tensor", "distribute_module"]
     names += ["zeros", "ones", "full", "empty"]
 
-    def space(tensors: Any, styles: Any, experiments: Any, mesh: Any) -> SimpleNamespace:
+    def space(tensors: Any, styles: Any, experiments: Any, debug: Any, mesh: Any) -> SimpleNamespace:
         own = {name: getattr(tensors, name) for name in names}
-        return SimpleNamespace(**own, styles=styles, experimental=experiments, mesh=mesh)
+        return SimpleNamespace(**own, styles=styles, experimental=experiments, debug=debug, mesh=mesh)
 
     return (
-        space(ours, our_styles, our_experiments, our_mesh),
-        space(theirs, their_styles, their_experiments, their_mesh),
+        space(ours, our_styles, our_experiments, our_debug, our_mesh),
+        space(theirs, their_styles, their_experiments, their_debug, their_mesh),
     )
 
 
