@@ -1,0 +1,65 @@
+"""Sharded tensors: cut by a spec, spread over the ranks of a group; sharding of modules by plans."""
+
+from __future__ import annotations
+
+from phalanx.shard._api import (
+    _collect_local_shard,
+    _reshard_output,
+    _shard_tensor,
+    pre_load_state_dict_hook,
+    shard_module,
+    shard_parameter,
+    state_dict_hook,
+)
+from phalanx.shard._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from phalanx.shard._gather import gather_state_dict
+from phalanx.shard._groups import _get_current_process_group, load_with_process_group
+from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from phalanx.shard._placement import RemoteDevice
+from phalanx.shard._plan import Sharder, ShardingPlan, ShardingPlanner
+from phalanx.shard._registry import custom_sharded_op_impl, custom_sharding_spec_op
+from phalanx.shard._shard import Shard
+from phalanx.shard._spec import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+)
+from phalanx.shard._tensor import ShardedTensor
+
+__all__ = [
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "RemoteDevice",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "ShardingSpec",
+    "TensorProperties",
+    "_collect_local_shard",
+    "_get_current_process_group",
+    "_reshard_output",
+    "_shard_tensor",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "full",
+    "gather_state_dict",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "shard_module",
+    "shard_parameter",
+    "state_dict_hook",
+    "zeros",
+]
