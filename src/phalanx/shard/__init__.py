@@ -11,6 +11,7 @@ from phalanx.shard._api import (
     shard_parameter,
     state_dict_hook,
 )
+from phalanx.shard._convert import from_dtensor, to_dtensor
 from phalanx.shard._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from phalanx.shard._gather import gather_state_dict
 from phalanx.shard._groups import _get_current_process_group, load_with_process_group
@@ -50,6 +51,7 @@ __all__ = [
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "empty",
+    "from_dtensor",
     "full",
     "gather_state_dict",
     "init_from_local_shards",
@@ -61,5 +63,6 @@ __all__ = [
     "shard_module",
     "shard_parameter",
     "state_dict_hook",
+    "to_dtensor",
     "zeros",
 ]

@@ -60,7 +60,12 @@ def shard_parameter(
 
 
 def shard_module(
-    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None, *, verify: bool = True
+    module: nn.Module,
+    plan: ShardingPlan,
+    src_rank: int = 0,
+    process_group: Any = None,
+    *,
+    verify: bool = True,
 ) -> None:
     """Shard a module as the plan says: parameters, submodules with a ``Sharder``, then outputs.
 
@@ -80,7 +85,8 @@ def shard_module(
             places.append((owner, attribute))
             requests.append(Request(name, _attribute(owner, attribute, name), spec))
     hooked = [
-        (name, module.get_submodule(name)) for name in (*(plan.output_plan or ()), *(plan.return_local_tensor or ()))
+        (name, module.get_submodule(name))
+        for name in (*(plan.output_plan or ()), *(plan.return_local_tensor or ()))
     ]
     sharded = _shard_shared(requests, src_rank, group, verify)
     for (owner, attribute), parameter in zip(places, sharded, strict=True):
@@ -90,7 +96,7 @@ def shard_module(
             parent, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(parent), attribute, spec.shard(module.get_submodule(name)))
     num_outputs = len(plan.output_plan or ())
-    for name, owner in hooked[:num_outputs]:
+    for name, _ in hooked[:num_outputs]:
         _reshard_output(module.get_submodule(name), (plan.output_plan or {})[name])
     for name, _ in hooked[num_outputs:]:
         _collect_local_shard(module.get_submodule(name))
@@ -110,11 +116,17 @@ def _shard_shared(
     distinct = list(first.values())
     together = [request for request in distinct if not _shards_itself(request.spec)]
     made = dict(
-        zip((id(r.tensor) for r in together), distribute_many(together, src_rank, group, verify=verify), strict=True)
+        zip(
+            (id(r.tensor) for r in together),
+            distribute_many(together, src_rank, group, verify=verify),
+            strict=True,
+        )
     )
     for request in distinct:
         if id(request.tensor) not in made:
-            made[id(request.tensor)] = request.spec.shard(request.tensor, src_rank=src_rank, process_group=group)
+            made[id(request.tensor)] = request.spec.shard(
+                request.tensor, src_rank=src_rank, process_group=group
+            )
     parameters = {key: _as_parameter(first[key].tensor, tensor) for key, tensor in made.items()}
     return [parameters[id(request.tensor)] for request in requests]
 
@@ -167,8 +179,8 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 def _collect_local_shard(module: nn.Module) -> nn.Module:
     """Return the local tensor of the module's sharded output.
 
-    If it was cut by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed: a [4, 16] tensor
-    on 4 ranks comes out as [16] on each.
+    If it was cut by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed:
+    a [4, 16] tensor on 4 ranks comes out as [16] on each.
     """
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -97,7 +97,7 @@ def view_of(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
     """The part of ``tensor`` that is ``box``, where ``tensor`` itself begins at ``origin``."""
     for dim, (begin, size, first) in enumerate(zip(box.offsets, box.sizes, origin, strict=True)):
         if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, begin - first, size)
+            tensor = tensor.narrow(dim, begin - first if size else 0, size)
     return tensor
 
 

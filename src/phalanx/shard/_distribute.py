@@ -67,7 +67,9 @@ def distribute_many(
 
 def _metadata(request: Request) -> ShardedTensorMetadata:
     if not request.tensor.is_contiguous():
-        raise ValueError(f"{request.name} is not a contiguous Tensor: its strides are {request.tensor.stride()}")
+        raise ValueError(
+            f"{request.name} is not a contiguous Tensor: its strides are {request.tensor.stride()}"
+        )
     properties = TensorProperties.create_from_tensor(request.tensor)
     try:
         return request.spec.build_metadata(request.tensor.size(), properties)
@@ -113,7 +115,9 @@ def _check_same(
                 f"all ranks need the same plan"
             )
         for request, mine, theirs in zip(requests, said[1], others, strict=True):  # type: ignore[call-overload]  # a list
-            for what, own, other in zip(("name", "sharding_spec", "size", "dtype"), mine, theirs, strict=False):
+            for what, own, other in zip(
+                ("name", "size", "dtype", "sharding_spec"), mine, theirs, strict=False
+            ):
                 if own != other:
                     raise ValueError(
                         f"{request.name}: {what}={own} on rank: {group.rank} does not match with {what}={other} on "
@@ -123,4 +127,4 @@ def _check_same(
 
 
 def _said(request: Request, metadata: ShardedTensorMetadata) -> list[Any]:
-    return [request.name, spec_key(request.spec, metadata), list(metadata.size), str(request.tensor.dtype)]
+    return [request.name, list(metadata.size), str(request.tensor.dtype), spec_key(request.spec, metadata)]

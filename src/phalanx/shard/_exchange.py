@@ -130,10 +130,14 @@ def _carry(
     received = [_room(views, device) for views in incoming]
     if len(senders) == 1:
         (src,) = senders
-        group.scatter(received[src] if group.rank != src else sent[src], sent if group.rank == src else None, src)
+        group.scatter(
+            received[src] if group.rank != src else sent[src], sent if group.rank == src else None, src
+        )
     elif len(receivers) == 1:
         (dst,) = receivers
-        group.gather(sent[dst] if group.rank != dst else received[dst], received if group.rank == dst else None, dst)
+        group.gather(
+            sent[dst] if group.rank != dst else received[dst], received if group.rank == dst else None, dst
+        )
     else:
         group.all_to_all(received, sent)
     for buffer, views in zip(received, incoming, strict=True):

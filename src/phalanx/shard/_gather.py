@@ -65,12 +65,16 @@ def check_out(rank: int, dst: int, size: Sequence[int], out: Any) -> None:
     """torch's rules: ``out`` on the destination and nowhere else, and of the right size."""
     if rank != dst:
         if out is not None:
-            raise ValueError(f"rank {rank}: Argument ``dst_tensor`` (out) must NOT be specified on ranks other than {dst}")
+            raise ValueError(
+                f"rank {rank}: Argument ``dst_tensor`` (out) must NOT be specified on ranks other than {dst}"
+            )
         return
     if out is None:
         raise ValueError(f"Argument ``dst_tensor`` (out) must be specified on destination rank {dst}")
     if tuple(out.shape) != tuple(size):
-        raise ValueError(f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}")
+        raise ValueError(
+            f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}"
+        )
 
 
 def gather_state_dict(
@@ -81,14 +85,19 @@ def gather_state_dict(
     >>> whole = gather_state_dict(model.state_dict())        # doctest: +SKIP
     """
     from phalanx.shard._groups import as_group
-    from phalanx.shard._tensor import ShardedTensor, empty_whole  # it has a gather of its own, which uses this module
+    from phalanx.shard._tensor import (
+        ShardedTensor,
+        empty_whole,
+    )  # it has a gather of its own, which uses this module
 
     sharded = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
-    group = as_group(process_group) if process_group or not sharded else next(iter(sharded.values()))._process_group
+    group = (
+        as_group(process_group)
+        if process_group or not sharded
+        else next(iter(sharded.values()))._process_group
+    )
     wholes = {
-        name: Whole(
-            value.metadata(), value.local_shards(), empty_whole(value) if group.rank == dst else None
-        )
+        name: Whole(value.metadata(), value.local_shards(), empty_whole(value) if group.rank == dst else None)
         for name, value in sharded.items()
     }
     gather_tensors(group, list(wholes.values()), dst, max_bytes)

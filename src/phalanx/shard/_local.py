@@ -28,7 +28,9 @@ def flatten_size(size: Sequence[Any]) -> torch.Size:
 
 def check_plain(tensor: Tensor, rank: int) -> None:
     if tensor.layout != torch.strided:
-        raise ValueError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!")
+        raise ValueError(
+            f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!"
+        )
     if not tensor.is_contiguous():
         raise ValueError(
             f"Only torch.contiguous_format memory_format is currently supported: a local shard of rank {rank} of size "
@@ -80,8 +82,8 @@ def agree(described: Sequence[dict[str, Any]]) -> ShardedTensorMetadata:
         for name, value in {"global_size": told["size"], **told["traits"]}.items():
             if value != wanted[name]:
                 raise ValueError(
-                    f"ShardedTensor {name} property does not match from different ranks! Found {name}={wanted[name]} on "
-                    f"rank:{first_rank}, and {name}={value} on rank:{rank}."
+                    f"ShardedTensor {name} property does not match from different ranks! Found {name}={wanted[name]} "
+                    f"on rank:{first_rank}, and {name}={value} on rank:{rank}."
                 )
     shards = [ShardMetadata.from_json(entry) for _, told in holders for entry in told["shards"]]
     check_no_overlap(shards)
@@ -117,7 +119,9 @@ def check_against(shards: Sequence[Shard], metadata: ShardedTensorMetadata, grou
     for shard, entry in zip(shards, mine, strict=True):
         check_plain(shard.tensor, rank)
         if shard.metadata.box != entry.box:
-            raise ValueError(f"rank {rank}: local shard {shard.metadata} is not the one of the global metadata, {entry}")
+            raise ValueError(
+                f"rank {rank}: local shard {shard.metadata} is not the one of the global metadata, {entry}"
+            )
         for name, value in _traits(shard.tensor).items():
             if value != wanted[name]:
                 raise ValueError(

@@ -19,13 +19,15 @@ from phalanx.shard._registry import custom_implementation
 from phalanx.shard._tensor import ShardedTensor, check_format, same_layout
 
 # Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
-_METADATA = frozenset(
-    """shape layout ndim size dim ndimension numel nelement stride element_size itemsize nbytes is_contiguous
-    is_floating_point is_complex is_signed is_sparse is_sparse_csr is_mkldnn is_quantized is_cuda is_cpu is_mps is_xpu
-    is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_meta is_nested is_inference names has_names _version __len__ _base
-    grad_dtype is_conj is_neg is_same_size output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks is_tensor
-    get_device data_ptr __get_validity is_shared storage_offset""".split()
-)
+_METADATA_TEXT = """
+shape layout ndim size dim ndimension numel nelement stride element_size itemsize nbytes is_contiguous
+is_floating_point is_complex is_signed is_sparse is_sparse_csr is_mkldnn is_quantized is_cuda is_cpu
+is_mps is_xpu is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_meta is_nested is_inference names
+has_names _version __len__ _base grad_dtype is_conj is_neg is_same_size output_nr retains_grad
+_backward_hooks _post_accumulate_grad_hooks is_tensor get_device data_ptr __get_validity is_shared
+storage_offset
+"""
+_METADATA = frozenset(_METADATA_TEXT.split())
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +49,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         result = _pointwise.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
             return result
-    from phalanx.shard._convert import run_through_dtensor  # brings in DTensor, which most users of metadata never need
+    from phalanx.shard._convert import run_through_dtensor  # it is made of the operations of this module
 
     return run_through_dtensor(func, args, kwargs, first)
 
@@ -76,19 +78,28 @@ def _contiguous(tensor: ShardedTensor, memory_format: torch.memory_format | None
     return tensor  # shards are contiguous by the checks at their making
 
 
-def _copy(tensor: ShardedTensor, other: Any, non_blocking: bool = False) -> ShardedTensor:
+def _copy(tensor: Any, other: Any, non_blocking: bool = False) -> Any:
     """From the same layout shard by shard, from another layout by resharding a copy, from a plain tensor by slicing."""
     if not isinstance(tensor, ShardedTensor):
         raise TypeError("copy_ of a ShardedTensor into a plain tensor; gather() it into the tensor instead")
     if isinstance(other, ShardedTensor) and not same_layout(tensor, other):
         if other.shape != tensor.shape:
-            raise RuntimeError(f"copy_ of a ShardedTensor of {tuple(other.shape)} into one of {tuple(tensor.shape)}")
+            raise RuntimeError(
+                f"copy_ of a ShardedTensor of {tuple(other.shape)} into one of {tuple(tensor.shape)}"
+            )
         moved = _detach(other).reshard(tensor.sharding_spec())
         other = moved if same_layout(tensor, moved) else None
         if other is None:
-            raise RuntimeError("inplace copy can only happen between ShardedTensors whose layouts can be made the same")
-    result = _pointwise.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor)
-    assert result is tensor, "copy_ keeps its target"
+            raise RuntimeError(
+                "inplace copy can only happen between ShardedTensors whose layouts can be made the same"
+            )
+    if (
+        _pointwise.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor)
+        is NotImplemented
+    ):
+        raise RuntimeError(
+            f"copy_ of a tensor of {tuple(other.shape)} into a ShardedTensor of {tuple(tensor.shape)}"
+        )
     return tensor
 
 
@@ -138,7 +149,11 @@ def _init_constant(tensor: Tensor, val: float) -> Tensor:
 
 
 def _init_kaiming_uniform(
-    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
+    tensor: Tensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Any = None,
 ) -> Tensor:
     fan = torch.nn.init._calculate_correct_fan(tensor, mode)  # type: ignore[arg-type]  # torch checks the mode
     gain = torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]  # torch checks the name
@@ -168,6 +183,9 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "copy_": _copy,
     "equal": _compare(torch.equal),
     "allclose": _compare(torch.allclose),
+    "_has_compatible_shallow_copy_type": lambda a, b: (
+        isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
+    ),
     "embedding": _embedding,
     "embedding_bag": _embedding_bag,
 }

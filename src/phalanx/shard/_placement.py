@@ -35,7 +35,7 @@ class RemoteDevice:
             owner, device = "", owner
         elif not slash:
             device = "cpu"
-        if not device or "/" in device or (slash and not owner) or not (owner or device):
+        if not remote_device or not device or "/" in device or (slash and not owner):
             raise ValueError(f"cannot read the placement {remote_device!r}; {_FORMATS}")
         self._device = torch.device(device)
         if not owner:

@@ -26,9 +26,9 @@ class Sharder(ABC):
 class ShardingPlan:
     """How to shard a module.
 
-    ``plan``: parameter name -> spec, or submodule name -> ``Sharder``. ``output_plan``: module name -> the spec that its
-    sharded output is brought to. ``return_local_tensor``: modules whose sharded output becomes the local tensor. The empty
-    name is the root module.
+    ``plan``: parameter name -> spec, or submodule name -> ``Sharder``. ``output_plan``: module name -> the spec that
+    its sharded output is brought to. ``return_local_tensor``: modules whose sharded output becomes the local tensor.
+    The empty name is the root module.
 
     >>> ShardingPlan(plan={"fc1.weight": spec}, output_plan={"fc1": out}, return_local_tensor=["fc1"])  # doctest: +SKIP
     """
@@ -50,7 +50,9 @@ def check_plan(plan: ShardingPlan) -> None:
     """Raise for entries of wrong types, a sharder for the root, and parameters inside a sharder's submodule."""
     sharders = [name for name, spec in plan.plan.items() if isinstance(spec, Sharder)]
     if "" in sharders:
-        raise KeyError("Module path must not be empty for custom sharder! Name the submodule that it shall replace")
+        raise KeyError(
+            "Module path must not be empty for custom sharder! Name the submodule that it shall replace"
+        )
     for name, spec in plan.plan.items():
         if not isinstance(spec, (ShardingSpec, Sharder)):
             raise TypeError(

@@ -15,23 +15,26 @@ from torch.utils._pytree import tree_map_only
 from phalanx.shard._boxes import Box, view_of
 from phalanx.shard._tensor import ShardedTensor, same_layout
 
-_PLAIN = """
-abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
-bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip conj copysign cos cosh deg2rad digamma
-div divide elu eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater
-greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf
-lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
-logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg
-negative nextafter not_equal pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit
-silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc
-where xlogy zero fill uniform normal exponential bernoulli random
-float double half bfloat16 int long short bool char byte type_as
-zeros_like ones_like full_like empty_like rand_like randn_like
-""".split()
-_DUNDER = """
-add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod pow rpow ipow
-neg pos abs invert and rand iand or ror ior xor rxor ixor lshift rshift eq ne lt le gt ge
-""".split()
+_PLAIN_TEXT = """
+abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift
+bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip conj
+copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1 float_power floor
+floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
+hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lerp less
+less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not
+logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne
+neg negative nextafter not_equal pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn
+sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+tanhshrink threshold true_divide trunc where xlogy zero fill uniform normal exponential bernoulli random
+float double half bfloat16 int long short bool char byte type_as zeros_like ones_like full_like
+empty_like rand_like randn_like
+"""
+_PLAIN = _PLAIN_TEXT.split()
+_DUNDER_TEXT = """
+add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod
+pow rpow ipow neg pos abs invert and rand iand or ror ior xor rxor ixor lshift rshift eq ne lt le gt ge
+"""
+_DUNDER = _DUNDER_TEXT.split()
 NAMES = frozenset([*_PLAIN, *(f"{name}_" for name in _PLAIN), *(f"__{name}__" for name in _DUNDER)])
 
 
@@ -55,7 +58,10 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], firs
     if in_place and args[0] is not first:
         raise TypeError(f"{func.__name__} would write a ShardedTensor into a plain tensor; gather() it first")
     results = [
-        func(*_local(args, first, index, shard.metadata.box), **_local(kwargs, first, index, shard.metadata.box))
+        func(
+            *_local(args, first, index, shard.metadata.box),
+            **_local(kwargs, first, index, shard.metadata.box),
+        )
         for index, shard in enumerate(first.local_shards())
     ]
     if in_place:

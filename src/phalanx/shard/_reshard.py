@@ -28,7 +28,9 @@ class ReshardPlan(NamedTuple):
         back = [Copy(copy.target, copy.source, copy.box) for copy in self.copies]
         return ReshardPlan(self.targets, self.sources, back)
 
-    def run(self, group: Group, given: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def run(
+        self, group: Group, given: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
         """``given`` and ``wanted``: this rank's tensors, in the order of its pieces."""
         move = Move(
             dtype,
@@ -54,9 +56,17 @@ def plan_reshard(
 
 
 def reshard_shards(
-    shards: Sequence[Shard], before: ShardedTensorMetadata, after: ShardedTensorMetadata, group: Group
+    shards: Sequence[Shard],
+    before: ShardedTensorMetadata,
+    after: ShardedTensorMetadata,
+    group: Group,
+    *,
+    connect_leaves: bool = False,
 ) -> list[Shard]:
-    """This rank's shards under ``after``. Results that came from a computation stay connected to it."""
+    """This rank's shards under ``after``. What came from a computation stays connected to it; leaves become leaves.
+
+    With ``connect_leaves`` the results are connected to leaves too.
+    """
     plan = plan_reshard(before.shards_metadata, after.shards_metadata, group)
     mine = [
         metadata
@@ -65,7 +75,7 @@ def reshard_shards(
     ]
     tensors = [shard.tensor for shard in shards]
     properties = before.tensor_properties
-    leaves = all(tensor.is_leaf for tensor in tensors)
+    leaves = not connect_leaves and all(tensor.is_leaf for tensor in tensors)
     if properties.requires_grad and not leaves and torch.is_grad_enabled():
         results = _differentiable(plan, group, mine, tensors, properties.dtype)
     else:
@@ -89,9 +99,10 @@ def _differentiable(
         if idle:
             raise ValueError(
                 f"rank {group.rank}: resharding a tensor that is part of a computation needs a shard on every rank, or "
-                f"backward would hang; ranks {sorted(idle)} of the group hold none {when} it. detach() first, or change the spec"
+                f"backward would hang; ranks {sorted(idle)} of the group hold none {when} it. "
+                f"detach() first, or change the spec"
             )
-    results = _Reshard.apply(plan, group, mine, dtype, *tensors)
+    results = _Reshard.apply(plan, group, mine, dtype, *tensors)  # type: ignore[no-untyped-call]  # torch's is untyped
     return list(results)
 
 

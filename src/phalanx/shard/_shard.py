@@ -21,8 +21,8 @@ class Shard:
     def __post_init__(self) -> None:
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ValueError(
-                f"Shard tensor size does not match with metadata.shard_sizes: the tensor has {list(self.tensor.shape)}, "
-                f"{self.metadata} has {self.metadata.shard_sizes}"
+                f"Shard tensor size does not match with metadata.shard_sizes: the tensor has "
+                f"{list(self.tensor.shape)}, {self.metadata} has {self.metadata.shard_sizes}"
             )
         placement = self.metadata.placement
         if placement is not None and placement.device() != self.tensor.device:

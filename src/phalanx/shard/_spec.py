@@ -71,7 +71,9 @@ class ChunkShardingSpec(ShardingSpec):
     @staticmethod
     def _verify_dim(dim: Any) -> None:
         if isinstance(dim, str):
-            raise NotImplementedError(f"ChunkShardingSpec(dim={dim!r}): named dims are not supported; give its number")
+            raise NotImplementedError(
+                f"ChunkShardingSpec(dim={dim!r}): named dims are not supported; give its number"
+            )
         if not isinstance(dim, int):
             raise ValueError(f"ChunkShardingSpec: the sharding dim must be an integer, found {dim!r}")
 
@@ -105,7 +107,9 @@ class EnumerableShardingSpec(ShardingSpec):
             raise ValueError("EnumerableShardingSpec of an empty list of shards; give at least one")
         ranks = {len(shard.shard_offsets) for shard in self.shards}
         if len(ranks) > 1:
-            raise ValueError(f"Found inconsistent ranks for shards: {sorted(ranks)}; all need the same number of dims")
+            raise ValueError(
+                f"Found inconsistent ranks for shards: {sorted(ranks)}; all need the same number of dims"
+            )
         check_no_overlap(self.shards)
 
     def build_metadata(
@@ -130,14 +134,19 @@ def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
         raise ValueError(f"Rank of tensor is {len(sizes)} (size {tuple(sizes)}), but shards rank is {rank}")
     for shard in shards:
         for dim, (offset, length) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
-            if length > sizes[dim] or (offset + length > sizes[dim] and prod(shard.shard_sizes)):
+            if length > sizes[dim] or (offset + length > sizes[dim] and shard.box.volume):
                 raise ValueError(
-                    f"Shard offset {offset} and length {length} exceeds tensor dim: {sizes[dim]} (dim {dim}) for shard {shard}"
+                    f"Shard offset {offset} and length {length} exceeds tensor dim: {sizes[dim]} (dim {dim}) "
+                    f"for shard {shard}"
                 )
     total, wanted = sum(shard.box.volume for shard in shards), prod(sizes)
     if total != wanted:
         gap = find_gap([shard.box for shard in shards], sizes)
-        where = "" if gap is None else f"; e.g. nothing holds offsets {list(gap.offsets)}, sizes {list(gap.sizes)}"
+        where = (
+            ""
+            if gap is None
+            else f"; e.g. nothing holds offsets {list(gap.offsets)}, sizes {list(gap.sizes)}"
+        )
         raise ValueError(
             f"Total volume of shards: {total} does not match tensor volume: {wanted} of size {tuple(sizes)}{where}"
         )

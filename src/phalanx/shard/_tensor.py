@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.shard import _local
 from phalanx.shard._gather import Whole, check_out, gather_tensors
-from phalanx.shard._groups import _get_current_process_group, as_group, check_rank_in_group, owner_of
+from phalanx.shard._groups import as_group, check_rank_in_group, owner_of
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from phalanx.shard._pickling import ProcessGroupState, rebuild
 from phalanx.shard._reshard import reshard_shards
 from phalanx.shard._shard import Shard
 from phalanx.shard._spec import ShardingSpec, infer_spec
@@ -31,19 +33,6 @@ _NO_RPC = (
     "ShardedTensor: there is no RPC framework here, so no RRefs to remote shards (init_rrefs); "
     "use gather() or reshard() to bring shards to a rank"
 )
-
-
-@dataclass(frozen=True)
-class ProcessGroupState:
-    """Where a tensor was when it was pickled; it can only come back to the same place."""
-
-    local_rank: int
-    global_rank: int
-    local_world_size: int
-
-    @classmethod
-    def of(cls, group: Group) -> ProcessGroupState:
-        return cls(group.rank, group.ranks[group.rank], group.size)
 
 
 class ShardedTensor(torch.Tensor):
@@ -105,7 +94,7 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """From parts that are known to fit."""
         properties = metadata.tensor_properties
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, metadata.size, dtype=properties.dtype, requires_grad=False
         )
         tensor._local_shards, tensor._metadata = shards, metadata
@@ -149,8 +138,8 @@ class ShardedTensor(torch.Tensor):
         ]
         if len(shards) > 1:
             raise ValueError(
-                f"rank {group.rank}: {sharding_spec} gives this rank {len(shards)} shards, but there is one local tensor; "
-                f"use init_from_local_shards"
+                f"rank {group.rank}: {sharding_spec} gives this rank {len(shards)} shards, but there is one "
+                f"local tensor; use init_from_local_shards"
             )
         return cls._init_from_local_shards_and_global_metadata(
             shards, metadata, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
@@ -213,7 +202,7 @@ class ShardedTensor(torch.Tensor):
         return self._metadata.tensor_properties.dtype
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]  # see device
+    def requires_grad(self) -> bool:
         return self._metadata.tensor_properties.requires_grad
 
     @requires_grad.setter
@@ -236,7 +225,7 @@ class ShardedTensor(torch.Tensor):
         return next((shard.tensor.grad_fn for shard in self._local_shards if shard.tensor.grad_fn), None)
 
     @property
-    def grad(self) -> ShardedTensor | None:  # type: ignore[override]  # see device
+    def grad(self) -> ShardedTensor | None:
         """The local shards' gradients, as a sharded tensor of the same layout that shares their memory."""
         grads = [shard.tensor.grad for shard in self._local_shards]
         if all(grad is None for grad in grads):
@@ -269,7 +258,7 @@ class ShardedTensor(torch.Tensor):
         *,
         max_bytes: int | None = None,
     ) -> None:
-        """The whole tensor on rank ``dst`` of the group, in ``out``: a tensor, or the path of a safetensors file to write.
+        """The whole tensor on rank ``dst`` of the group, in ``out``: a tensor, or the path of a safetensors file.
 
         Moves in rounds of at most ``max_bytes`` (default 64 MB), which bounds the memory beside ``out``. With ``dtype``
         the values pass through that dtype; ``enforce_dtype`` is accepted, values are always converted to ``out``'s.
@@ -279,7 +268,7 @@ class ShardedTensor(torch.Tensor):
         if isinstance(out, (str, Path)):
             from phalanx.shard._file import mapped_file  # only gathering to a file needs it
 
-            with mapped_file(Path(out), self._metadata) if group.rank == dst else _nothing() as mapped:
+            with mapped_file(Path(out), self._metadata) if group.rank == dst else nullcontext() as mapped:
                 self.gather(dst, mapped, max_bytes=max_bytes)
             return
         check_out(group.rank, dst, self._metadata.size, out)
@@ -303,7 +292,7 @@ class ShardedTensor(torch.Tensor):
         self._metadata, self._sharding_spec = after, resharding_spec
         return self
 
-    def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
+    def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> ShardedTensor:
         """As ``Tensor.to`` for every shard; self if nothing changes. A device without index is each rank's own."""
         probe = self._template().to(*args, **kwargs)
         unchanged = probe.dtype == self.dtype and probe.device == self.device
@@ -315,13 +304,13 @@ class ShardedTensor(torch.Tensor):
             moved._process_group = as_group(process_group)
         return moved
 
-    def cpu(  # type: ignore[override]  # one more argument, as in torch
+    def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
     ) -> ShardedTensor:
         check_format(memory_format)
         return self.to("cpu", process_group=process_group)
 
-    def cuda(  # type: ignore[override]  # one more argument, as in torch
+    def cuda(
         self,
         device: Any = None,
         non_blocking: bool = False,
@@ -343,7 +332,9 @@ class ShardedTensor(torch.Tensor):
             properties = replace(properties, dtype=like.dtype, requires_grad=like.requires_grad)
             if like.device != self.device:
                 entries = [_moved(entry, like.device) for entry in entries]
-        mine = [entry for entry in entries if owner_of(entry, self._process_group) == self._process_group.rank]
+        mine = [
+            entry for entry in entries if owner_of(entry, self._process_group) == self._process_group.rank
+        ]
         shards = [Shard(tensor, entry) for tensor, entry in zip(tensors, mine, strict=True)]
         metadata = ShardedTensorMetadata(entries, self._metadata.size, properties)
         return type(self)._wrap(shards, metadata, self._sharding_spec, self._process_group)
@@ -365,7 +356,7 @@ class ShardedTensor(torch.Tensor):
         result = self._with_tensors([copy.deepcopy(shard.tensor, memo) for shard in self._local_shards])
         result._metadata = replace(result._metadata, tensor_properties=self._metadata.tensor_properties)
         if isinstance(self, torch.nn.Parameter):
-            result._is_param = True  # type: ignore[attr-defined]  # how torch marks a parameter that is a subclass
+            result._is_param = True  # how torch marks a parameter that is a subclass
         memo[id(self)] = result
         return result
 
@@ -375,12 +366,12 @@ class ShardedTensor(torch.Tensor):
         tensors = [shard.tensor.detach() for shard in self._local_shards]
         place = ProcessGroupState.of(self._process_group)
         is_param = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (type(self), tensors, self._metadata, self._sharding_spec, place, is_param)
+        return rebuild, (type(self), tensors, self._metadata, self._sharding_spec, place, is_param)
 
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"ShardedTensor({self._metadata})"
 
     @classmethod
@@ -390,10 +381,10 @@ class ShardedTensor(torch.Tensor):
         return dispatch(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a C function
         raise RuntimeError(
-            f"{func} reached a ShardedTensor below autograd, where it is not sharded; use its local_shards(), gather() it, "
-            f"or convert it with to_dtensor()"
+            f"{func} reached a ShardedTensor below autograd, where it is not sharded; use its local_shards(), "
+            f"gather() it, or convert it with to_dtensor()"
         )
 
 
@@ -434,47 +425,3 @@ def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
 def empty_whole(tensor: ShardedTensor) -> Tensor:
     """Room for the gathered tensor on the host or device that this rank's shards are on."""
     return torch.empty(tuple(tensor._metadata.size), dtype=tensor.dtype, device=tensor.device)
-
-
-class _nothing:  # noqa: N801  (reads like contextlib's nullcontext, typed for the caller)
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc_info: object) -> None:
-        return None
-
-
-def _rebuild(
-    cls: type[ShardedTensor],
-    tensors: list[Tensor],
-    metadata: ShardedTensorMetadata,
-    spec: ShardingSpec,
-    place: ProcessGroupState,
-    is_param: bool,
-) -> ShardedTensor:
-    try:
-        group = as_group(_get_current_process_group())
-    except RuntimeError as error:
-        raise RuntimeError(
-            "Need to initialize the default process group (phalanx.init(), or a load_with_process_group block) "
-            "before loading ShardedTensor"
-        ) from error
-    now = ProcessGroupState.of(group)
-    for text, field in (
-        ("Local rank", "local_rank"),
-        ("Global rank", "global_rank"),
-        ("Local world size", "local_world_size"),
-    ):
-        saved, found = getattr(place, field), getattr(now, field)
-        if saved != found:
-            raise RuntimeError(
-                f"{text} at save time was {saved}, but at load time was {found}; to load at another size, "
-                f"use phalanx.shard.save and load"
-            )
-    mine = [entry for entry in metadata.shards_metadata if owner_of(entry, group) == group.rank]
-    grads = metadata.tensor_properties.requires_grad
-    shards = [Shard(t.requires_grad_(grads), entry) for t, entry in zip(tensors, mine, strict=True)]
-    result = cls._wrap(shards, metadata, spec, group)
-    if is_param:
-        result._is_param = True  # type: ignore[attr-defined]  # see __deepcopy__
-    return result
