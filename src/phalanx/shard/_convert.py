@@ -7,20 +7,20 @@ every rank, and results that are not cut come back as plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from phalanx.comm import DeviceMesh, Group, use_group
+from phalanx.comm import DeviceMesh, Group, current_group, use_group
 from phalanx.shard._boxes import Box, chunk_lengths
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard._pointwise import is_in_place
 from phalanx.shard._reshard import reshard_shards
 from phalanx.shard._shard import Shard as LocalShard
-from phalanx.shard._spec import ChunkShardingSpec, EnumerableShardingSpec
+from phalanx.shard._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor, Shard, implicit_replication
 
@@ -36,9 +36,7 @@ def to_dtensor(tensor: ShardedTensor) -> DTensor:
     dim = _cut_dim(metadata)
     spec = _in_order(dim, group, tensor.device)
     wanted = spec.build_metadata(metadata.size, metadata.tensor_properties)
-    if [shard.box for shard in metadata.shards_metadata] == [
-        shard.box for shard in wanted.shards_metadata
-    ] and (metadata.shards_metadata == wanted.shards_metadata):
+    if metadata.shards_metadata == wanted.shards_metadata:
         local = tensor.local_shards()[0].tensor
     else:
         moved = reshard_shards(tensor.local_shards(), metadata, wanted, group, connect_leaves=True)
@@ -67,39 +65,59 @@ def from_dtensor(tensor: DTensor) -> ShardedTensor:
         ValueError: the DTensor is partial somewhere, or cut by something other than ``Shard``: redistribute it first.
     """
     mesh, local = tensor.device_mesh, tensor.to_local()
-    for placement in tensor.placements:
-        if not placement.is_replicate() and type(placement) is not Shard:
-            raise ValueError(
-                f"a DTensor placed {placement} has no shards; redistribute() it to Shard or Replicate first"
-            )
-    group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    shards = list(_layout(tensor, group, local.device))
+    group = _mesh_group(mesh)
+    coordinates = list(product(*(range(n) for n in mesh.shape)))
+    shards = []
+    for rank, coordinate in zip(group.ranks, coordinates, strict=True):
+        if is_first_replica(tensor, coordinate):
+            box = box_at(tensor, coordinate)
+            shards.append(ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device}"))
     properties = TensorProperties(local.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(shards, torch.Size(tensor.shape), properties)
     mine = [
         LocalShard(local, s) for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]
     ]
-    if mesh.ndim == 1 and type(tensor.placements[0]) is Shard:
-        spec: Any = ChunkShardingSpec(tensor.placements[0].dim, [shard.placement for shard in shards])
+    placement = tensor.placements[0]
+    if mesh.ndim == 1 and isinstance(placement, Shard):
+        spec: ShardingSpec = ChunkShardingSpec(placement.dim, [shard.placement for shard in shards])
     else:
         spec = EnumerableShardingSpec(shards)
     return ShardedTensor._wrap(mine, metadata, spec, group)
 
 
-def _layout(tensor: DTensor, group: Group, device: torch.device) -> Iterator[ShardMetadata]:
-    """The box of every rank of the mesh that is first among its replicas."""
-    shape = tensor.device_mesh.shape
-    for position, coordinate in enumerate(product(*(range(n) for n in shape))):
-        offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
-        if any(c and p.is_replicate() for c, p in zip(coordinate, tensor.placements, strict=True)):
+def _mesh_group(mesh: DeviceMesh) -> Group:
+    """A group of all ranks of the mesh, in its order."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks, whole = mesh.mesh.flatten().tolist(), mesh._get_root_mesh()._root.parent or current_group()
+    if ranks == list(range(whole.size)):
+        return whole
+    part = whole.subgroup(ranks)
+    assert part is not None, "a rank outside the mesh holds no local tensor"
+    return part
+
+
+def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
+    """Whether the rank there is the one that counts among those that hold the same."""
+    return not any(c and p.is_replicate() for c, p in zip(coordinate, tensor.placements, strict=True))
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The part of the global tensor that the rank at this coordinate of the mesh holds."""
+    offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
+    for index, num_ranks, placement in zip(
+        coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
             continue
-        for index, num_ranks, placement in zip(coordinate, shape, tensor.placements, strict=True):
-            if isinstance(placement, Shard):
-                step, lengths = chunk_lengths(sizes[placement.dim], num_ranks)
-                offsets[placement.dim] += step * index
-                sizes[placement.dim] = lengths[index]
-        box = Box(tuple(offsets), tuple(sizes))
-        yield ShardMetadata(box.offsets, box.sizes, f"rank:{group.ranks[position]}/{device}")
+        if type(placement) is not Shard:
+            raise ValueError(
+                f"a DTensor placed {placement} has no shards; redistribute() it to Shard or Replicate first"
+            )
+        step, lengths = chunk_lengths(sizes[placement.dim], num_ranks)
+        offsets[placement.dim] += step * index
+        sizes[placement.dim] = lengths[index]
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def run_through_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:
