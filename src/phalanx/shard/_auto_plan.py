@@ -143,7 +143,8 @@ def choose(
     if budget is not None and max(report.bytes_per_rank) > budget:
         raise ValueError(
             f"a rank would hold {max(report.bytes_per_rank):,} bytes with everything sharded over {num_ranks} ranks, "
-            f"more than the budget of {budget:,}; {replicated:,} bytes cannot be sharded. Use more ranks or a larger budget"
+            f"more than the budget of {budget:,}; {replicated:,} bytes cannot be sharded. "
+            f"Use more ranks or a larger budget"
         )
     return tuple(choices), report
 

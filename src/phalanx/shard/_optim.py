@@ -54,7 +54,7 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._optim.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]  # as torch's
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         return self._optim.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,7 +122,8 @@ def _aligned(entry: Any, value: Tensor) -> Any:
         and isinstance(value, ShardedTensor)
         and not same_layout(entry, value)
     ):
-        return entry.detach().reshard(value.sharding_spec())
+        copied: ShardedTensor = entry._with_tensors([shard.tensor.detach() for shard in entry.local_shards()])
+        return copied.reshard(value.sharding_spec())
     return entry
 
 
