@@ -1,0 +1,60 @@
+"""Distributed tensors: a global shape, laid out over a device mesh by placements; single-device code runs on them.
+
+Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors) and torch's
+functions that seed, save and restore random state (so that they include that of DTensors); see ``_function.py`` and
+``_random.py``.
+"""
+
+from __future__ import annotations
+
+from phalanx.comm import DeviceMesh, init_device_mesh
+from phalanx.tensor import _function, _grouping, _log, _random
+from phalanx.tensor._distribute import distribute_module, distribute_tensor
+from phalanx.tensor._dtensor import DTensor
+from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
+from phalanx.tensor._modes import (
+    NoShardingRule,
+    SurpriseCommunication,
+    communication_mode,
+    fallback_counts,
+    fallback_policy,
+    implicit_replication,
+)
+from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
+
+_function.install()
+_grouping.install()
+_random.install()
+_log.configure()
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "MaskPartial",
+    "NoShardingRule",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "SurpriseCommunication",
+    "arange",
+    "communication_mode",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "fallback_counts",
+    "fallback_policy",
+    "full",
+    "get_rng_state",
+    "implicit_replication",
+    "init_device_mesh",
+    "manual_seed",
+    "ones",
+    "rand",
+    "randn",
+    "randperm",
+    "set_rng_state",
+    "zeros",
+]

@@ -1,0 +1,194 @@
+"""Arguments of a torch call: finding the DTensors in them, a key for the cache, and what to do with plain tensors.
+
+Owns ``flatten`` (call -> ``Structure``) and ``promote``. Plain tensors beside DTensors are an error unless they are 0-d
+or the user allowed implicit replicas; a tensor on a sub-mesh beside one on its root counts as replicated on the other
+axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._modes import settings, user_line
+from phalanx.tensor._placement import REPLICATE, Placement
+from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import check_fresh
+
+# Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
+# out, or every step size of an optimizer would be a new decision.
+KEPT_FLOATS = (0.0, 1.0)
+
+
+class NeedsPromotion(Exception):  # a signal inside this package, not an error
+    """The arguments hold plain tensors, or DTensors on several meshes."""
+
+
+class _Slot:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Structure:
+    """The arguments of one call with numbered slots for DTensors."""
+
+    __slots__ = ("args", "key", "kwargs", "tensors")
+
+    def __init__(self) -> None:
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.tensors: list[DTensor] = []
+        self.key: list[Any] | None = []  # None: the arguments cannot be hashed
+
+    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``values`` in the slots."""
+        return _fill(self.args, values), _fill(self.kwargs, values)
+
+
+def _fill(node: Any, values: Sequence[Any]) -> Any:
+    kind = type(node)
+    if kind is _Slot:
+        return values[node.index]
+    if kind is tuple or kind is list:
+        return kind(_fill(item, values) for item in node)
+    if kind is dict:
+        return {key: _fill(item, values) for key, item in node.items()}
+    return node
+
+
+def flatten(args: Any, kwargs: Any) -> Structure:
+    """Find the DTensors. Raises ``NeedsPromotion`` if there is a plain tensor, or if the meshes differ."""
+    structure = Structure()
+    structure.args = _walk(tuple(args), structure)
+    structure.kwargs = _walk(dict(kwargs), structure)
+    tensors = structure.tensors
+    if tensors:
+        mesh = tensors[0]._spec.mesh
+        if any(t._spec.mesh is not mesh and t._spec.mesh != mesh for t in tensors):
+            raise NeedsPromotion
+    return structure
+
+
+def _walk(node: Any, structure: Structure) -> Any:
+    key = structure.key
+    if type(node) is DTensor:
+        if node._stale is not None:
+            check_fresh(node)
+        structure.tensors.append(node)
+        if key is not None:
+            key.append(node._spec)
+        return _Slot(len(structure.tensors) - 1)
+    if isinstance(node, Tensor):
+        raise NeedsPromotion
+    if isinstance(node, (list, tuple)):
+        if key is not None:
+            key.append((type(node).__name__, len(node)))
+        items = [_walk(item, structure) for item in node]
+        return items if isinstance(node, list) else tuple(items)
+    if isinstance(node, dict):
+        if key is not None:
+            key.append(("dict", tuple(node)))
+        return {name: _walk(item, structure) for name, item in node.items()}
+    if isinstance(node, slice):
+        if any(isinstance(part, Tensor) for part in (node.start, node.stop, node.step)):
+            node = slice(*(None if p is None else int(p) for p in (node.start, node.stop, node.step)))
+        if key is not None:
+            key.append(("slice", node.start, node.stop, node.step))
+        return node
+    if type(node) is float and node not in KEPT_FLOATS:
+        if key is not None:
+            key.append(float)
+        return node
+    if key is not None:
+        try:
+            hash(node)
+            key.append((type(node), node))
+        except TypeError:
+            structure.key = None
+    return node
+
+
+def walk_tensors(node: Any, visit: Callable[[Tensor], Any]) -> Any:
+    """``node`` with every tensor in nested lists, tuples and dicts replaced by ``visit`` of it."""
+    if isinstance(node, Tensor):
+        return visit(node)
+    if isinstance(node, (list, tuple)):
+        items = [walk_tensors(item, visit) for item in node]
+        if hasattr(node, "_fields"):
+            return type(node)(*items)
+        if type(node).__module__ == "torch.return_types":
+            return type(node)(items)
+        return items if isinstance(node, list) else tuple(items)
+    if isinstance(node, dict):
+        return {name: walk_tensors(item, visit) for name, item in node.items()}
+    return node
+
+
+def promote(op: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out."""
+    found: list[Tensor] = []
+    walk_tensors((args, kwargs), found.append)
+    distributed = [t for t in found if isinstance(t, DTensor)]
+    mesh = _common_mesh(op, distributed)
+
+    def lift(tensor: Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor if tensor._spec.mesh == mesh else _on_root(tensor, mesh)
+        if tensor.dim() and not settings.implicit_replication and not _is_harmless(op, tensor):
+            position = next(i for i, other in enumerate(found) if other is tensor)
+            raise RuntimeError(
+                f"{op} got a plain tensor of shape {tuple(tensor.shape)} (tensor argument {position}) beside a "
+                f"DTensor, at {user_line()}; distribute it, or allow it with implicit_replication()"
+            )
+        return wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
+
+    return walk_tensors(tuple(args), lift), walk_tensors(dict(kwargs), lift)
+
+
+# Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
+_MODULES_OWN = frozenset(
+    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+)
+
+
+def _is_harmless(op: str, tensor: Tensor) -> bool:
+    if op in _MODULES_OWN:
+        return not bool(tensor.any())
+    return op == "embedding_bag" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
+
+
+def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:
+    meshes = list({t._spec.mesh: None for t in tensors})
+    if len(meshes) == 1:
+        return meshes[0]
+    for root in meshes:
+        if all(mesh == root or _axes_in(mesh, root) is not None for mesh in meshes):
+            return root
+    raise ValueError(
+        f"{op} got DTensors on meshes that are not parts of one another: {meshes} (at {user_line()}); "
+        f"put them on one mesh first"
+    )
+
+
+def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
+    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
+    if mesh._root is not root._root:
+        return None
+    axes = root._layout.axes
+    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
+
+
+def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
+    axes = _axes_in(tensor._spec.mesh, root)
+    assert axes is not None, "the common mesh contains every other"
+    placements: list[Placement] = [REPLICATE] * root.ndim
+    for axis, placement in zip(axes, tensor._spec.placements, strict=True):
+        placements[axis] = placement
+    return wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))

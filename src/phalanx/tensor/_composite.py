@@ -1,0 +1,156 @@
+"""Functions on DTensors that are written as other functions on DTensors, where no single local call would do.
+
+Owns the mean of cross entropy (a sum over a count), norms over cut dims (a norm of norms), attention with dropout, and
+refusals of random recurrent layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.tensor._dispatch import run_rule
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import run_replicated
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor._spec import Spec
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
+
+
+def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which
+    F.cross_entropy calls.
+
+    The mean is a sum divided by the weight of the targets that count, each over all shards.
+    """
+    given = list(args) + [None, _MEAN, -100, 0.0][len(args) - 2 :]
+    first, target, weight, reduction, ignored, smoothing = given
+    if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
+        return run_replicated(func, args, kwargs)
+    if reduction != _MEAN:
+        return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
+    total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)
+    if target.is_floating_point():
+        return total / (first.numel() // first.shape[1])
+    counted = target != ignored
+    if weight is None:
+        return total / counted.sum()
+    safe = torch.where(counted, target, torch.zeros_like(target))
+    return total / (F.embedding(safe, weight.unsqueeze(1)).squeeze(-1) * counted).sum()
+
+
+def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """The norm of the ranks' norms, over the axes that cut a reduced dim."""
+    options = dict(kwargs or {})
+    x = args[0]
+    names = ("x", "ord", "dim", "keepdim")
+    given = {**dict(zip(names, args, strict=False)), **options}
+    order = given.get("ord", 2)
+    if (
+        not isinstance(x, DTensor)
+        or options.get("out") is not None
+        or not (0 < order < math.inf)
+        or not x.ndim
+    ):
+        return run_replicated(func, args, kwargs)
+    x = _without_partial(x)
+    spec = x._spec
+    dims = given.get("dim")
+    chosen = (
+        range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else list(dims) or range(x.ndim)
+    )
+    reduced = {d % x.ndim for d in chosen}
+    keepdim = bool(given.get("keepdim", False))
+    local = func(x._local, order, sorted(reduced), keepdim, dtype=options.get("dtype"))
+    placements: list[Placement] = []
+    count, shape = 1, []
+    for axis, p in enumerate(spec.placements):
+        if not isinstance(p, Shard):
+            placements.append(REPLICATE)
+        elif p.dim in reduced:
+            placements.append(Shard(0))
+            count *= spec.mesh.shape[axis]
+        else:
+            onto = p.dim if keepdim else p.dim - sum(d < p.dim for d in reduced)
+            placements.append(p.on_dim(onto + 1))
+    for d, n in enumerate(x.shape):
+        shape += [n] if d not in reduced else [1] if keepdim else []
+    stacked = Spec.of(spec.mesh, placements, (count, *shape), local.dtype)
+    if count == 1:
+        outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in placements]
+        return wrap(local, Spec.of(spec.mesh, outer, shape, local.dtype))
+    whole = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
+    norms = wrap(local.unsqueeze(0), stacked).redistribute(placements=whole)
+    outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in whole]
+    return wrap(func(norms._local, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
+
+
+def _without_partial(x: DTensor) -> DTensor:
+    if not any(isinstance(p, Partial) for p in x.placements):
+        return x
+    return x.redistribute(placements=[REPLICATE if isinstance(p, Partial) else p for p in x.placements])
+
+
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """With dropout: written out, so that the dropped elements are those of the whole tensor."""
+    given = {**dict(zip(_SDPA_NAMES, args, strict=False)), **(kwargs or {})}
+    if not given.get("dropout_p"):
+        return run_rule(func, args, kwargs)
+    if given.get("enable_gqa"):
+        raise NotImplementedError("scaled_dot_product_attention with dropout and enable_gqa on a DTensor")
+    query, key, value = given["query"], given["key"], given["value"]
+    scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
+    scores = (query @ key.transpose(-2, -1)) * scale
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1), given["dropout_p"]) @ value
+
+
+def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    """lstm, gru, rnn: computed whole; their dropout would draw other numbers on each rank."""
+    numbers = [a for a in args if isinstance(a, (bool, int, float)) and not isinstance(a, torch.Tensor)]
+    floats = [a for a in numbers if isinstance(a, float)]
+    flags = [a for a in numbers if isinstance(a, bool)]
+    if floats and floats[0] > 0 and len(flags) > 1 and flags[1]:
+        raise NotImplementedError(
+            f"{func.__name__} with dropout on a DTensor: put nn.Dropout between the layers"
+        )
+    return run_replicated(func, args, kwargs)
+
+
+_EMBEDDING_NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.embedding(indices, weight)`` without its Python body; ``torch.embedding`` has the rule."""
+    if func is not F.embedding:
+        return run_rule(func, args, kwargs)
+    given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **(kwargs or {})}
+    indices, weight = given["input"], given["weight"]
+    if given.get("max_norm") is not None:
+        raise NotImplementedError(
+            "embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight"
+        )
+    padding = given.get("padding_idx")
+    padding = -1 if padding is None else padding % weight.shape[0]
+    options = (bool(given.get("scale_grad_by_freq", False)), bool(given.get("sparse", False)))
+    return run_rule(torch.embedding, (weight, indices, padding, *options), None)
+
+
+COMPOSITE = {
+    "embedding": embedding,
+    "cross_entropy_loss": cross_entropy,
+    "linalg_vector_norm": vector_norm,
+    "scaled_dot_product_attention": attention,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
+}

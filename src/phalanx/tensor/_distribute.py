@@ -1,0 +1,249 @@
+"""From plain tensors to distributed ones, and from one layout to another: the user-facing moves.
+
+Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s
+and run in ``_execute.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import DeviceMesh
+from phalanx.comm._mesh import current_mesh
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._modes import check_explicit_move
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
+from phalanx.tensor._spec import Spec
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    found = mesh if mesh is not None else current_mesh()
+    if found is None:
+        raise ValueError("no device mesh: pass one, or enter one with `with mesh:`")
+    return found
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
+
+    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank cuts its own
+    copy and nothing is sent.
+
+    >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
+    """
+    mesh = mesh_or_current(device_mesh)
+    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, tensor.dim())
+    if isinstance(tensor, DTensor):
+        if tensor._spec.mesh != mesh or tensor.placements != wanted:
+            raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
+        return tensor
+    if any(isinstance(p, Partial) for p in wanted):
+        raise ValueError(
+            f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
+        )
+    spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
+    if mesh.get_coordinate() is None:
+        return wrap(tensor.detach().new_empty((0,)), spec)
+    local = tensor.detach().to(mesh.device_type)
+    if src_data_rank is None:
+        local = redistribute_local(local, spec.replicated, spec)
+        shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        local = local.clone(memory_format=torch.contiguous_format) if shared else local
+    else:
+        local = _spread(local, spec, src_data_rank)
+    return wrap(local.requires_grad_(tensor.requires_grad), spec)
+
+
+def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
+    """Axis by axis: scatter chunks or broadcast copies from the rank at coordinate ``src``."""
+    mesh = spec.mesh
+    for axis, placement in enumerate(spec.placements):
+        group = mesh.get_group(axis)
+        if type(placement) is Shard:
+            sizes = chunk_sizes(local.shape[placement.dim], group.size)
+            parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
+            mine = torch.empty_like(parts[group.rank])
+            group.scatter(mine, parts if group.rank == src else None, src)
+            local = mine
+        else:
+            local = local.clone(memory_format=torch.contiguous_format)
+            group.broadcast(local, src)
+            if isinstance(placement, Shard):
+                before = [*spec.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
+                after = [*before[:axis], placement, *before[axis + 1 :]]
+                whole = Spec.of(mesh, before, spec.shape, spec.dtype)
+                local = redistribute_local(local, whole, whole.with_placements(after))
+    return local
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    """See ``DTensor.from_local``."""
+    mesh = mesh_or_current(device_mesh)
+    if isinstance(local, DTensor):
+        raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
+    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, local.dim())
+    if mesh.get_coordinate() is None:
+        return wrap(local.new_empty((0,)), Spec.of(mesh, wanted, shape or local.shape, local.dtype))
+    if run_check:
+        local = _same_replicas(local, mesh, wanted)
+    full = tuple(shape) if shape is not None else _gathered_shape(local, mesh, wanted)
+    spec = Spec.of(mesh, wanted, full, local.dtype)
+    if spec.local_shape != tuple(local.shape):
+        raise ValueError(
+            f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} gives "
+            f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
+        )
+    if local.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
+        raise NotImplementedError(
+            "from_local(grad_placements=) is not supported: redistribute the result instead"
+        )
+    return wrap(local.view_as(local), spec)
+
+
+def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    for axis, placement in enumerate(placements):
+        group = mesh.get_group(axis)
+        shapes = group.all_gather_values(list(local.shape))
+        dim = placement.dim if isinstance(placement, Shard) else None
+        if any(
+            [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
+            for s in shapes
+        ):
+            raise ValueError(
+                f"rank {mesh.get_rank()}: local shapes differ along axis {axis} of the mesh: {shapes}"
+            )
+        if placement.is_replicate():
+            copy = local.detach().clone(memory_format=torch.contiguous_format)
+            group.broadcast(copy, 0)
+            local = local + (copy - local.detach()) if local.requires_grad else copy
+    return local
+
+
+def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The global shape: sizes of sharded dims summed over their axes, innermost axis first."""
+    shape = list(local.shape)
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
+            continue
+        sizes = torch.empty(mesh.shape[axis], dtype=torch.int64, device=local.device)
+        own = torch.tensor([shape[placement.dim]], device=local.device)
+        mesh.get_group(axis).all_gather_into_tensor(sizes, own)
+        shape[placement.dim] = int(sizes.sum())
+        if type(placement) is Shard and tuple(sizes.tolist()) != chunk_sizes(
+            shape[placement.dim], mesh.shape[axis]
+        ):
+            raise ValueError(
+                f"rank {mesh.get_rank()}: from_local got parts of {sizes.tolist()} along dim {placement.dim}; "
+                f"{_CHUNKS.format(chunk_sizes(shape[placement.dim], mesh.shape[axis]))}"
+            )
+    return tuple(shape)
+
+
+_CHUNKS = (
+    "shards are cut as torch.chunk cuts, all of the rounded-up size, the last ones smaller: expected {}. "
+    "Move rows between ranks first"
+)
+
+
+def redistribute(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """See ``DTensor.redistribute``."""
+    spec = tensor._spec
+    if device_mesh is not None and device_mesh != spec.mesh:
+        raise ValueError(
+            f"redistribute keeps the mesh: the tensor is on {spec.mesh!r}, not on {device_mesh!r}"
+        )
+    if placements is None:
+        raise ValueError("redistribute needs placements")
+    local = tensor._local
+    if forward_dtype is not None:
+        local = local.to(forward_dtype)
+        spec = spec.with_dtype(forward_dtype)
+    target = spec.variants.get(tuple(placements))
+    if target is None:
+        target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
+    if target is spec:
+        return tensor if local is tensor._local else wrap(local, spec)
+    moved = redistribute_local(local, spec, target)
+    if backward_dtype is not None and moved.requires_grad:
+        moved = _CastGrad.apply(moved, backward_dtype)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return wrap(moved, target)
+
+
+class _CastGrad(torch.autograd.Function):
+    """Identity; the gradient travels in another dtype from here on."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
+    """The local of ``tensor`` laid out as ``target``, because an operation needs it so."""
+    if target is tensor._spec:
+        return tensor._local
+    check_explicit_move(op, tensor._spec, target)
+    return redistribute_local(tensor._local, tensor._spec, target)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
+
+    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward.
+    """
+    mesh = mesh_or_current(device_mesh)
+    for name, part in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, part, mesh)
+        replicate_rest(part, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate the parameters and buffers of ``module`` itself that are plain tensors still."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            distributed = distribute_tensor(parameter.detach(), mesh)
+            module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+    for key, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[key] = distribute_tensor(buffer, mesh)

@@ -1,0 +1,354 @@
+"""DTensor: a tensor with a global shape whose data is spread over a device mesh.
+
+Owns the wrapper class and its methods. A DTensor *holds* this rank's local tensor; autograd runs on local tensors, and
+every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips
+past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta
+tensor).
+
+Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` has the local's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
+from phalanx.tensor._spec import Spec
+
+_TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
+_make_subclass = torch.Tensor._make_subclass
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class DTensor(torch.Tensor):
+    """A distributed tensor; made by ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``zeros``.
+
+    >>> x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])   # doctest: +SKIP
+    >>> (x @ x.T).redistribute(placements=[Replicate()]).to_local()   # doctest: +SKIP
+    """
+
+    __slots__ = ("_local", "_spec")
+
+    _local: Tensor
+    _spec: Spec
+    _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
+    _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
+    _stale: Any = None  # set on views that had to be copied; see ``_views.py``
+
+    __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _num_dispatch_modes():
+            refuse_tracing(func)
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _find_handler(func)
+        return handler(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as "
+            f"torch.tensor(d), torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: "
+            f"use d.full_tensor() or d.to_local()"
+        )
+
+    # ---- making and unmaking
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
+
+        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
+        broadcasts replicas from the first rank and checks shapes across ranks.
+        """
+        from phalanx.tensor._distribute import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
+        spec = self._spec
+        if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
+            given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
+            if given is not spec.cotangent:
+                apply: Any = _GradLayout.apply
+                result: Tensor = apply(self._local, given, spec.cotangent)
+                return result
+        return self._local.view_as(self._local) if self._local.is_leaf else self._local
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor laid out by ``placements``; ``*_dtype`` is what travels and what comes out.
+
+        The plan that runs is ``self.plan(placements)``. ``async_op`` is accepted; the result is complete on return.
+        """
+        from phalanx.tensor._distribute import redistribute
+
+        return redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor on every rank, as a plain tensor."""
+        whole = self.redistribute(placements=[REPLICATE] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def plan(self, placements: Sequence[Placement]) -> Any:
+        """The collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its ``nbytes``."""
+        from phalanx.tensor._plan import plan_redistribute
+
+        spec = self._spec
+        return plan_redistribute(
+            spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
+        )
+
+    # ---- layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.mesh
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._local
+
+    # ---- what every tensor tells about itself; plain properties, so that asking costs no dispatch
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # torch declares attributes as plain variables
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # see shape
+        return self._spec.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # see shape
+        return self._local.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # see shape
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    def size(self, dim: Any = None) -> Any:
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def numel(self) -> int:
+        return self._spec.num_elements
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]  # see shape
+        return self._local.is_meta
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # see shape
+        return self._local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # see shape
+        node = self._local.grad_fn
+        if self._lifted is None or node is None:
+            return node
+        from phalanx.tensor._function import Node
+
+        return Node(node, self._lifted)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]  # see shape
+        return self._local._version
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The gradient, laid out as this tensor (Replicate where this tensor is partial)."""
+        local_grad = self._local.grad
+        if local_grad is None:
+            return None
+        known = self._grads
+        if known is None or known[0] is not local_grad:
+            known = self._grads = (local_grad, wrap(local_grad, self._spec.cotangent))
+        return known[1]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._grads = None
+        if value is None:
+            self._local.grad = None
+            return
+        if not isinstance(value, DTensor):
+            raise TypeError(f"the gradient of a DTensor is a DTensor, got {type(value).__name__}")
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
+            )
+        with torch.no_grad():
+            local = redistribute_local(
+                value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
+            )
+        self._local.grad = local
+        if local is value._local:
+            self._grads = (local, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        spec = self._spec
+        if type(gradient) is DTensor and inputs is None and gradient._spec is spec and spec is spec.cotangent:
+            keep = create_graph if retain_graph is None else retain_graph
+            grads = (gradient._local,)
+            _run_backward(
+                (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+            return
+        from phalanx.tensor._autograd import backward
+
+        backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
+
+    @property
+    def data(self) -> DTensor:
+        return wrap(self._local.data, self._spec)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
+        self._local.data = value._local.detach()
+        self._spec = value._spec
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        spec = self._spec
+        return f"DTensor({spec.layout}, shape={tuple(spec.shape)}, local={self._local!r}, mesh={spec.mesh!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.full_tensor().item(), spec) if spec and not self.shape else repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+        return _rebuild, (self._local.detach(), self._spec, self.requires_grad and self.is_leaf, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
+        local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
+        if self._local.grad is not None:
+            local.grad = self._local.grad.clone()
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+        copy = _restore(wrap(local, self._spec), state)
+        memo[id(self)] = copy
+        return copy
+
+
+def refuse_tracing(func: Any) -> None:
+    """Tracers would record the local part as a constant: wrong on every other rank and for every other input."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
+                f"tracing DTensors is not supported"
+            )
+
+
+def wrap(local: Tensor, spec: Spec) -> DTensor:
+    """A DTensor of ``local``. The hot path of every operation."""
+    if local.dtype is not spec.dtype:
+        spec = spec.with_dtype(local.dtype)
+    result = _make_subclass(DTensor, spec.template)
+    result._local = local
+    result._spec = spec
+    return result
+
+
+class _GradLayout(torch.autograd.Function):
+    """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, given: Spec, wanted: Spec) -> Tensor:
+        ctx.specs = (given, wanted)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given, wanted = ctx.specs
+        return (
+            redistribute_local(grads[0], given.with_dtype(grads[0].dtype), wanted.with_dtype(grads[0].dtype)),
+            None,
+            None,
+        )
+
+
+def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+    return _restore(wrap(local.requires_grad_(requires_grad), spec), state)
+
+
+def _restore(tensor: DTensor, state: dict[str, Any]) -> DTensor:
+    tensor.__dict__.update(state)
+    return tensor
+
+
+# Filled by ``_dispatch.py``, which imports this module: what runs each torch function.
+_handlers: dict[Any, Any] = {}
+
+
+def _find_handler(func: Any) -> Any:
+    from phalanx.tensor._dispatch import find_handler
+
+    return find_handler(func)
+
+
+__all__ = ["DTensor", "Partial", "Shard", "wrap"]

@@ -1,0 +1,124 @@
+"""Operations without a sharding rule: gather, compute on whole tensors, keep the result replicated.
+
+Owns ``run_replicated`` and ``write_out``. Right for any deterministic function of its arguments; arguments that the
+function changed are written back to their layout. Random functions never come here (replicas would diverge).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.tensor._arguments import NeedsPromotion, flatten, promote, walk_tensors
+from phalanx.tensor._distribute import redistribute_input
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._modes import note_fallback
+from phalanx.tensor._names import op_name
+from phalanx.tensor._placement import REPLICATE
+from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import check_writable, mark_copied_view
+
+# They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
+WRITES_UNSEEN = {
+    "batch_norm": (3, 4), "native_batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
+}  # fmt: skip
+
+# Their results share memory with the first argument.
+VIEW_NAMES = frozenset({
+    "as_strided", "diagonal", "unfold", "view_as_real", "view_as_complex", "real.get", "imag.get", "real", "imag",
+    "select", "narrow", "squeeze", "unsqueeze", "view", "view_as", "expand", "expand_as", "permute", "transpose", "t",
+    "split", "chunk", "unbind", "tensor_split", "hsplit", "vsplit", "dsplit", "movedim", "moveaxis", "swapaxes",
+    "swapdims", "unflatten", "linalg_diagonal", "adjoint", "T.get", "H.get", "mT.get", "mH.get", "__getitem__",
+    "split_with_sizes", "alias", "detach", "numpy_T",
+})  # fmt: skip
+
+
+def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on whole tensors; every tensor in the result is replicated."""
+    kwargs = dict(kwargs) if kwargs else {}
+    out = kwargs.pop("out", None)
+    if out is not None:
+        return write_out(func(*args, **kwargs), out)
+    name = op_name(func)
+    try:
+        structure = flatten(args, kwargs)
+    except NeedsPromotion:
+        args, kwargs = promote(name.base, args, kwargs)
+        return func(*args, **kwargs)
+    tensors = structure.tensors
+    if any(not t._spec.is_replicated for t in tensors):
+        note_fallback(name.base, ", ".join(repr(t._spec) for t in tensors))
+    wholes = [redistribute_input(t, t._spec.replicated, name.base) for t in tensors]
+    versions = [_version(whole) for whole in wholes]
+    local_args, local_kwargs = structure.rebuild(wholes)
+    result = func(*local_args, **local_kwargs)
+    written = {i for i, whole in enumerate(wholes) if _version(whole) != versions[i]}
+    written |= _unseen_writes(name.base, args, tensors)
+    for index in written:
+        write_back(tensors[index], wholes[index], name.base)
+    mesh = tensors[0]._spec.mesh
+
+    def lift(tensor: Tensor) -> Tensor:
+        for original, whole in zip(tensors, wholes, strict=True):
+            if tensor is whole:
+                return original
+        wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
+        if name.base in VIEW_NAMES and not tensors[0]._spec.is_replicated:
+            mark_copied_view(wrapped, tensors[0], name.base)
+        return wrapped
+
+    return walk_tensors(result, lift)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _unseen_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
+    positions = WRITES_UNSEEN.get(name, ())
+    return {
+        index
+        for position in positions
+        if position < len(args)
+        for index, tensor in enumerate(tensors)
+        if args[position] is tensor
+    }
+
+
+def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
+    """Put the changed copy ``whole`` back into ``tensor``, in its layout."""
+    if whole is tensor._local:
+        return
+    check_writable(tensor, op)
+    spec = tensor._spec
+    if tuple(whole.shape) != tuple(spec.shape):
+        raise RuntimeError(
+            f"{op} changed the shape of {spec!r} to {tuple(whole.shape)}: not supported on a DTensor"
+        )
+    tensor._local.copy_(
+        redistribute_local(whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
+    )
+
+
+def write_out(result: Any, out: Any) -> Any:
+    """``out=``: copy results into the given DTensors, in their layouts."""
+    if isinstance(out, Tensor):
+        if not isinstance(out, DTensor):
+            raise RuntimeError("out= must be a DTensor where the arguments are")
+        if out.shape != result.shape:
+            raise RuntimeError(
+                f"out= has shape {tuple(out.shape)}, the result {tuple(result.shape)}: a DTensor is not resized"
+            )
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"out= has dtype {out.dtype}, to which {result.dtype} cannot be cast")
+        if out.requires_grad or (
+            isinstance(result, DTensor) and result.requires_grad and torch.is_grad_enabled()
+        ):
+            raise RuntimeError("functions with out= do not support gradients")
+        out.copy_(result)
+        return out
+    filled = [write_out(one, target) for one, target in zip(result, out, strict=True)]
+    return type(result)(filled) if type(result).__module__ == "torch.return_types" else type(out)(filled)

@@ -1,0 +1,149 @@
+"""Functions on lists of tensors, as optimizers use them: ``_foreach_*``, ``_fused_*``, unscaling of gradients.
+
+Owns their handlers. They run once on the lists of locals, where the tensors at each place of the lists have one layout;
+otherwise the others are brought to the layout of the first list's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._placement import Partial
+from phalanx.tensor._spec import Spec
+
+# Linear in every list together: they may run on partial sums.
+_LINEAR = frozenset({"_foreach_neg", "_foreach_zero", "_foreach_copy"})
+# Their result is not of the layout of the inputs.
+_REDUCING = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+
+
+def foreach(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch._foreach_op(list, ...)``, in place or not."""
+    name = func.__name__
+    base = name[:-1] if name.endswith("_") else name
+    first = list(args[0])
+    if base in _REDUCING:
+        return _one_by_one(base, first, args[1:], kwargs or {})
+    specs = [t._spec if type(t) is DTensor else None for t in first]
+    odd = any(spec is None for spec in specs) or any(
+        _is_partial(spec) for spec in specs if base not in _LINEAR
+    )
+    if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
+        return _mixed(func, args, kwargs or {})
+    local_args = [_locals(arg, specs) for arg in args]
+    local_kwargs = {key: _locals(value, specs) for key, value in (kwargs or {}).items()}
+    result = func(*local_args, **local_kwargs)
+    if name.endswith("_"):
+        return list(args[0])
+    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
+
+
+def _same_shapes(value: Any, first: list[Any]) -> bool:
+    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
+        return True
+    return all(not t.dim() or t.shape == other.shape for t, other in zip(value, first, strict=True))
+
+
+def _is_partial(spec: Spec | None) -> bool:
+    return spec is not None and any(isinstance(p, Partial) for p in spec.placements)
+
+
+def _locals(value: Any, specs: list[Spec | None]) -> Any:
+    """Lists of tensors in the layouts ``specs``; a single tensor (a learning rate) whole."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        if value and isinstance(value[0], Tensor):
+            assert len(value) == len(specs), f"lists of {len(value)} and {len(specs)} tensors"
+            return [
+                t._local if type(t) is DTensor and t._spec is spec else _brought(t, spec)
+                for t, spec in zip(value, specs, strict=True)
+            ]
+        return value
+    if isinstance(value, DTensor):
+        return redistribute_local(value._local, value._spec, value._spec.replicated)
+    return value
+
+
+def _brought(tensor: Any, spec: Spec | None) -> Any:
+    assert spec is not None, "checked by the caller"
+    if not isinstance(tensor, DTensor):
+        if tensor.dim():
+            raise RuntimeError(
+                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside DTensors"
+            )
+        return tensor
+    own = tensor._spec
+    if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
+        return tensor._local
+    if not tensor.ndim:
+        return redistribute_local(tensor._local, own, own.replicated)
+    if own.shape != spec.shape:
+        raise RuntimeError(f"a list function got {own!r} beside {spec!r}: shapes differ")
+    return redistribute_local(tensor._local, own, spec.with_dtype(own.dtype))
+
+
+def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain tensors among DTensors, or partial ones: run each place of the lists by itself."""
+    name = func.__name__
+    base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
+    in_place = name.endswith("_")
+    method = name.removeprefix("_foreach_")
+    results = []
+    for place, tensor in enumerate(args[0]):
+        rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+        options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
+        if in_place:
+            getattr(tensor, method)(*rest, **options)
+        else:
+            assert base is not None, f"torch.{method} exists for every {name}"
+            results.append(base(tensor, *rest, **options))
+    return list(args[0]) if in_place else results
+
+
+def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[Any]:
+    if base == "_foreach_norm":
+        order = rest[0] if rest else kwargs.get("ord", 2)
+        return [torch.linalg.vector_norm(t, order, dtype=kwargs.get("dtype")) for t in tensors]
+    if base == "_foreach_max":
+        return [t.max() for t in tensors]
+    raise NotImplementedError(f"{base} on DTensors")
+
+
+def fused(func: Any, args: Any, kwargs: Any) -> None:
+    """``torch._fused_adam_`` and the like: lists of one length, written in place."""
+    first = [t for t in args[0] if isinstance(t, DTensor)]
+    if len(first) != len(args[0]):
+        raise RuntimeError(
+            f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
+        )
+    specs: list[Spec | None] = [t._spec for t in first]
+    if any(_is_partial(spec) for spec in specs):
+        raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
+    func(
+        *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
+    )
+
+
+def _fused_arg(value: Any, specs: list[Spec | None]) -> Any:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        if value[0].dim() or len(value) != len(specs):
+            return _locals(value, specs)
+        return [t._local if isinstance(t, DTensor) else t for t in value]
+    return value._local if isinstance(value, DTensor) else value
+
+
+def unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """``_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, scale)``: found anywhere is found everywhere."""
+    grads, found, scale = args
+    local_found = found._local if isinstance(found, DTensor) else found
+    local_scale = scale._local if isinstance(scale, DTensor) else scale
+    meshes = {g._spec.mesh: None for g in grads if isinstance(g, DTensor)}
+    func([g._local if isinstance(g, DTensor) else g for g in grads], local_found, local_scale)
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            mesh.get_group(axis).all_reduce(local_found, "max")

@@ -1,0 +1,56 @@
+"""Which operation a torch function is: one name for ``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``+`` and ``+=``.
+
+Owns ``op_name``. Pure.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+_DUNDER = {
+    "add": "add", "radd": "add", "iadd": "add_", "sub": "sub", "rsub": "rsub", "isub": "sub_",
+    "mul": "mul", "rmul": "mul", "imul": "mul_", "truediv": "div", "rtruediv": "rdiv", "itruediv": "div_",
+    "div": "div", "rdiv": "rdiv", "idiv": "div_",
+    "floordiv": "floor_divide", "rfloordiv": "rfloor_divide", "ifloordiv": "floor_divide_",
+    "mod": "remainder", "rmod": "remainder", "imod": "remainder_",
+    "pow": "pow", "rpow": "rpow", "ipow": "pow_", "matmul": "matmul", "rmatmul": "rmatmul", "imatmul": "imatmul",
+    "and": "bitwise_and", "rand": "bitwise_and", "iand": "bitwise_and_",
+    "or": "bitwise_or", "ror": "bitwise_or", "ior": "bitwise_or_",
+    "xor": "bitwise_xor", "rxor": "bitwise_xor", "ixor": "bitwise_xor_",
+    "lshift": "bitwise_left_shift", "ilshift": "bitwise_left_shift_", "rlshift": "rlshift",
+    "rshift": "bitwise_right_shift", "irshift": "bitwise_right_shift_", "rrshift": "rrshift",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+    "neg": "neg", "pos": "positive", "abs": "abs", "invert": "bitwise_not",
+}  # fmt: skip
+
+
+class OpName(NamedTuple):
+    """The name of an operation; ``in_place`` if it writes to its first argument."""
+
+    base: str
+    in_place: bool
+
+
+@cache
+def op_name(func: Any) -> OpName:
+    """
+    >>> import torch
+    >>> op_name(torch.Tensor.__iadd__), op_name(torch.relu)
+    (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
+    """
+    schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")
+    if schema and not schema.startswith(
+        "aten::"
+    ):  # an operation of a library, never torch's of the same name
+        return OpName(schema, False)
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__", "__delete__"):
+        return OpName(f"{func.__self__.__name__}.{name.strip('_')}", False)
+    if name.startswith("__") and name.endswith("__"):
+        name = _DUNDER.get(name[2:-2], name)
+        if name.startswith("__"):
+            return OpName(name, False)
+    if name.endswith("_") and not name.endswith("__"):
+        return OpName(name[:-1], True)
+    return OpName(name, False)

@@ -1,0 +1,223 @@
+"""Placements: how one mesh axis holds a tensor. Pure values that never communicate.
+
+Owns ``Shard``, ``StridedShard``, ``Replicate``, ``Partial``, ``MaskPartial`` and the arithmetic of chunks. A tensor
+on an n-axis mesh has n placements, one per axis; a dim that several axes shard is cut by the first axis, each piece
+by the next, and so on. Chunks are as ``torch.chunk`` makes them: all of the rounded-up size, the last ones smaller
+or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+
+class Placement:
+    """How one mesh axis holds a tensor; see ``Shard``, ``Replicate``, ``Partial``."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return False
+
+    def _fields(self) -> tuple[Any, ...]:
+        return ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(self) is type(other) and self._fields() == other._fields())
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, *self._fields()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._fields()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{self!r} is a value and cannot be changed")
+
+
+class Shard(Placement):
+    """The axis cuts tensor dimension ``dim`` into chunks, one per rank.
+
+    >>> Shard(0)
+    S(0)
+    """
+
+    __slots__ = ("dim",)
+    dim: int
+
+    def __init__(self, dim: int) -> None:
+        object.__setattr__(self, "dim", int(dim))
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.dim,)
+
+    def on_dim(self, dim: int) -> Shard:
+        """The same way of cutting, on another dimension."""
+        return Shard(dim)
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})"
+
+
+class StridedShard(Shard):
+    """The axis cuts each of ``split_factor`` chunks of ``dim``, as FSDP does to a dim that tensor parallel has cut.
+
+    >>> indices_of(6, [(StridedShard(0, split_factor=2), 3, 1)])
+    [1, 4]
+    """
+
+    __slots__ = ("split_factor",)
+    split_factor: int
+
+    def __init__(self, dim: int, split_factor: int) -> None:
+        super().__init__(dim)
+        if split_factor < 1:
+            raise ValueError(f"StridedShard needs split_factor >= 1, got {split_factor}")
+        object.__setattr__(self, "split_factor", int(split_factor))
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.dim, self.split_factor)
+
+    def on_dim(self, dim: int) -> Shard:
+        return StridedShard(dim, self.split_factor)
+
+    def __repr__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+
+class Replicate(Placement):
+    """Every rank of the axis holds the same values.
+
+    >>> Replicate()
+    R
+    """
+
+    __slots__ = ()
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "R"
+
+
+class Partial(Placement):
+    """Every rank of the axis holds a contribution; the value is their ``reduce_op``.
+
+    >>> Partial("sum")
+    P(sum)
+    """
+
+    __slots__ = ("reduce_op",)
+    reduce_op: str
+
+    def __init__(self, reduce_op: str = "sum") -> None:
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"Partial knows {', '.join(REDUCE_OPS)}; got {reduce_op!r}")
+        object.__setattr__(self, "reduce_op", reduce_op)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.reduce_op,)
+
+    def __repr__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+class MaskPartial(Partial):
+    """A sum of which each element has one contributor: what a row-sharded embedding gives. Others hold zero."""
+
+    __slots__ = ()
+
+    def __init__(self, reduce_op: Literal["sum"] = "sum") -> None:
+        super().__init__(reduce_op)
+
+    def __repr__(self) -> str:
+        return "MaskP"
+
+
+REPLICATE = Replicate()
+PARTIAL_SUM = Partial("sum")
+MASK_PARTIAL = MaskPartial()
+
+
+@lru_cache(maxsize=4096)
+def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Sizes of ``parts`` chunks of ``length``, rounded up, the last ones smaller or empty.
+
+    >>> chunk_sizes(5, 4)
+    (2, 2, 1, 0)
+    """
+    full = -(-length // parts)
+    return tuple(max(0, min(full, length - full * i)) for i in range(parts))
+
+
+@lru_cache(maxsize=4096)
+def chunk_starts(length: int, parts: int) -> tuple[int, ...]:
+    """Where each chunk begins (``length`` for the empty ones behind the end)."""
+    full = -(-length // parts)
+    return tuple(min(length, full * i) for i in range(parts))
+
+
+def indices_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[int]:
+    """The global indices one rank holds of a dim, after each cut (placement, ranks on the axis, coordinate).
+
+    The naive reference of all layout arithmetic: correct for every nesting, linear in ``length``.
+    """
+    held = list(range(length))
+    for placement, parts, coordinate in cuts:
+        blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
+        pieces: list[int] = []
+        for start, size in zip(chunk_starts(len(held), blocks), chunk_sizes(len(held), blocks), strict=True):
+            at = start + chunk_starts(size, parts)[coordinate]
+            pieces += held[at : at + chunk_sizes(size, parts)[coordinate]]
+        held = pieces
+    return held
+
+
+def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
+    """``len(indices_of(length, cuts))`` without the list."""
+    for placement, parts, coordinate in cuts:
+        if isinstance(placement, StridedShard):
+            blocks = chunk_sizes(length, placement.split_factor)
+            length = sum(chunk_sizes(size, parts)[coordinate] for size in blocks)
+        else:
+            length = chunk_sizes(length, parts)[coordinate]
+    return length
+
+
+def normalize(
+    placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int
+) -> tuple[Placement, ...]:
+    """Check one placement per axis and make shard dims non-negative."""
+    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    if len(given) != num_axes:
+        raise ValueError(f"a mesh of {num_axes} axes needs {num_axes} placements, got {list(given)}")
+    result: list[Placement] = []
+    for placement in given:
+        if not isinstance(placement, Placement):
+            raise TypeError(
+                f"expected a Placement such as Shard(0), Replicate() or Partial(), got {placement!r}"
+            )
+        if isinstance(placement, Shard):
+            if not -num_dims <= placement.dim < num_dims:
+                raise IndexError(f"{placement!r} is out of range for a tensor of {num_dims} dims")
+            if placement.dim < 0:
+                placement = placement.on_dim(placement.dim + num_dims)
+        result.append(placement)
+    return tuple(result)

@@ -1,0 +1,168 @@
+"""What a sharding rule sees and what it answers.
+
+Owns ``Call`` (one torch call, its DTensor arguments replaced by ``In``), ``Choice`` (what one mesh axis may do) and
+``Sharding`` (a rule's answer). Rules are pure functions from ``Call`` to ``Sharding`` or None (no rule for this
+call: it is computed replicated). They are listed in ``rules/__init__.py``; ``_select.py`` picks among choices by
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.tensor._placement import REPLICATE, Placement
+from phalanx.tensor._spec import Spec
+
+
+class In:
+    """Stands for a DTensor argument inside a ``Call``."""
+
+    __slots__ = ("index", "spec")
+
+    def __init__(self, index: int, spec: Spec) -> None:
+        self.index = index
+        self.spec = spec
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def sharded_dims(self) -> set[int]:
+        return {p.dim for p in self.spec.placements if p.is_shard()}  # type: ignore[attr-defined]  # is_shard
+
+    @property
+    def is_partial(self) -> bool:
+        return any(p.is_partial() for p in self.spec.placements)
+
+    def __repr__(self) -> str:
+        return f"In({self.index}, {self.spec!r})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one mesh axis may do without communication: a placement for each input and each output."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+Valid = Callable[[Sequence[tuple[Placement, ...]]], bool]
+Local = Callable[["LocalRun", tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class Sharding:
+    """A rule's answer: choices for one mesh axis, the best guess first among equals.
+
+    ``local`` computes on local tensors in place of the torch function itself. ``valid`` may veto a combination over all
+    axes (given each input's placements). ``shapes`` gives the outputs' global shapes where the rule knows them.
+    """
+
+    choices: list[Choice]
+    local: Local | None = None
+    valid: Valid | None = None
+    shapes: list[torch.Size] | None = None
+    is_view: bool = False
+
+
+class LocalRun:
+    """What a rule's ``local`` may ask when it runs: the function, and the layouts that were chosen."""
+
+    __slots__ = ("func", "inputs", "outputs")
+
+    def __init__(self, func: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
+        self.func = func
+        self.inputs = inputs
+        self.outputs = outputs
+
+
+@dataclass
+class Call:
+    """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors."""
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[In]
+    needs_grad: bool
+    in_place: bool = False
+    _meta: Any = field(default=None, repr=False)
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at ``position`` or called ``name``."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    @property
+    def num_axes(self) -> int:
+        return self.inputs[0].spec.mesh.ndim
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        return self.inputs[0].spec.mesh.shape
+
+    def meta(self) -> Any:
+        """What the call returns for the global shapes, computed on meta tensors."""
+        if self._meta is None:
+            with torch.no_grad():
+                self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+        return self._meta[0]
+
+    def output_shapes(self) -> list[torch.Size]:
+        return [t.shape for t in tensors_in(self.meta())]
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, In):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_on_meta, value)) if type(value) is tuple else [_on_meta(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _on_meta(v) for k, v in value.items()}
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    return []
+
+
+def all_replicated(call: Call, num_outputs: int) -> Choice:
+    return Choice((REPLICATE,) * len(call.inputs), (REPLICATE,) * num_outputs)
+
+
+def norm_dim(dim: int, ndim: int) -> int:
+    """A non-negative dim; 0-d tensors have one dim in torch's eyes."""
+    return dim % max(ndim, 1)
+
+
+def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
+    """Whether every rank would hold something of every input."""
+    for one, given in zip(call.inputs, placements, strict=True):
+        spec = one.spec.with_placements(given)
+        last = tuple(n - 1 for n in spec.mesh.shape)
+        if 0 in spec.shape_at(last):
+            return False
+    return True

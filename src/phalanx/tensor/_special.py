@@ -1,0 +1,156 @@
+"""Torch functions that are not computations on elements: metadata, autograd, random numbers, lists of tensors.
+
+Owns the table of special handlers, which come before rules. A handler gets (func, args, kwargs) as torch gave them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.tensor import _autograd, _foreach
+from phalanx.tensor._composite import COMPOSITE
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._names import OpName
+from phalanx.tensor._random_ops import REFUSED, random_handler
+from phalanx.tensor._spec import Spec
+from phalanx.tensor.rules import DIRECT_PYTHON
+
+Handler = Callable[[Any, Any, Any], Any]
+
+# Answered from the local tensor alone: true of the whole if true of a part.
+_FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
+"element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
+"is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
+"is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
+"is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
+"names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get",
+"suggest_memory_format", "has_symint.get"])  # fmt: skip
+
+
+def _from_local(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0]._local, *args[1:], **(kwargs or {}))
+
+
+def _stride(func: Any, args: Any, kwargs: Any) -> Any:
+    """Strides of the whole tensor if its memory had the order of the local one."""
+    tensor: DTensor = args[0]
+    local = tensor._local.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: (local[d], -d), reverse=True)
+    strides, step = [0] * tensor.ndim, 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, tensor.shape[dim])
+    dims = (args[1:] or (None,))[0] if not kwargs else kwargs.get("dim")
+    return tuple(strides) if dims is None else strides[dims]
+
+
+def _shape_answer(func: Any, args: Any, kwargs: Any) -> Any:
+    return getattr(args[0], {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__))(
+        *args[1:], **(kwargs or {})
+    )
+
+
+def _nbytes(func: Any, args: Any, kwargs: Any) -> int:
+    return int(args[0].numel() * args[0].dtype.itemsize)
+
+
+def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].data = args[1]
+
+
+def _refuse(reason: str) -> Handler:
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError(f"{getattr(func, '__name__', func)} on a DTensor: {reason}")
+
+    return handler
+
+
+def _item_get(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].full_tensor().detach())
+
+
+def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``x.new_zeros(size)``: replicated, unless the size is x's own, which keeps x's layout."""
+    tensor: DTensor = args[0]
+    options = dict(kwargs or {})
+    size = options.pop("size", None)
+    rest = list(args[1:])
+    if size is None:
+        if func.__name__ == "new_full" or (rest and isinstance(rest[0], (list, tuple, torch.Size))):
+            size = rest.pop(0)
+        else:
+            size, rest = tuple(rest), []
+    size = (size,) if isinstance(size, int) else tuple(int(n) for n in size)
+    like = tensor._spec.cotangent if size == tuple(tensor.shape) else None
+    spec = like or Spec.of(tensor._spec.mesh, tensor._spec.replicated.placements, size, tensor.dtype)
+    return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
+
+
+def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.view_as(y)`` is ``x.view(y.shape)``, and so on."""
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return getattr(args[0], func.__name__.removesuffix("_as"))(other.shape)
+
+
+def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
+    local = func(args[0]._local.detach(), *args[1:], **(kwargs or {}))
+    mesh = args[0]._spec.mesh
+    return wrap(local, Spec.of(mesh, args[0]._spec.replicated.placements, local.shape, local.dtype))
+
+
+TABLE: dict[str, Handler] = {
+    **dict.fromkeys(_FROM_LOCAL, _from_local),
+    **dict.fromkeys(("size", "dim", "numel", "nelement", "ndimension", "__len__"), _shape_answer),
+    "stride": _stride,
+    "nbytes.get": _nbytes,
+    "is_same_size": _is_same_size,
+    "data.set": _set_data,
+    "resize": _refuse("its global shape is fixed; make a new one"),
+    "resize_as": _refuse("its global shape is fixed; make a new one"),
+    "set": _refuse("its storage is this rank's part; use copy_"),
+    "share_memory": _from_local,
+    "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    "new_empty": _new,
+    "new_zeros": _new,
+    "new_ones": _new,
+    "new_full": _new,
+    "new_tensor": _new_tensor,
+    **dict.fromkeys(("view_as", "reshape_as", "expand_as"), _as_other),
+    "backward": _autograd.backward,
+    "grad": _autograd.grad,
+    "register_hook": _autograd.register_hook,
+    "register_post_accumulate_grad_hook": _autograd.register_post_accumulate_grad_hook,
+    "retain_grad": _autograd.retain_grad,
+}
+
+
+def special_handler(func: Any, name: OpName) -> Handler | None:
+    module = getattr(func, "__module__", None) or ""
+    if module.startswith("torch.distributed"):
+        return _refuse("torch.distributed functions take this rank's part: use to_local()")
+    if name.base in REFUSED:
+        return _refuse("its random numbers would differ from rank to rank")
+    if name.base.startswith("_foreach_"):
+        return _foreach.foreach
+    if name.base.startswith("_fused_"):
+        return _foreach.fused
+    if name.base in COMPOSITE:
+        return (
+            COMPOSITE[name.base]
+            if func in DIRECT_PYTHON or not isinstance(func, types.FunctionType)
+            else None
+        )
+    return TABLE.get(name.base) or _random_for(func, name)
+
+
+def _random_for(func: Any, name: OpName) -> Handler | None:
+    """Random functions; those of torch.nn.functional that are written in Python call the ones that are not."""
+    return None if isinstance(func, types.FunctionType) else random_handler(func, name.base)

@@ -1,0 +1,102 @@
+"""The table of sharding rules: operation name -> rule. One explicit table; see ``_rule.py`` for what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+
+from phalanx.tensor._rule import Call, Sharding
+from phalanx.tensor.rules import joining, layers, matmul, pointwise, reduce, shape, softmax
+
+Rule = Callable[[Call], "Sharding | None"]
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(pointwise.UNARY, pointwise.pointwise),
+    **dict.fromkeys(pointwise.BINARY, pointwise.pointwise),
+    # products
+    "matmul": matmul.matmul,
+    "rmatmul": matmul.matmul,
+    "linear": matmul.linear,
+    "einsum": matmul.einsum,
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "ger"), matmul.fixed_product),
+    **dict.fromkeys(("addmm", "addmv", "addr", "baddbmm", "addbmm"), matmul.added_product),
+    # shapes
+    "view": shape.view,
+    **dict.fromkeys(("reshape", "flatten", "unflatten", "ravel"), shape.reshape),
+    **dict.fromkeys(
+        ("permute", "transpose", "t", "T.get", "mT.get", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        shape.permute,
+    ),
+    "squeeze": shape.squeeze,
+    "unsqueeze": shape.unsqueeze,
+    **dict.fromkeys(("expand", "broadcast_to"), shape.expand),
+    "narrow": shape.narrow,
+    "select": shape.select,
+    "unbind": shape.unbind,
+    **dict.fromkeys(
+        ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"), shape.split
+    ),
+    **dict.fromkeys(("hsplit", "vsplit", "dsplit"), shape.split),
+    "flip": shape.untouched_dims((1, "dims", None), partial=("sum", "avg", "min", "max", "product")),
+    "cumsum": shape.untouched_dims((1, "dim", None), partial=("sum", "avg")),
+    "cumprod": shape.untouched_dims((1, "dim", None)),
+    "logcumsumexp": shape.untouched_dims((1, "dim", None)),
+    **dict.fromkeys(("cummax", "cummin"), shape.untouched_dims((1, "dim", None), num_outputs=2)),
+    # reductions
+    **dict.fromkeys(("sum", "nansum"), reduce.sum_like),
+    "mean": reduce.mean,
+    **dict.fromkeys(("max", "min"), reduce.max_or_min),
+    "amax": reduce.extreme("max"),
+    "amin": reduce.extreme("min"),
+    "prod": reduce.extreme("product"),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), reduce.variance),
+    **dict.fromkeys(("argmax", "argmin", "logsumexp", "all", "any"), reduce.staying_dims()),
+    # rows
+    **dict.fromkeys(("softmax", "log_softmax", "softmin"), softmax.rows(1, "dim", None)),
+    "sort": softmax.rows(1, "dim", -1, num_outputs=2),
+    "argsort": softmax.rows(1, "dim", -1),
+    "topk": softmax.rows(2, "dim", -1, num_outputs=2),
+    # joining and selecting
+    **dict.fromkeys(("cat", "concat", "concatenate"), joining.cat),
+    "stack": joining.stack,
+    "index_select": joining.index_select,
+    "gather": joining.gather,
+    "take_along_dim": joining.take_along_dim,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), joining.scatter),
+    "pad": joining.pad,
+    **dict.fromkeys(("tril", "triu"), joining.triangle),
+    "one_hot": joining.one_hot,
+    "__getitem__": joining.getitem,
+    **dict.fromkeys(("repeat", "tile"), joining.repeat),
+    # layers
+    **dict.fromkeys(("layer_norm", "rms_norm"), layers.layer_norm),
+    "group_norm": layers.group_norm,
+    "embedding": layers.embedding,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), layers.convolution),
+    **dict.fromkeys(
+        ("max_pool2d", "max_pool1d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), layers.pooling
+    ),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), layers.pooling),
+    "scaled_dot_product_attention": layers.attention,
+    **dict.fromkeys(("mse_loss", "l1_loss"), layers.elementwise_loss),
+    "cross_entropy_loss": layers.cross_entropy,
+}
+
+# Functions of torch.nn.functional written in Python that have a rule under the same name with the same arguments.
+DIRECT_PYTHON: frozenset[Any] = frozenset(
+    {
+        F.softmax,
+        F.log_softmax,
+        F.relu,
+        F.silu,
+        F.elu,
+        F.leaky_relu,
+        F.hardtanh,
+        F.relu6,
+        F.mish,
+        F.celu,
+        F.selu,
+    }
+)

@@ -1,0 +1,378 @@
+"""Element by element: every input sharded alike (where its dim is not broadcast) gives that sharding.
+
+Owns the rules for pointwise functions. Some are linear and pass sums that are still partial: ``LINEAR`` says in which
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
+
+UNARY = [
+    "abs",
+    "absolute",
+    "acos",
+    "acosh",
+    "angle",
+    "arccos",
+    "arccosh",
+    "arcsin",
+    "arcsinh",
+    "arctan",
+    "arctanh",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "bitwise_not",
+    "ceil",
+    "celu",
+    "clone",
+    "conj",
+    "conj_physical",
+    "contiguous",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "detach",
+    "digamma",
+    "elu",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "fix",
+    "floor",
+    "frac",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "i0",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "isneginf",
+    "isposinf",
+    "isreal",
+    "leaky_relu",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_sigmoid",
+    "logical_not",
+    "logit",
+    "logsigmoid",
+    "mish",
+    "mvlgamma",
+    "nan_to_num",
+    "neg",
+    "negative",
+    "polygamma",
+    "positive",
+    "rad2deg",
+    "reciprocal",
+    "relu",
+    "relu6",
+    "resolve_conj",
+    "resolve_neg",
+    "round",
+    "rsqrt",
+    "selu",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "signbit",
+    "silu",
+    "sin",
+    "sinc",
+    "sinh",
+    "softplus",
+    "softshrink",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "tanhshrink",
+    "threshold",
+    "trunc",
+    "special_bessel_j0",
+    "special_bessel_j1",
+    "special_bessel_y0",
+    "special_bessel_y1",
+    "special_digamma",
+    "special_entr",
+    "special_erf",
+    "special_erfc",
+    "special_erfcx",
+    "special_erfinv",
+    "special_exp2",
+    "special_expit",
+    "special_expm1",
+    "special_gammaln",
+    "special_i0",
+    "special_i0e",
+    "special_i1",
+    "special_i1e",
+    "special_log1p",
+    "special_log_ndtr",
+    "special_logit",
+    "special_modified_bessel_i0",
+    "special_modified_bessel_i1",
+    "special_modified_bessel_k0",
+    "special_modified_bessel_k1",
+    "special_multigammaln",
+    "special_ndtr",
+    "special_ndtri",
+    "special_polygamma",
+    "special_psi",
+    "special_round",
+    "special_scaled_modified_bessel_k0",
+    "special_scaled_modified_bessel_k1",
+    "special_sinc",
+    "special_spherical_bessel_j0",
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "empty_like",
+    "to",
+    "type",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "short",
+    "char",
+    "byte",
+    "bool",
+    "cfloat",
+    "cdouble",
+    "chalf",
+    "nan_to_num",
+    "clip",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "fill",
+    "zero",
+    "real",
+    "imag",
+]
+
+BINARY = [
+    "add",
+    "sub",
+    "subtract",
+    "rsub",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "rdiv",
+    "floor_divide",
+    "rfloor_divide",
+    "fmod",
+    "remainder",
+    "pow",
+    "rpow",
+    "float_power",
+    "atan2",
+    "arctan2",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "bitwise_left_shift",
+    "bitwise_right_shift",
+    "copysign",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "equal_to",
+    "not_equal",
+    "greater",
+    "greater_equal",
+    "less",
+    "less_equal",
+    "fmax",
+    "fmin",
+    "gcd",
+    "lcm",
+    "heaviside",
+    "hypot",
+    "igamma",
+    "igammac",
+    "ldexp",
+    "logaddexp",
+    "logaddexp2",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "maximum",
+    "minimum",
+    "nextafter",
+    "special_zeta",
+    "special_xlog1py",
+    "xlogy",
+    "special_xlogy",
+    "special_gammainc",
+    "special_gammaincc",
+    "isclose",
+    "polar",
+    "complex",
+    "copy",
+    "prelu_kernel",
+    "type_as",
+    "masked_fill",
+    "where",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "dist_pointwise",
+    "special_chebyshev_polynomial_t",
+    "special_chebyshev_polynomial_u",
+    "special_chebyshev_polynomial_v",
+    "special_chebyshev_polynomial_w",
+    "special_hermite_polynomial_h",
+    "special_hermite_polynomial_he",
+    "special_laguerre_polynomial_l",
+    "special_legendre_polynomial_p",
+    "special_shifted_chebyshev_polynomial_t",
+    "special_shifted_chebyshev_polynomial_u",
+    "special_shifted_chebyshev_polynomial_v",
+    "special_shifted_chebyshev_polynomial_w",
+    "rlshift",
+    "rrshift",
+    "isin_pointwise",
+]
+
+# Linear: for each operation the sets of tensor arguments that may be partial together (the others replicated).
+_ONE = ((0,),)
+LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    **dict.fromkeys(
+        (
+            "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
+            "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj",
+            "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero",
+        ),
+        _ONE,
+    ),
+    "add": ((0, 1),), "sub": ((0, 1),), "subtract": ((0, 1),), "rsub": ((0, 1),), "copy": ((0, 1),),
+    "mul": ((0,), (1,)), "multiply": ((0,), (1,)), "div": ((0,),), "divide": ((0,),), "true_divide": ((0,),),
+    "type_as": _ONE, "where": ((1, 2),),
+}  # fmt: skip
+
+# Of these a constant second argument is added: not linear unless both are tensors.
+_NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
+_IDENTITY = frozenset({"clone", "detach", "contiguous"})  # whatever is partial stays so
+_MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
+_CASTS = frozenset(
+    {"to", "type", "type_as", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
+)
+
+
+def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """The shape that torch broadcasts ``shapes`` to."""
+    result: torch.Size = torch.broadcast_shapes(*shapes)
+    return result
+
+
+def pointwise(call: Call) -> Sharding | None:
+    """Sharded as the inputs are, dim by dim; see the module."""
+    shapes = [one.shape for one in call.inputs]
+    out = call.inputs[0].shape if call.in_place else broadcast_shape(shapes)
+    choices = [all_replicated(call, 1)]
+    dims = sorted(
+        {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
+    )
+    choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
+    choices += _linear_choices(call)
+    if call.name in _MAKES_ANEW:
+        choices += [
+            Choice((p,), (REPLICATE if p.is_partial() else p,)) for p in {*call.inputs[0].spec.placements}
+        ]
+        choices = [c for c in choices if not c.outputs[0].is_partial() or call.in_place]
+    return Sharding(choices, shapes=None if call.in_place else [torch.Size(out)])
+
+
+def _out_dims(one: In, ndim: int) -> set[int]:
+    return {d + ndim - one.ndim for d in one.sharded_dims}
+
+
+def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> list[Choice]:
+    """All inputs cut along output dim ``dim``; whole where they have no such dim or broadcast it.
+
+    One choice for each way of cutting that occurs (plain, strided).
+    """
+    ways: dict[Placement, None] = {}
+    for one in call.inputs:
+        for p in one.spec.placements:
+            if isinstance(p, Shard) and p.dim + len(out) - one.ndim == dim:
+                ways[p.on_dim(dim)] = None
+    result = []
+    for way in ways or {Shard(dim): None}:
+        assert isinstance(way, Shard), "only shards were collected"
+        inputs: list[Placement] = []
+        for one in call.inputs:
+            own = dim - (len(out) - one.ndim)
+            inputs.append(
+                REPLICATE if own < 0 or (one.shape[own] == 1 and out[dim] != 1) else way.on_dim(own)
+            )
+        result.append(Choice(tuple(inputs), (way,) * num_outputs))
+    return result
+
+
+def _linear_choices(call: Call) -> list[Choice]:
+    sets = LINEAR.get(call.name)
+    if sets is None or (call.name in _NEEDS_TWO and len(call.inputs) < (3 if call.name == "where" else 2)):
+        return []
+    if call.name in _CASTS and not _stays_inexact(call):
+        return []
+    ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
+    choices = []
+    for op in sorted(ops if call.name in _IDENTITY else ops & {"sum", "avg"}):
+        partial = Partial(op)
+        for together in sets:
+            if max(together) >= len(call.inputs):
+                continue
+            if call.kwargs.get("rounding_mode") is not None:
+                continue
+            inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
+            choices.append(Choice(inputs, (partial,)))
+    return choices
+
+
+def _stays_inexact(call: Call) -> bool:
+    """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
+    if call.in_place:
+        kinds = {one.dtype for one in call.inputs}
+        return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    fixed = {
+        "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
+        "cfloat": torch.complex64, "cdouble": torch.complex128,
+    }.get(call.name)  # fmt: skip
+    if call.name == "type" and not given:
+        return False
+    before = call.inputs[0].dtype
+    after = fixed or (given[0] if given else call.inputs[-1].dtype)
+    if after.itemsize < before.itemsize:
+        return False  # rounding each contribution is not rounding the sum
+    return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
+        before.is_complex and after.is_complex
+    )

@@ -1,0 +1,11 @@
+"""Makes the modules beside the tests importable and keeps torch to one thread."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

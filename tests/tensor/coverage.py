@@ -1,0 +1,322 @@
+"""Every operator sample that torch ships, on DTensors under many placements, against plain tensors.
+
+``python tests/tensor/coverage.py [--names add,mul] [--ranks 2] [--out report.json]`` runs all of them and prints
+how many calls were right by rule, right by fallback, refused, and wrong (which must be none). The tests run a
+sample of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import warnings
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+from torch.utils._pytree import tree_flatten, tree_map
+
+from phalanx import comm
+from phalanx.comm import Group, init_device_mesh
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, fallback_counts
+
+SEED = 1234
+
+# Uninitialised memory: only shape and dtype can be compared.
+UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_permuted", "empty_strided"}
+# These look at the storage behind a tensor, which a distributed copy does not reproduce.
+STORAGE = {"as_strided.partial_views", "to_sparse"}
+# Compared with the replicated DTensor from the same seed: torch's own generator gives other values.
+RANDOM = [
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "normal",
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.dropout2d",
+    "nn.functional.dropout3d",
+    "nn.functional.feature_alpha_dropout",
+    "nn.functional.rrelu",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "uniform",
+    "nn.functional.scaled_dot_product_attention",
+    "nn.functional.multi_head_attention_forward",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "randint",
+    "randn",
+]
+
+
+@dataclass
+class Report:
+    """What became of the calls of one operator."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def samples_of(op: OpInfo, limit: int) -> list[Any]:
+    dtype = next(
+        (
+            d
+            for d in (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)
+            if d in op.dtypes
+        ),
+        None,
+    )
+    if dtype is None:
+        return []
+    torch.manual_seed(SEED)
+    grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), limit))
+
+
+def layouts_of(tensors: list[Tensor], limit: int, seed: int, num_axes: int) -> list[list[tuple[Any, ...]]]:
+    """Combinations of placements, one per tensor and axis: uniform ones first, then random ones."""
+
+    def options(t: Tensor) -> list[Any]:
+        found: list[Any] = [Replicate(), *(Shard(d) for d in range(t.dim()))]
+        if t.dtype.is_floating_point or t.dtype.is_complex:
+            found.append(Partial("sum"))
+        return found
+
+    chosen: dict[Any, None] = {}
+    for index in range(max((len(options(t)) for t in tensors), default=0)):
+        chosen[tuple((options(t)[min(index, len(options(t)) - 1)],) * num_axes for t in tensors)] = None
+    rng = random.Random(seed)
+    for _ in range(limit * 3):
+        chosen[tuple(tuple(rng.choice(options(t)) for _ in range(num_axes)) for t in tensors)] = None
+    return [list(c) for c in list(chosen)[:limit]]
+
+
+def distributed(tensor: Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTensor:
+    """``tensor`` laid out so, partial ones as unequal contributions; a leaf."""
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    made = distribute_tensor(
+        whole, mesh, [Replicate() if p.is_partial() else p for p in placements], src_data_rank=None
+    )
+    local = made.to_local().detach().clone()
+    for axis, p in enumerate(placements):
+        if p.is_partial():
+            share = torch.full_like(local, 0.25)
+            local = local - share * (mesh.shape[axis] - 1) if mesh.get_local_rank(axis) == 0 else share
+    result = DTensor.from_local(local, mesh, placements, shape=tensor.shape)
+    return result.detach().requires_grad_(tensor.requires_grad)
+
+
+def close(ours: Any, reference: Any, values: bool = True) -> bool:
+    if isinstance(reference, Tensor):
+        if not isinstance(ours, DTensor):
+            return False
+        whole = ours.full_tensor()
+        if not values:
+            return whole.shape == reference.shape and whole.dtype == reference.dtype
+        if whole.shape != reference.shape or whole.dtype != reference.dtype:
+            return False
+        if reference.is_sparse or reference.layout != torch.strided:
+            return bool(torch.allclose(whole.to_dense(), reference.to_dense(), equal_nan=True))
+        return bool(torch.allclose(whole.detach(), reference.detach(), rtol=1e-3, atol=1e-4, equal_nan=True))
+    if isinstance(reference, float):
+        return abs(ours - reference) <= 1e-3 * max(1.0, abs(reference)) or (
+            ours != ours and reference != reference
+        )
+    return bool(ours == reference)
+
+
+def gradients(outputs: list[Any], inputs: list[Any], weights: list[Tensor], mesh: Any) -> list[Any]:
+    seeds: list[Any] = []
+    kept = []
+    for out, weight in zip(outputs, weights, strict=True):
+        if isinstance(out, Tensor) and out.requires_grad:
+            kept.append(out)
+            seeds.append(distribute_tensor(weight, mesh, src_data_rank=None) if mesh is not None else weight)
+    if not kept:
+        return []
+    return list(torch.autograd.grad(kept, inputs, seeds, allow_unused=True))
+
+
+def run_op(group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...]) -> Report:
+    report = Report()
+    mesh = init_device_mesh("cpu", shape)
+    if f"{op.name}.{op.variant_test_name}".rstrip(".") in STORAGE:
+        return report
+    for number, sample in enumerate(samples_of(op, limit)):
+        flat, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
+        tensors = [t for t in flat if isinstance(t, Tensor)]
+        if not tensors or any(t.layout != torch.strided for t in tensors):
+            continue
+        try:
+            expected = reference_of(op, sample, mesh)
+        except Exception:  # the sample does not even work on plain tensors
+            continue
+        flat_expected, _ = tree_flatten(expected)
+        torch.manual_seed(SEED)
+        weights = [
+            torch.randn_like(t) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for t in flat_expected
+        ]
+        leaves = [t for t in tensors if t.requires_grad]
+        wanted = []
+        if leaves and op.supports_autograd and op.name not in RANDOM:
+            wanted = gradients(flat_expected, leaves, weights, None)
+        for placements in layouts_of(
+            tensors, num_layouts, zlib.crc32(f"{op.name}{number}".encode()), mesh.ndim
+        ):
+            kind, problem = one_call(op, sample, mesh, placements, flat_expected, weights, wanted)
+            report.counts[kind] += 1
+            if kind == "wrong" or (kind == "refused" and len(report.problems) < 3):
+                report.problems.append(f"{kind} sample {number} {placements}: {problem}")
+    return report
+
+
+def reference_of(op: OpInfo, sample: Any, mesh: Any) -> Any:
+    """The result on plain tensors; of random functions, the result of a replicated DTensor."""
+    if op.name not in RANDOM:
+        return op(sample.input, *sample.args, **sample.kwargs)
+    torch.manual_seed(SEED)
+    plain = tree_map(
+        lambda v: v.detach() if isinstance(v, Tensor) else v, (sample.input, sample.args, sample.kwargs)
+    )
+    whole = (Replicate(),) * mesh.ndim
+    first, args, kwargs = tree_map(
+        lambda v: distributed(v, mesh, whole) if isinstance(v, Tensor) else v, plain
+    )
+    result = op(first, *args, **kwargs)
+    return tree_map(lambda v: v.full_tensor() if isinstance(v, DTensor) else v, result)
+
+
+def one_call(
+    op: OpInfo,
+    sample: Any,
+    mesh: Any,
+    placements: list[Any],
+    expected: list[Any],
+    weights: list[Any],
+    wanted: list[Any],
+) -> tuple[str, str]:
+    """(rule | fallback | refused | wrong, explanation) of one call under one combination of layouts."""
+    made: list[DTensor] = []
+
+    def lift(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made.append(distributed(value, mesh, placements[len(made)]))
+        return made[-1]
+
+    before = sum(fallback_counts().values())
+    try:
+        first, args, kwargs = tree_map(lift, (sample.input, sample.args, sample.kwargs))
+        torch.manual_seed(SEED)
+        result = op(first, *args, **kwargs)
+        flat, _ = tree_flatten(result)
+        if len(flat) != len(expected):
+            return "wrong", f"{len(flat)} results, expected {len(expected)}"
+        for ours, reference in zip(flat, expected, strict=True):
+            if not close(ours, reference, op.name not in UNINITIALISED):
+                return "wrong", f"forward differs: {describe(ours)} expected {describe(reference)}"
+        if wanted:
+            leaves = [t for t in made if t.requires_grad]
+            found = gradients(flat, leaves, weights, mesh)
+            if not found:
+                return "wrong", "no gradient"
+            for ours, reference in zip(found, wanted, strict=True):
+                if (ours is None) != (reference is None):
+                    zero = reference if ours is None else ours.full_tensor()
+                    if bool((zero != 0).any()):
+                        return "wrong", f"gradient is {ours}, expected {reference}"
+                elif ours is not None and not close(ours, reference):
+                    return "wrong", f"gradient differs: {describe(ours)} expected {describe(reference)}"
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+        IndexError,
+        AttributeError,
+        KeyError,
+    ) as error:
+        if isinstance(error, (AssertionError, AttributeError, KeyError)):
+            return "wrong", f"{type(error).__name__}: {str(error)[:300]}"
+        return "refused", f"{type(error).__name__}: {str(error)[:300]}"
+    return ("fallback" if sum(fallback_counts().values()) > before else "rule"), ""
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, DTensor):
+        return f"{value._spec!r} {str(value.full_tensor().detach())[:160]}"
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)} {str(value.detach())[:160]}"
+    return repr(value)[:160]
+
+
+def cover(op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...]) -> Report:
+    import math
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            results = comm.simulate(math.prod(shape), timeout=60).run(run_op, op, limit, num_layouts, shape)
+        except Exception as error:  # a rank that fails alone is a failure of ours
+            report = Report()
+            report.counts["wrong"] += 1
+            report.problems.append(
+                f"wrong: {type(error).__name__}: {str(error)[:400]} / {error.__cause__!r}"[:700]
+            )
+            return report
+    merged = results[0]
+    for other in results[1:]:
+        for problem in other.problems:
+            if problem.startswith("wrong") and not merged.counts["wrong"]:
+                merged.counts["wrong"] += 1
+                merged.problems.append(problem)
+    return merged
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", default="", help="only these operators, comma-separated")
+    parser.add_argument("--shape", default="2", help="mesh shape, e.g. 3 or 2x2")
+    parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--layouts", type=int, default=6)
+    parser.add_argument("--part", default="0/1", help="i/n: the i-th of n parts of the operators")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = set(filter(None, options.names.split(",")))
+    part, parts = map(int, options.part.split("/"))
+    ops = [op for i, op in enumerate(op_db) if (not names or op.name in names) and i % parts == part]
+    total: Counter[str] = Counter()
+    rows = {}
+    for op in ops:
+        report = cover(op, options.samples, options.layouts, tuple(map(int, options.shape.split("x"))))
+        total += report.counts
+        label = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        rows[label] = {**report.counts, "problems": report.problems}
+        if report.counts["wrong"] or report.counts["refused"]:
+            print(label, dict(report.counts), *report.problems[:2], sep="\n    ", flush=True)
+    print(dict(total))
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump({"total": total, "operators": rows}, file, indent=1)
+    return 1 if total["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Gradients: hooks, grad, double backward, checkpointing, user functions, in-place, views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx import comm
+from phalanx.comm import Group, init_device_mesh
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+pytestmark = pytest.mark.fast
+
+LAYOUTS = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]
+
+
+def on_mesh(body: Callable[..., Any], shape: tuple[int, ...] = (2, 2)) -> list[Any]:
+    size = 1
+    for n in shape:
+        size *= n
+
+    def rank_main(group: Group) -> Any:
+        return body(init_device_mesh("cpu", shape))
+
+    return comm.simulate(size).run(rank_main)
+
+
+def pair(mesh: Any, placements: Any, *shape: int, seed: int = 0) -> tuple[DTensor, Tensor]:
+    plain = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return distribute_tensor(plain, mesh, placements, src_data_rank=None), plain
+
+
+def same(ours: Any, reference: Tensor) -> None:
+    torch.testing.assert_close(ours.full_tensor(), reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("placements", LAYOUTS, ids=str)
+def test_gradients_have_the_layout_of_their_tensor(placements: Any) -> None:
+    def body(mesh: Any) -> None:
+        x, px = pair(mesh, placements, 6, 5)
+        w, pw = pair(mesh, [Replicate(), Shard(0)], 5, 3, seed=1)
+        ((x @ w).tanh() * 2).sum().backward()
+        ((px @ pw).tanh() * 2).sum().backward()
+        for ours, plain in ((x, px), (w, pw)):
+            assert ours.grad is not None
+            assert ours.grad.placements == ours.placements
+            assert ours.grad is ours.grad, "the wrapper is kept"
+            same(ours.grad, plain.grad)
+
+    on_mesh(body)
+
+
+def test_autograd_grad_and_double_backward() -> None:
+    def body(mesh: Any) -> None:
+        for placements in LAYOUTS:
+            x, px = pair(mesh, placements, 4, 6)
+
+            def twice(t: Any) -> Any:
+                (first,) = torch.autograd.grad((t**3).sum(), t, create_graph=True)
+                (second,) = torch.autograd.grad((first**2).sum(), t)
+                return second
+
+            same(twice(x), twice(px))
+
+    on_mesh(body)
+
+
+def test_double_backward_through_a_partial_sum() -> None:
+    def body(mesh: Any) -> None:
+        a, pa = pair(mesh, [Shard(1)], 3, 4)
+        b, pb = pair(mesh, [Shard(0)], 4, 3, seed=1)
+
+        def penalty(x: Any, y: Any) -> Any:
+            out = (x @ y).relu().square().sum()
+            grads = torch.autograd.grad(out, (x, y), create_graph=True)
+            return sum((g.square().sum() for g in grads), torch.zeros(()))
+
+        assert (a @ b).placements == (Partial("sum"),)
+        ours, plain = penalty(a, b), penalty(pa, pb)
+        same(ours, plain)
+        ours.backward()
+        plain.backward()
+        same(a.grad, pa.grad)
+        same(b.grad, pb.grad)
+
+    on_mesh(body, (2,))
+
+
+def test_hooks_retain_grad_and_accumulation() -> None:
+    def body(mesh: Any) -> None:
+        x, px = pair(mesh, [Shard(0), Replicate()], 4, 4)
+        seen: list[Any] = []
+        handle = x.register_hook(lambda g: seen.append(g.placements) or g * 2)
+        px.register_hook(lambda g: g * 2)
+        y, py = x * 3, px * 3
+        y.retain_grad()
+        py.retain_grad()
+        (y * y).sum().backward()
+        (py * py).sum().backward()
+        assert seen == [x.placements]
+        same(x.grad, px.grad)
+        same(y.grad, py.grad)
+        handle.remove()
+        (x * 1.0).sum().backward()
+        assert len(seen) == 1
+        called: list[Any] = []
+        z = x.detach().requires_grad_()
+        z.register_post_accumulate_grad_hook(lambda t: called.append(t))
+        z.sum().backward()
+        assert called == [z] or called[0] is z
+
+    on_mesh(body)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: float) -> Any:
+        assert isinstance(x, DTensor)
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x**3 * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        assert isinstance(x, DTensor)
+        assert ctx.needs_input_grad == (True, False)
+        return grad * 3 * x**2 * ctx.factor, None
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Any, y: Any) -> Any:
+        return x * y, x + y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] * y + grads[1], grads[0] * x + grads[1]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+def test_user_functions_keep_their_gradient() -> None:
+    def body(mesh: Any) -> None:
+        for placements in LAYOUTS:
+            x, px = pair(mesh, placements, 4, 6)
+            y = Cube.apply(x, 2.0)
+            (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            same(first, 6 * px**2)
+            same(second, 12 * px)
+            w, pw = pair(mesh, [Replicate(), Replicate()], 4, 6, seed=2)
+            product, total = Scale.apply(x, w)
+            (product * total).sum().backward()
+            ((px * pw) * (px + pw)).sum().backward()
+            same(x.grad, px.grad)
+            same(w.grad, pw.grad)
+            z = x * 1
+            out = Double.apply(z)
+            assert out is z
+            same(out, px * 2)
+
+    on_mesh(body)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_the_same_dropout(reentrant: bool) -> None:
+    def body(mesh: Any) -> None:
+        torch.manual_seed(3)
+        x, px = pair(mesh, [Shard(0), Replicate()], 8, 8)
+        w, pw = pair(mesh, [Replicate(), Shard(1)], 8, 8, seed=1)
+
+        def block(a: Any, b: Any) -> Any:
+            return torch.nn.functional.dropout((a @ b).tanh(), 0.5)
+
+        y = checkpoint(block, x, w, use_reentrant=reentrant)
+        y.sum().backward()
+        kept = (y.full_tensor() != 0).float() * 2
+        (kept * (px @ pw).tanh()).sum().backward()
+        same(x.grad, px.grad)
+        same(w.grad, pw.grad)
+
+    on_mesh(body)
+
+
+def test_in_place_writes_reach_the_base_through_views() -> None:
+    def body(mesh: Any) -> None:
+        x, px = pair(mesh, [Shard(0), Replicate()], 4, 6)
+        with torch.no_grad():
+            for t in (x, px):
+                t.mul_(2).add_(1)
+                t[:, 2:4].zero_()
+                t.T.mul_(3)
+                t.view(4, 2, 3)[:, 1] += 5
+        same(x, px.detach())
+
+    on_mesh(body)
+
+
+def test_in_place_on_non_leaf_is_differentiated() -> None:
+    def body(mesh: Any) -> None:
+        x, px = pair(mesh, [Shard(1), Replicate()], 4, 6)
+        for t in (x, px):
+            y = t * 2
+            y.mul_(t).add_(1)
+            y.relu_()
+            y.sum().backward()
+        same(x.grad, px.grad)
+
+    on_mesh(body)
+
+
+def test_a_view_that_had_to_be_copied_says_so() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
+        copied = x[2:7]
+        same(copied, torch.arange(12.0)[2:7])
+        with pytest.raises(RuntimeError, match="would not reach its base"):
+            copied.add_(1)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="out of date"):
+            copied + 1
+        same(x[2:7], torch.arange(12.0)[2:7] + 1)
+
+    on_mesh(body, (2,))
+
+
+def test_grad_can_be_assigned_and_cleared() -> None:
+    def body(mesh: Any) -> None:
+        x, _ = pair(mesh, [Shard(0)], 4, 4)
+        g = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()], src_data_rank=None)
+        x.grad = g
+        assert x.grad.placements == (Shard(0),)
+        same(x.grad, torch.ones(4, 4))
+        x.grad = None
+        assert x.grad is None
+        with pytest.raises(TypeError, match="DTensor"):
+            x.grad = torch.ones(4, 4)
+
+    on_mesh(body, (2,))
+
+
+def test_no_grad_inference_and_detach() -> None:
+    def body(mesh: Any) -> None:
+        x, px = pair(mesh, [Shard(0)], 4, 4)
+        with torch.no_grad():
+            assert not (x * 2).requires_grad
+        with torch.inference_mode():
+            same(x * 2, px.detach() * 2)
+        assert not x.detach().requires_grad
+        assert (x * 2).requires_grad
+        assert x.is_leaf
+        assert not (x * 2).is_leaf
+
+    on_mesh(body, (2,))
+
+
+def test_module_backward_hooks_see_dtensors() -> None:
+    def body(mesh: Any) -> None:
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
+        layer.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [Shard(0)]))
+        seen: list[Any] = []
+        layer.register_full_backward_hook(lambda mod, gi, go: seen.append((gi[0], go[0])))
+        x, _ = pair(mesh, [Replicate()], 2, 4)
+        layer(x).sum().backward()
+        assert len(seen) == 1
+        assert all(isinstance(t, DTensor) for t in seen[0])
+
+    on_mesh(body, (2,))
