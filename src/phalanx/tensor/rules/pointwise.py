@@ -288,7 +288,7 @@ _CASTS = frozenset(
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
     """The shape that torch broadcasts ``shapes`` to."""
-    result: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    result: torch.Size = torch.broadcast_shapes(*shapes)
     return result
 
 
