@@ -99,7 +99,8 @@ def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
 
 def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad.requires_grad:
-        result: Tensor = _SumOver.apply(grad, groups, True)
+        apply: Any = _SumOver.apply
+        result: Tensor = apply(grad, groups, True)
         return result
     return _sum_over(grad, groups)
 
