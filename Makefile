@@ -9,7 +9,7 @@ DEV    := $(VENV)/.dev-ready
 .PHONY: demo test check bench soak coverage format clean
 
 demo: $(RUN)
-	$(PY) examples/all_reduce.py
+	$(PY) examples/demo.py
 
 test: $(DEV)
 	$(PY) -m pytest -m "not soak"

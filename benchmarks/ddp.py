@@ -5,8 +5,8 @@
 Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
 the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
 without an fp16 hook. A step is zero_grad, forward, backward (no optimizer); each round runs every variant once; the
-numbers are medians over rounds and the worse of the two ranks. Memory is
-the peak resident size of a process of its own per variant.
+numbers are medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its
+own per variant.
 """
 
 from __future__ import annotations

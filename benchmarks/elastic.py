@@ -68,8 +68,8 @@ def mark(directory: Path, attempt: int, size: int) -> None:
 def torch_worker(directory: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
     sign_in(directory)
+    dist.init_process_group("gloo")
     model = DistributedDataParallel(small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     while not (directory / "stop").exists():
@@ -117,7 +117,7 @@ class Contender:
         self.directory = Path(tempfile.mkdtemp(prefix="phalanx-elastic-bench-"))
         self.log = (self.directory / "log").open("wb")
         command = [*self.command, __file__, f"{self.name}-worker", str(self.directory)]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         self._wait(lambda marks: any(size == SIZE for _, _, size in marks), 120.0)
 
     def _marks(self) -> list[tuple[float, int, int]]:
@@ -168,9 +168,12 @@ class Contender:
         """End the job and every worker that wrote its pid; nothing else."""
         if self.process is None:
             return
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.terminate()  # launchers end their workers, also those that have not signed in yet
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.log.close()
         for pid in self._alive():
             with contextlib.suppress(ProcessLookupError):
@@ -190,20 +193,24 @@ def recovery(num_kills: int) -> None:
             contenders.append(Contender(name, [*python, *command, *common]))
             stack.callback(contenders[-1].stop)
             contenders[-1].start()
+        stack.callback(show, contenders)  # also when it is cut short
         for _ in range(num_kills):
             for contender in contenders:
                 contender.strike(chance)
                 time.sleep(0.5)
+
+
+def show(contenders: list[Contender]) -> None:
     print(
         f"{'SIGKILL to the next committed step':36s} {'median s':>9s} {'worst s':>9s} "
         f"{'full size: median s':>20s} recovered"
     )
     for one in contenders:
-        times = one.to_any or [float("nan")]
-        full = one.to_full or [float("nan")]
+        times, full = one.to_any or [float("nan")], one.to_full or [float("nan")]
         print(
             f"{one.name:36s} {statistics.median(times):9.3f} {max(times):9.3f} {statistics.median(full):20.3f} "
-            f"{len(one.to_any)} of {num_kills}"
+            f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}",
+            flush=True,
         )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -20,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-HUNG_AFTER = 45.0
+HUNG_AFTER = 30.0
 
 WORKER = """
 import os, sys, time
@@ -50,7 +52,7 @@ class Run:
     """One launched job and the marks that its workers leave."""
 
     def __init__(self, name: str, workers: int, *, stays: bool) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-launch-"))
         script = self.directory / "worker.py"
         script.write_text(WORKER)
         self.workers = workers
@@ -86,6 +88,7 @@ class Run:
             _kill_tree(self.process.pid)
             self.process.wait()
         self.log.close()
+        shutil.rmtree(self.directory)
 
 
 def _kill_tree(pid: int) -> None:
@@ -105,11 +108,20 @@ def _kill_tree(pid: int) -> None:
             pass
 
 
-def time_start(name: str, workers: int) -> float:
+def time_start(name: str, workers: int) -> tuple[float, float]:
+    """Seconds to the last worker's first all-reduce, and CPU seconds of the whole job: the latter do not depend on what
+    else the machine does."""
+    before = _cpu_of_children()
     run = Run(name, workers, stays=False)
     marks = run.wait_marks(0)
     run.end(kill=marks is None)
-    return max(seconds for seconds, _ in marks) - run.started if marks else float("nan")
+    seconds = max(seconds for seconds, _ in marks) - run.started if marks else float("nan")
+    return seconds, _cpu_of_children() - before
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def time_recovery(name: str, workers: int, victim: int) -> float | None:
@@ -135,10 +147,14 @@ def main() -> int:
     print(f"cores {os.cpu_count()}, load before {os.getloadavg()[0]:.1f}; seconds, median (min-max)")
     for workers in args.workers:
         times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        cpu: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for _ in range(args.rounds):
             for name in COMMANDS:
-                times[name].append(time_start(name, workers))
+                seconds, cpu_seconds = time_start(name, workers)
+                times[name].append(seconds)
+                cpu[name].append(cpu_seconds)
         _show(f"start of {workers} workers to first all-reduce", times)
+        _show(f"CPU seconds of a job of {workers} workers that does nothing else", cpu)
     recovered: dict[str, list[float]] = {name: [] for name in COMMANDS}
     hung = dict.fromkeys(COMMANDS, 0)
     for turn in range(args.recoveries):
@@ -148,8 +164,9 @@ def main() -> int:
                 hung[name] += 1
             else:
                 recovered[name].append(seconds)
-    _show("SIGKILL to all 2 workers in a working group again", recovered)
-    for name in COMMANDS:
+    if args.recoveries:
+        _show("SIGKILL to all 2 workers in a working group again", recovered)
+    for name in COMMANDS if args.recoveries else ():
         print(
             f"  {name:9s} recovered {len(recovered[name])} of {args.recoveries}, hung or failed {hung[name]}"
         )

@@ -41,19 +41,11 @@ class Stripes(torch.utils.data.Dataset):
 
 
 def make_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 5, padding=2),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.1),
-        nn.Linear(128, 8),
-    )
+    def block(fan_in: int, fan_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.BatchNorm2d(fan_out), nn.ReLU()]
+
+    pool = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.1)]
+    return nn.Sequential(*block(3, 16), nn.MaxPool2d(2), *block(16, 32), *pool, nn.Linear(128, 8))
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Public name -> the package that defines it.
 _HOMES = {
+    "DTensor": "phalanx.tensor",
     "DeviceMesh": "phalanx.comm",
     "DistributedDataParallel": "phalanx.ddp",
     "ElasticBatchSampler": "phalanx.data",
@@ -24,7 +25,7 @@ _HOMES = {
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "world"})
+_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "tensor", "world"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -1,4 +1,7 @@
-"""Join, optimizers in backward, mixed precision, and errors, against PyTorch's in the same gloo processes."""
+"""Join, optimizers in backward, buffers and errors, against PyTorch's in the same gloo processes.
+
+Mixed precision is not here: it is compared with casting by hand in test_wrapper.py.
+"""
 
 from __future__ import annotations
 

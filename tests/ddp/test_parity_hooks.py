@@ -129,7 +129,7 @@ def _all_hooks(worker):
 
 
 def _powersgd_state_survives_pickling(worker):
-    """Training that saves and restores its state in the middle ends like training that does not."""
+    """What is remembered between steps comes back; training on with it is not compared here."""
     results = []
     for interrupted in (False, True):
         state = powersgd.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)

@@ -87,6 +87,25 @@ SCENARIOS = {
 }
 
 
+def _on_the_same_host(worker):
+    """Ours on the fastest group for one host, which reduces in place in shared memory; torch's on gloo."""
+    join_torch(worker)
+    group = worker.group(backend="auto")
+    for view in (False, True):
+        options = {"process_group": group, "gradient_as_bucket_view": view, "bucket_cap_mb": 0.02}
+        compare(worker, cases.Mlp, ours=options, accumulate=1)
+        compare(worker, cases.ConvNet, ours=options)
+    group.close()
+    dist.destroy_process_group()
+    return group.backend
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_host_transport_gives_the_same_training(size):
+    backends = {outcome.value for outcome in run_processes(size, _on_the_same_host)}
+    assert len(backends) == 1
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_twenty_steps_give_the_same_losses_gradients_and_weights(size):
     run_processes(size, _same_path, list(SCENARIOS))

@@ -423,6 +423,36 @@ def test_flags_that_need_no_counterpart_are_accepted(group):
     assert all(param.grad is not None for param in model.parameters())
 
 
+def test_the_methods_of_torchs_class_exist():
+    """Every method of PyTorch's class that trainers may call, except those that docs/parity.md explains away."""
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    replaced = {
+        *(
+            "_clear_grad_buffer",
+            "_ddp_init_helper",
+            "_delayed_all_reduce_hook",
+            "_fire_reducer_autograd_hook",
+        ),
+        *("_module_wait_for_copy_hook", "_passing_sync_batchnorm_handle", "_register_accum_grad_hook"),
+        *("_register_delay_all_reduce_hook", "_root_copy_hook"),
+    }
+    theirs = {name for name in vars(TorchDDP) if not name.startswith("__")}
+    missing = theirs - set(dir(DistributedDataParallel)) - replaced
+    assert not missing
+
+    def main(group):
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        model._update_process_group(group.subgroup([0]))
+        assert model.group.size == 1
+        with pytest.raises(
+            AssertionError, match="CPU"
+        ):  # torch's own scatter and gather are for accelerators
+            model.gather([torch.zeros(1, 2)], "cpu")
+
+    simulate(1).run(main)
+
+
 def test_the_environment_dump_lists_what_matters(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "somewhere")
     text = _dump_DDP_relevant_env_vars()

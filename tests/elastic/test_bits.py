@@ -26,8 +26,6 @@ from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic._rng import derive_seed
 from phalanx.elastic._slots import fold
 
-pytestmark = pytest.mark.fast
-
 QUIET = RunOptions(progress=False)
 
 
@@ -46,6 +44,7 @@ def test_any_number_of_workers_gives_the_same_bits(kind):
         assert results[0][0] == losses
 
 
+@pytest.mark.fast
 def test_the_bits_are_those_of_a_loop_written_by_hand():
     """The naive reference: no Phalanx but the sampler, the seeds and the tree."""
     job = make_job("adamw", run=QUIET)

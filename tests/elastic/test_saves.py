@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 
 import pytest
@@ -64,10 +66,27 @@ def test_a_save_of_another_format_is_refused(tmp_path):
         read_save(path)
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
-    (tmp_path / ".partial-3-999").mkdir()
+def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(tmp_path):
+    host = socket.gethostname()
+    living = f".partial-3-{host}-{os.getpid()}"
+    for name in (f".partial-2-{host}-999999999", living, ".partial-3-elsewhere-999999999"):
+        (tmp_path / name).mkdir()
     write(tmp_path, 4)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000000000004"]
+    assert {p.name for p in tmp_path.iterdir()} == {
+        living,
+        ".partial-3-elsewhere-999999999",
+        "step-000000000004",
+    }
+
+
+def test_the_same_step_written_twice_is_kept_unless_it_is_torn(tmp_path):
+    path = write(tmp_path, 4)
+    before = (path / "state.json").stat().st_mtime_ns
+    write(tmp_path, 4)
+    assert (path / "state.json").stat().st_mtime_ns == before
+    (path / "state.json").write_text("torn")
+    write(tmp_path, 4)
+    assert read_save(path).step == 4
 
 
 def test_no_save_is_not_an_error(tmp_path):

@@ -45,11 +45,10 @@ def test_who_was_cut_off_from_a_completed_evaluation_gets_a_seat_with_those_who_
     assert choose_round(("a", "b"), ready) == ("a", Round(("a", "b")))
 
 
-def test_the_most_advanced_state_counts_then_saves():
-    assert choose_source([(3, FRESH), (4, FRESH), (4, FRESH)]) == 1
-    assert choose_source([(FRESH, FRESH), (0, FRESH)]) == 1
-    assert choose_source([(FRESH, FRESH), (FRESH, 20), (FRESH, 20)]) == 1
-    assert choose_source([(FRESH, FRESH)] * 3) == 0
+def test_the_most_advanced_state_counts_and_the_lowest_rank_among_equals():
+    assert choose_source([3, 4, 4]) == 1
+    assert choose_source([FRESH, 0]) == 1
+    assert choose_source([FRESH] * 3) == 0
 
 
 ready_records = st.just(Ready()) | st.builds(

@@ -54,7 +54,7 @@ def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait
     """A whole node of three dies; the job forms again with the two that are left."""
     # The survivors' workers fail too, when their peer's connections close: under restart that takes a restart.
     words = ("--nnodes", "2:3", "--on-failure", policy, "--max-restarts", 3, *endpoint)
-    script = ("summing.py", tmp_path, 30) if policy == "restart" else ("healing.py", tmp_path, 60)
+    script = ("summing.py", tmp_path, 20) if policy == "restart" else ("healing.py", tmp_path, 100000)
     agents = [launcher.run(*words, *script, STEP_SECONDS="0.2") for _ in range(3)]
 
     def started() -> int:
@@ -67,6 +67,9 @@ def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait
     victim = next(agent for agent in agents if agent is not host)
     os.kill(victim.pid, signal.SIGKILL)
     survivors = [agent for agent in agents if agent is not victim]
+    if policy == "heal":
+        wait_for(lambda: _last_size(tmp_path) == {"2"}, "a generation of two", host)
+        (tmp_path / "end").touch()
     assert [agent.wait() for agent in survivors] == [0, 0], [agent.output for agent in survivors]
     if policy == "restart":
         last = max(int(row[0]) for row in lines(tmp_path / "starts"))
@@ -91,22 +94,32 @@ def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(
 
 def test_a_late_node_is_admitted_at_a_step_boundary(launcher, tmp_path, endpoint, wait_for):
     words = ("--nnodes", "1:2", "--on-failure", "heal", *endpoint)
-    first = launcher.run(*words, "healing.py", tmp_path, 150, STEP_SECONDS="0.1")
+    first = launcher.run(*words, "healing.py", tmp_path, 100000, STEP_SECONDS="0.05")
+    wait_for(lambda: _last_size(tmp_path) == {"1"}, "the first node to train alone", first)
+    second = launcher.run(*words, "healing.py", tmp_path, 100000, STEP_SECONDS="0.05")
     wait_for(
-        lambda: [p for p in tmp_path.glob("*.*.0") if len(lines(p)) > 2],
-        "the first node to train alone",
-        first,
+        lambda: len(stories(tmp_path)) == 2 and _last_size(tmp_path) == {"2"},
+        "both to train together",
+        second,
     )
-    second = launcher.run(*words, "healing.py", tmp_path, 150, STEP_SECONDS="0.1")
+    (tmp_path / "end").touch()
     assert [first.wait(), second.wait()] == [0, 0], (first.output, second.output)
-    stories = [lines(path) for path in tmp_path.glob("*.*.0")]
-    assert len(stories) == 2
-    sizes = [row[3] for story in stories for row in story if row[0].isdigit()]
-    assert set(sizes) == {"1", "2"}
-    old = max(stories, key=len)
+    old = max(stories(tmp_path), key=len)
     steps = [int(row[1]) for row in old if row[0].isdigit()]
-    assert steps == list(range(150))  # nothing lost, nothing twice
+    assert steps == list(range(len(steps)))  # nothing lost, nothing twice
     assert "lost" not in {row[0] for row in old}
+
+
+def stories(directory: Path) -> list[list[list[str]]]:
+    """What each worker of a healing.py job wrote."""
+    return [lines(path) for path in directory.glob("*.*.*")]
+
+
+def _last_size(directory: Path) -> set[str]:
+    """The group sizes of the newest generation, by those who have made a step in it."""
+    rows = [row for story in stories(directory) for row in story if row[0].isdigit() and len(row) == 5]
+    newest = max((int(row[0]) for row in rows), default=-1)
+    return {row[3] for row in rows if int(row[0]) == newest}
 
 
 def _is_listening(pid: int, endpoint: tuple[str, ...]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import create_healthcheck_server
+from phalanx.launch import _doctor, create_healthcheck_server
 from phalanx.launch._doctor import check_names, check_ports, check_shared_memory, main
 
 HERE = Path(__file__).parent / "workers"
@@ -126,7 +126,8 @@ def test_health_check_tells_the_living_from_the_dead():
         server.stop()
 
 
-def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys):
+def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys, monkeypatch):
+    monkeypatch.setattr(_doctor, "ENDPOINT_PATIENCE", 0.2)
     assert {
         finding.level for check in (check_ports, check_names, check_shared_memory) for finding in check()
     } <= {
@@ -139,3 +140,10 @@ def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys):
     assert "bad   the rendezvous endpoint 127.0.0.1:1 cannot be reached" in printed
     assert "ok    torch" in printed
     assert os.path.isdir("/dev/shm") is ("/dev/shm" in printed)
+
+
+def test_the_example_trains(launcher):
+    example = Path(__file__).parents[2] / "examples" / "launch" / "train.py"
+    agent = launcher.run("--nproc-per-node", 2, example, "--steps", 30)
+    assert agent.wait() == 0, agent.output
+    assert "2 workers, 0 restarts: y = " in agent.output

@@ -20,7 +20,9 @@ def test_public_names() -> None:
         "implicit_replication", "init_device_mesh", "manual_seed", "ones", "rand", "randn", "randperm", "set_rng_state",
         "zeros",
     ]  # fmt: skip
-    assert sorted(phalanx.tensor.debug.__all__) == ["CommDebugMode", "sharding_svg", "visualize_sharding"]
+    assert sorted(phalanx.tensor.debug.__all__) == [
+        "CommDebugMode", "layout_summary", "sharding_png", "sharding_svg", "visualize_sharding",
+    ]  # fmt: skip
     assert sorted(phalanx.tensor.experimental.__all__) == [
         "implicit_replication",
         "local_map",

@@ -105,19 +105,18 @@ class BackwardPass:
 
     def fill_pending(self, params: Sequence[nn.Parameter], bucket: int, place_of: Sequence[int]) -> None:
         """``fill`` for all the small ones of a bucket: two calls instead of one per parameter."""
-        slab = self.slabs[bucket]
-        views, grads = [], []
-        for index in self.pending[bucket]:
-            grad, view = params[index].grad, slab.views[place_of[index]]
-            if grad is None or index in self.stash or grad.is_sparse or grad.dtype != view.dtype:
+        slab, pending = self.slabs[bucket], self.pending[bucket]
+        grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
+        views = [slab.views[place_of[index]] for index in pending]
+        if self.stash or any(
+            grad is None or grad.is_sparse or grad.dtype != slab.flat.dtype for grad in grads
+        ):
+            for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
-            else:
-                views.append(view)
-                grads.append(grad)
-        if views:
+        elif views:
             torch._foreach_copy_(views, grads)
             if self.prescale is not None:
-                if len(views) == len(slab.views):
+                if len(views) == len(slab.views):  # one pass over the flat memory
                     slab.grads.mul_(self.prescale)
                 else:
                     torch._foreach_mul_(views, self.prescale)
@@ -177,6 +176,10 @@ class BackwardPass:
         ``as_views``) become views of the slab, and small ones are copied back into autograd's own tensors.
         """
         slab = self.slabs[bucket]
+        if as_views and not self.stash and not skip and all(used):
+            for index, view in zip(members, slab.views, strict=True):
+                params[index].grad = view
+            return
         targets, sources = [], []
         for place, index in enumerate(members):
             param, view, before = params[index], slab.views[place], self.stash.get(index)

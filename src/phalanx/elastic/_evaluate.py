@@ -59,6 +59,7 @@ def evaluate(
                     with torch.no_grad():
                         values = {name: float(value) for name, value in function(batch).items()}
                     known[str(b)] = [values, float(len(indices))]
+                    job.team.roster.report(job.step)
             except LOST as error:
                 _recover(job, error)
     finally:

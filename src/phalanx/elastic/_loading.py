@@ -39,17 +39,13 @@ def split(indices: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
 class Fetcher(Dataset[Any]):
     """A dataset of tickets over the user's dataset of samples."""
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int, seeding: bool = True
-    ) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate
         self.seed = seed
-        self.seeding = seeding
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        if self.seeding:
-            seed_everything(derive_seed(self.seed, "data", ticket.step, ticket.slot, ticket.part))
+        seed_everything(derive_seed(self.seed, "data", ticket.step, ticket.slot, ticket.part))
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(list(ticket.indices)) if many else [self.dataset[i] for i in ticket.indices]
         return self.collate_fn(samples)

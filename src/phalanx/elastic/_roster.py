@@ -6,6 +6,7 @@ for workers under agents that heal. ``make_roster`` there picks by the environme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from phalanx.comm import Group
@@ -40,6 +41,8 @@ class Roster(Protocol):
     """Whether workers can come and go while the job runs."""
     signals: Signals
     """What the outside world wants of this worker in its current seat."""
+    should_leave: Callable[[], bool]
+    """Asked while waiting for a seat: whether this worker was told to leave."""
 
     def first_seat(self, mine: Ready) -> Seat: ...
 
@@ -83,6 +86,7 @@ class FixedRoster:
     def __init__(self, group: Group | None, worker_id: str) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
+        self.should_leave: Callable[[], bool] = lambda: False
         self._group = group
 
     def first_seat(self, mine: Ready) -> Seat:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,9 @@ def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor]
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(f"{PARTIAL}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(directory)
     final = directory / f"{PREFIX}{step:012d}"
-    partial = directory / f"{PARTIAL}{step}-{os.getpid()}"
+    partial = directory / f"{PARTIAL}{step}-{socket.gethostname()}-{os.getpid()}"
     partial.mkdir()
     tensor_file = partial / "tensors.safetensors"
     save_file({f"{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}, tensor_file)
@@ -62,13 +62,31 @@ def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor]
     (partial / "state.json").write_text(json.dumps({"checksum": _hash(text.encode()), "body": text}))
     for path in [tensor_file, partial / "state.json", partial]:
         _sync(path)
-    if final.exists():  # the same step saved again after a resume: same content
-        shutil.rmtree(final)
-    os.rename(partial, final)
+    _put_in_place(partial, final)
     _sync(directory)
     for old in sorted(directory.glob(f"{PREFIX}*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    if final.exists():
+        try:
+            read_save(final)
+        except SaveError:
+            shutil.rmtree(final)
+        else:  # the same step, saved before by another worker: the same content
+            shutil.rmtree(partial)
+            return
+    os.rename(partial, final)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed writers of this machine began; another worker may be writing its own just now."""
+    for leftover in directory.glob(f"{PARTIAL}*"):
+        host, _, pid = leftover.name.removeprefix(PARTIAL).partition("-")[2].rpartition("-")
+        if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_save(path: Path) -> Save:

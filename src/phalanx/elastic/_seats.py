@@ -97,16 +97,10 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
     return writer, Round(tuple(here))
 
 
-def choose_source(positions: Sequence[tuple[int, int]]) -> int:
+def choose_source(steps: Sequence[int]) -> int:
     """The rank whose state counts: that of the most advanced worker, the lowest rank among equals.
 
-    Each entry is (committed steps or FRESH, step of its newest readable save or FRESH).
-
-    >>> choose_source([(FRESH, 40), (7, 0), (8, 0), (8, 0)])
+    >>> choose_source([FRESH, 7, 8, 8])
     2
     """
-    steps = [step for step, _ in positions]
-    if max(steps) != FRESH:
-        return steps.index(max(steps))
-    saves = [saved for _, saved in positions]
-    return saves.index(max(saves))
+    return list(steps).index(max(steps))

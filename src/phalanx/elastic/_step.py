@@ -139,6 +139,7 @@ class Step:
                 raise TypeError(f"{name} has a {grad.layout} gradient; elastic jobs sum dense gradients only")
         self._partials.push(slot, grads, self._sums, job.buffers.live() if slot == 0 else None)
         job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
+        job.team.roster.report(self.number)
         self._next_slot = slot + 1
 
     def reduce(self) -> bool:
@@ -157,8 +158,11 @@ class Step:
             )
         try:
             job.team.check()
-            if self._partials.pieces:
-                self._partials.pieces[0][1].scalars.add_(job.team.wishes())
+            wishes = job.team.wishes()
+            if (
+                self._partials.pieces
+            ):  # a worker without slots has nothing to let them ride on; its store keys tell
+                self._partials.pieces[0][1].scalars.add_(wishes)
             job.team.roster.waiting(True)
             self._root = job.team.exchange.reduce(self._partials)
             job.team.roster.waiting(False)

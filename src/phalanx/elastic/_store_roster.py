@@ -48,6 +48,7 @@ class StoreRoster:
     ) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
+        self.should_leave: Callable[[], bool] = lambda: False
         self.job = job
         self.timeout = timeout
         self.comm_timeout = comm_timeout
@@ -97,9 +98,7 @@ class StoreRoster:
         self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
     ) -> Seat:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        wait = _Wait(
-            self.timeout, lambda count: report_progress(self._store, self.worker_id, mine.step, count)
-        )
+        wait = _Wait(self.timeout, lambda count: self._report_waiting(mine, count))
         round_ = first_round
         while True:
             done, evaluated, broken, members, record = self._store.get_many(
@@ -176,6 +175,11 @@ class StoreRoster:
         self._store.set(_ready_key(generation, self.worker_id), mine.to_json())
         self._store.add(num_ready_key(generation))
 
+    def _report_waiting(self, mine: Ready, count: int) -> None:
+        report_progress(self._store, self.worker_id, mine.step, 0, count)
+        if not mine.is_veteran and self.should_leave():
+            raise SystemExit(0)  # it has nothing to hand over
+
     def _members(self, generation: int) -> tuple[str, ...]:
         (data,) = self._store.wait([membership.members_key(generation)], self.timeout)
         return tuple(member.id for member in membership.Members.from_json(data).workers)
@@ -235,7 +239,7 @@ class StoreRoster:
 
     def report(self, step: int) -> None:
         if self._watcher is not None:
-            self._watcher.step = step
+            self._watcher.progress = (step, self._watcher.progress[1] + 1)
 
     def waiting(self, is_waiting: bool) -> None:
         if self._watcher is not None:

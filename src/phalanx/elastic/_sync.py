@@ -42,20 +42,15 @@ def fingerprint() -> dict[str, Any]:
 
 def bring_level(job: Job, seat: Seat) -> None:
     """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
-    step = FRESH if job.is_fresh else job.step
-    saved = job.saving.newest_step() if job.is_fresh else None
     mine: dict[str, Any] = {
-        "step": step,
-        "saved": FRESH if saved is None else saved,
+        "step": FRESH if job.is_fresh else job.step,
         "job": _identity(job),
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
     }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
     _check_same(seat, told)
-    source = choose_source([(one["step"], one["saved"]) for one in told])
-    if source == seat.rank and job.is_fresh and saved is not None:
-        job.load_save()
+    source = _find_source(job, seat, [one["step"] for one in told])
     if seat.group is None:
         return
     behind = [
@@ -76,6 +71,18 @@ def bring_level(job: Job, seat: Seat) -> None:
         job.num_evaluations, job.last_evaluation = max(told, key=_num_evaluations)["evaluations"]
     if job.run.verify:
         _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
+
+
+def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
+    """Whose state counts. The disk is looked at only if no worker has a state, since checking a save takes time."""
+    if max(steps) != FRESH:
+        return choose_source(steps)
+    saved = job.saving.newest_step()
+    mine = FRESH if saved is None else saved
+    source = choose_source(seat.group.all_gather_values(mine) if seat.group is not None else [mine])
+    if source == seat.rank and saved is not None:
+        job.load_save()
+    return source
 
 
 def _num_evaluations(told: dict[str, Any]) -> int:

@@ -36,6 +36,7 @@ class Team:
     def __init__(self, job: Job, roster: Roster) -> None:
         self.roster = roster
         self.leave = LeaveRequest()
+        roster.should_leave = lambda: self.leave.requested
         self.is_evaluating = False
         self.is_over = False
         """Whether all workers have committed the last step."""

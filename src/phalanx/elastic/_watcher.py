@@ -17,7 +17,7 @@ from phalanx.comm.stores import Store
 from phalanx.elastic._seats import Seat
 from phalanx.errors import PeerLost, StoreError
 
-TICK = 0.02
+TICK = 0.05
 PROGRESS_EVERY = 0.25
 PATIENCE = 10.0
 """Seconds that a step may go on when its generation was ended although no worker is gone."""
@@ -34,7 +34,8 @@ class Signals:
 
 class Watcher:
     def __init__(self, store: Store, seat: Seat, worker_id: str, signals: Signals) -> None:
-        self.step = -1
+        self.progress = (-1, 0)
+        """The step, and how often the main thread reported."""
         self.is_waiting = False
         """Whether the main thread waits for other workers: then it is not the one that hangs."""
         self._store = store
@@ -43,7 +44,7 @@ class Watcher:
         self._signals = signals
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
-        self._reported: tuple[int, float] = (-1, 0.0)
+        self._reported = ((-1, 0), 0.0)
         self._num_waits = 0
         self._broken_since = 0.0
 
@@ -92,17 +93,19 @@ class Watcher:
             self._seat.group.abort(error)
 
     def _report(self) -> None:
-        step, now = self.step, time.monotonic()
-        if now - self._reported[1] < PROGRESS_EVERY or (step == self._reported[0] and not self.is_waiting):
+        progress, now = self.progress, time.monotonic()
+        if now - self._reported[1] < PROGRESS_EVERY or (
+            progress == self._reported[0] and not self.is_waiting
+        ):
             return
         self._num_waits += self.is_waiting
-        report_progress(self._store, self._worker_id, step, self._num_waits)
-        self._reported = (step, now)
+        report_progress(self._store, self._worker_id, *progress, self._num_waits)
+        self._reported = (progress, now)
 
 
-def report_progress(store: Store, worker_id: str, step: int, num_waits: int) -> None:
+def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
-    record = {"step": step, "waits": num_waits}
+    record = {"step": step, "count": count, "waits": num_waits}
     store.set(membership.progress_key(worker_id), json.dumps(record).encode())
 
 

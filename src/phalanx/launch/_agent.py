@@ -50,6 +50,9 @@ from phalanx.membership import Broken
 
 log = logging.getLogger(__name__)
 
+REQUEST_INTERVAL = 0.5
+"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
+
 
 class Agent:
     """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
@@ -79,8 +82,6 @@ class Agent:
         self._hang = HangWatch(crew, options.hang_timeout) if options.hang_timeout > 0 else None
         self._are_stacks_dumped = False
         self._result: RunResult | None = None
-
-    # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
         """Take part in the job until it is over. Leaves no worker behind, however it is left."""
@@ -150,7 +151,7 @@ class Agent:
         self._are_stacks_dumped = False
         if self._hang:
             self._hang.reset(time.monotonic())
-        self._sources.follow(info, max(self.spec.monitor_interval, 0.1), self._watched_ids)
+        self._sources.follow(info, max(self.spec.monitor_interval, REQUEST_INTERVAL), self._watched_ids)
         self._judge_early_exits()
 
     def _judge_early_exits(self) -> None:
@@ -169,8 +170,6 @@ class Agent:
             return
         self.state = WorkerState.UNKNOWN
         raise error
-
-    # -- exits ---------------------------------------------------------------------------------------------------
 
     def _on_exit(self, member: CrewMember) -> None:
         self._observer.worker_exited(member)
@@ -208,12 +207,13 @@ class Agent:
         failures = [self._crew.failure_of(member, now) for member in members]
         first = min(failures, key=lambda failure: failure.timestamp)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        is_hopeless = first.is_start_failure
-        verdict = _policy.on_failure(self._situation(), reason=reason, is_start_failure=is_hopeless)
-        verdict = self._generation.end(verdict, tuple(member.id for member in members), self._running_on)
-        for failure in failures:
+        verdict = _policy.on_failure(
+            self._situation(), reason=reason, is_start_failure=first.is_start_failure
+        )
+        verdict = self._generation.journal.decide(self._generation.number, verdict)
+        for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
-        self._obey(verdict)
+        self._end_generation(verdict, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._crew.running if member.id in self._roster.ids])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 SLOW_LOOKUP = 0.5
 MIN_SHARED_MEMORY = 1 << 30
 MIN_FILES = 1024
+ENDPOINT_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def check_endpoint(backend: str, endpoint: str) -> Iterator[Finding]:
 
     try:
         url = store_url(backend, endpoint)
-        store = connect(url, timeout=10)
+        store = connect(url, timeout=ENDPOINT_PATIENCE)
         store.get("phalanx/doctor")
         store.close()
     except (StoreError, ValueError, OSError) as error:

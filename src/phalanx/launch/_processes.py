@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from phalanx.errors import PhalanxError
@@ -124,7 +125,7 @@ class Zygote:
         """Block until everything is preloaded. ``ProcessStartError`` says what could not be imported."""
         try:
             self._ready.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             raise ProcessStartError(
                 f"the zygote (pid {self.pid}) was not ready after {timeout:g} s"
             ) from None
@@ -144,7 +145,7 @@ class Zygote:
             with self._send_lock:
                 send_message(self._sock, {"kind": "fork", "token": token}, [theirs.fileno()])
             return future.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             raise ProcessStartError(
                 f"the zygote (pid {self.pid}) did not fork within {timeout:g} s"
             ) from None

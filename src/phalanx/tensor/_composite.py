@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from phalanx.tensor import _class_loss
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
-from phalanx.tensor._modes import settings
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 
@@ -33,8 +31,6 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     first, target, weight, reduction, ignored, smoothing = given
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
-    if settings.loss_parallel and any(p.is_shard(1) for p in first.placements):
-        return _class_loss.cross_entropy(first, target, weight, reduction, ignored, smoothing)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
     total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)

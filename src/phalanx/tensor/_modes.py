@@ -37,7 +37,6 @@ class _Settings(threading.local):
     comm: CommMode = "auto"
     fallback: FallbackPolicy = "auto"
     implicit_replication: bool = False
-    loss_parallel: bool = False
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()

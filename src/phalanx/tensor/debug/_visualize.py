@@ -1,105 +1,88 @@
-"""Pictures of a layout: which rank holds which part of a tensor of one or two dims.
+"""A layout in the terminal: who holds which rows and columns.
 
-Owns ``visualize_sharding`` (terminal) and ``sharding_svg``. Nothing is communicated: a layout is known to every rank.
+Owns ``visualize_sharding`` and ``layout_summary``. Nothing is communicated: a layout is known to every rank.
 """
 
 from __future__ import annotations
 
-import itertools
-from html import escape
-from typing import Any
+from torch import nn
 
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._spec import Spec
-
-_COLOURS = ("#cfe8ff", "#ffe3cf", "#d9f2d9", "#f4d9f2", "#fff5c2", "#e0e0e0", "#d6f5f5", "#fbd3d3")
-
-Tile = tuple[tuple[int, int], tuple[int, int], str]
+from phalanx.tensor.debug._tiles import Range, tiles
+from phalanx.tensor.debug._trace import describe, readable
 
 
-def tiles(spec: Spec) -> list[Tile]:
-    """(rows, columns, ranks) of each part; ranges are half-open. A 1-d tensor is one row."""
-    if len(spec.shape) not in (1, 2):
-        raise ValueError(f"only tensors of one or two dims can be drawn, this has shape {tuple(spec.shape)}")
-    held: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-    grid = spec.mesh.mesh
-    for coordinate in itertools.product(*(range(n) for n in spec.mesh.shape)):
-        ranges = []
-        for dim, n in enumerate(spec.shape):
-            cuts = spec.cuts(dim, coordinate)
-            ranges.append(_range(n, cuts))
-        area = ((0, 1), ranges[0]) if len(ranges) == 1 else (ranges[0], ranges[1])
-        held.setdefault(area, []).append(int(grid[coordinate]))
-    marks = " (partial)" if any(p.is_partial() for p in spec.placements) else ""
-    return [
-        (rows, columns, "rank " + ",".join(map(str, ranks)) + marks)
-        for (rows, columns), ranks in sorted(held.items())
-        if rows[0] < rows[1] and columns[0] < columns[1]
-    ]
-
-
-def _range(length: int, cuts: Any) -> tuple[int, int]:
-    from phalanx.tensor._placement import indices_of
-
-    held = indices_of(length, cuts)
-    if held and held != list(range(held[0], held[-1] + 1)):
-        raise ValueError("a strided layout holds several ranges and cannot be drawn")
-    return (held[0], held[-1] + 1) if held else (0, 0)
-
-
-def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = True) -> None:
-    """Print a table of which rank holds what, on rank zero of the mesh.
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which part of a tensor of one or two dims, on the first rank of its mesh.
 
     >>> visualize_sharding(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))   # doctest: +SKIP
+           columns 0-3
+    rows 0-1  rank 0
+    rows 2-3  rank 1
+
+    ``use_rich`` draws a coloured table. See ``sharding_svg`` and ``sharding_png`` for pictures.
     """
     spec = dtensor._spec
-    found = tiles(spec)
+    names, sides, cells = _grid(spec)
     if spec.mesh.get_coordinate() is None or any(spec.coordinate):
         return
     if header:
         print(header)
-    rows = sorted({rows for rows, _, _ in found})
-    columns = sorted({columns for _, columns, _ in found})
-    cells = {(r, c): label for r, c, label in found}
-    text = [[cells.get((r, c), "") for c in columns] for r in rows]
-    names = [f"{a}-{b - 1}" for a, b in columns]
-    sides = [f"{a}-{b - 1}" for a, b in rows]
     if use_rich:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("", *names, show_lines=True)
-        for side, line in zip(sides, text, strict=True):
-            table.add_row(side, *line)
-        Console().print(table)
-        return
-    print(plain_table(names, sides, text))
+        _print_rich(spec, names, sides, cells)
+    else:
+        print(_plain([["", *names], *([side, *line] for side, line in zip(sides, cells, strict=True))]))
 
 
-def plain_table(names: list[str], sides: list[str], text: list[list[str]]) -> str:
-    """The same without colours or lines."""
-    grid = [["", *names], *([side, *line] for side, line in zip(sides, text, strict=True))]
-    widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in grid
-    )
-
-
-def sharding_svg(dtensor: DTensor, width: int = 480) -> str:
-    """The picture as SVG text, in proportion to the sizes of the parts."""
-    spec = dtensor._spec
+def _grid(spec: Spec) -> tuple[list[str], list[str], list[list[str]]]:
+    """Headings of columns and rows, and who holds each cell."""
     found = tiles(spec)
-    total_rows = 1 if len(spec.shape) == 1 else spec.shape[0]
-    total_columns = spec.shape[-1]
-    height = max(60, min(width, int(width * total_rows / max(1, total_columns))))
-    shapes = []
-    for number, (rows, columns, label) in enumerate(found):
-        x, y = columns[0] / total_columns * width, rows[0] / total_rows * height
-        w, h = (columns[1] - columns[0]) / total_columns * width, (rows[1] - rows[0]) / total_rows * height
-        shapes.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{_COLOURS[number % len(_COLOURS)]}" '
-            f'stroke="#444"/><text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}" text-anchor="middle" '
-            f'dominant-baseline="middle" font-family="sans-serif" font-size="12">{escape(label)}</text>'
-        )
-    title = f"<title>{escape(repr(spec))}</title>"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{title}{"".join(shapes)}</svg>'
+    rows, columns = sorted({t.rows for t in found}), sorted({t.columns for t in found})
+    holders = {(t.rows, t.columns): t for t in found}
+    partial = " (partial)" if any(p.is_partial() for p in spec.placements) else ""
+
+    def cell(row: Range, column: Range) -> str:
+        tile = holders.get((row, column))
+        return "" if tile is None else f"rank{'s' * (len(tile.ranks) > 1)} {tile.label}{partial}"
+
+    names = [f"columns {a}-{b - 1}" for a, b in columns]
+    sides = [f"rows {a}-{b - 1}" if len(spec.shape) == 2 else "" for a, b in rows]
+    return names, sides, [[cell(row, column) for column in columns] for row in rows]
+
+
+def _print_rich(spec: Spec, names: list[str], sides: list[str], cells: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *names, show_lines=True, title=repr(spec).replace("[", r"\["))
+    texts = sorted({text for line in cells for text in line})
+    colours = ("cyan", "yellow", "green", "magenta", "blue", "red", "white", "bright_cyan")
+    for side, line in zip(sides, cells, strict=True):
+        table.add_row(side, *(f"[{colours[texts.index(text) % len(colours)]}]{text}[/]" for text in line))
+    Console().print(table)
+
+
+def layout_summary(module: nn.Module) -> str:
+    """One line per parameter: its name, shape and layout, and the bytes this rank holds of how many.
+
+    >>> print(layout_summary(model))   # doctest: +SKIP
+    up.weight   float32[10, 6] [tp:S(0)]  120 B of 240 B
+    up.bias     float32[10] [tp:S(0)]     20 B of 40 B
+    total                                 140 B of 280 B
+    """
+    lines, here, everything = [], 0, 0
+    for name, parameter in module.named_parameters():
+        local = parameter._local if isinstance(parameter, DTensor) else parameter
+        own, full = local.numel() * local.element_size(), parameter.numel() * parameter.element_size()
+        here, everything = here + own, everything + full
+        lines.append([name, describe(parameter), f"{readable(own)} of {readable(full)}"])
+    return _plain([*lines, ["total", "", f"{readable(here)} of {readable(everything)}"]])
+
+
+def _plain(rows: list[list[str]]) -> str:
+    """Columns padded to one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -4,7 +4,7 @@ For 2 and 4 ranks, each round times gloo, shared memory, shared memory on shared
 bytes, one after the other, so that what else the machine does hits them alike; medians over rounds are printed, and the
 ratio gloo / ours. Bytes are those of the larger side of the collective.
 
-Run: ``python -m benchmarks.comm_shm [--quick]``
+Run: ``python -m benchmarks._same_host [--quick]``
 """
 
 from __future__ import annotations

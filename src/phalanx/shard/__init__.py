@@ -1,0 +1,82 @@
+"""Sharded tensors: cut by a spec, spread over the ranks of a group; sharding of modules by plans."""
+
+from __future__ import annotations
+
+from phalanx.shard._api import (
+    _collect_local_shard,
+    _reshard_output,
+    _shard_tensor,
+    pre_load_state_dict_hook,
+    shard_module,
+    shard_parameter,
+    state_dict_hook,
+)
+from phalanx.shard._auto_plan import AutoPlan, PlanReport, auto_plan
+from phalanx.shard._convert import from_dtensor, to_dtensor
+from phalanx.shard._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from phalanx.shard._gather import gather_state_dict
+from phalanx.shard._groups import _get_current_process_group, load_with_process_group
+from phalanx.shard._index import CheckpointError
+from phalanx.shard._load import Checkpoint, load
+from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from phalanx.shard._optim import ShardedOptimizer, named_params_with_sharded_tensor
+from phalanx.shard._placement import RemoteDevice
+from phalanx.shard._plan import Sharder, ShardingPlan, ShardingPlanner
+from phalanx.shard._registry import custom_sharded_op_impl, custom_sharding_spec_op
+from phalanx.shard._save import save
+from phalanx.shard._shard import Shard
+from phalanx.shard._spec import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+)
+from phalanx.shard._tensor import ShardedTensor
+
+__all__ = [
+    "AutoPlan",
+    "Checkpoint",
+    "CheckpointError",
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "PlanReport",
+    "RemoteDevice",
+    "Shard",
+    "ShardMetadata",
+    "ShardedOptimizer",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "ShardingSpec",
+    "TensorProperties",
+    "_collect_local_shard",
+    "_get_current_process_group",
+    "_reshard_output",
+    "_shard_tensor",
+    "auto_plan",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "from_dtensor",
+    "full",
+    "gather_state_dict",
+    "init_from_local_shards",
+    "load",
+    "load_with_process_group",
+    "named_params_with_sharded_tensor",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "save",
+    "shard_module",
+    "shard_parameter",
+    "state_dict_hook",
+    "to_dtensor",
+    "zeros",
+]

@@ -1,0 +1,194 @@
+"""Moving boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
+
+Phases of ``exchange``: (1) each rank packs what it owes every other rank into one byte buffer per peer; (2) one
+``scatter`` if a single rank sends, one ``gather`` if a single rank receives, else one ``all_to_all``; (3) each rank
+unpacks. What stays on a rank is copied directly. If nothing changes ranks, there is no collective.
+
+Invariant: every rank makes the same plan from the same metadata, so both sides agree on the order of the bytes.
+Tensors with wide elements travel first: then every piece begins at a multiple of its element size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group
+from phalanx.shard._boxes import Box, intersect, split_box, view_of
+from phalanx.shard._groups import owner_of
+from phalanx.shard._metadata import ShardMetadata
+
+_ON_HOST = ("gloo", "mpi", "threads", "shm", "auto")
+
+
+class Piece(NamedTuple):
+    """A box that a rank (of the group) holds."""
+
+    rank: int
+    box: Box
+
+
+class Copy(NamedTuple):
+    """``box`` goes from the piece ``source`` to the piece ``target`` (positions in their lists)."""
+
+    source: int
+    target: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Move:
+    """What happens to one tensor; ``local_*`` hold the tensors of the pieces that are this rank's, by position."""
+
+    dtype: torch.dtype
+    sources: Sequence[Piece]
+    targets: Sequence[Piece]
+    copies: Sequence[Copy]
+    local_sources: dict[int, Tensor] = field(default_factory=dict)
+    local_targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Bytes that change ranks."""
+        return self.dtype.itemsize * sum(
+            copy.box.volume
+            for copy in self.copies
+            if self.sources[copy.source].rank != self.targets[copy.target].rank
+        )
+
+
+def pieces_of(shards: Iterable[ShardMetadata], group: Group) -> list[Piece]:
+    return [Piece(owner_of(shard, group), shard.box) for shard in shards]
+
+
+def plan_copies(sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Copy]:
+    """Every overlap of a source with a target. Each element of a target has one source if sources do not overlap."""
+    copies = []
+    for t, target in enumerate(targets):
+        for s, source in enumerate(sources):
+            common = intersect(source.box, target.box)
+            if common is not None:
+                copies.append(Copy(s, t, common))
+    return copies
+
+
+def split_copies(copies: Sequence[Copy], max_volume: int) -> list[list[Copy]]:
+    """Rounds of copies of at most ``max_volume`` elements each, in order; together they are the same."""
+    rounds: list[list[Copy]] = [[]]
+    room = max_volume
+    for copy in copies:
+        for box in split_box(copy.box, max_volume):
+            if box.volume > room and rounds[-1]:
+                rounds.append([])
+                room = max_volume
+            rounds[-1].append(Copy(copy.source, copy.target, box))
+            room -= box.volume
+    return rounds
+
+
+def exchange(group: Group, moves: Sequence[Move]) -> None:
+    """Do the moves. Collective: every rank passes the same plan with its own local tensors."""
+    outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
+    incoming: list[list[Tensor]] = [[] for _ in range(group.size)]
+    senders: set[int] = set()
+    receivers: set[int] = set()
+    with torch.no_grad():
+        for move in sorted(moves, key=lambda move: -move.dtype.itemsize):
+            for copy in move.copies:
+                source, target = move.sources[copy.source], move.targets[copy.target]
+                if source.rank != target.rank:
+                    senders.add(source.rank)
+                    receivers.add(target.rank)
+                if group.rank not in (source.rank, target.rank):
+                    continue
+                if source.rank == group.rank:
+                    given = view_of(move.local_sources[copy.source].detach(), copy.box, source.box.offsets)
+                if target.rank == group.rank:
+                    wanted = view_of(move.local_targets[copy.target].detach(), copy.box, target.box.offsets)
+                if source.rank == target.rank:
+                    wanted.copy_(given)
+                elif source.rank == group.rank:
+                    outgoing[target.rank].append(given)
+                else:
+                    incoming[source.rank].append(wanted)
+        if senders:
+            _carry(group, outgoing, incoming, senders, receivers)
+
+
+def _carry(
+    group: Group,
+    outgoing: list[list[Tensor]],
+    incoming: list[list[Tensor]],
+    senders: set[int],
+    receivers: set[int],
+) -> None:
+    device = _device(group)
+    sent = [_packed(views, device) for views in outgoing]
+    received = [_room(views, device) for views in incoming]
+    if len(senders) == 1:
+        (src,) = senders
+        group.scatter(
+            received[src] if group.rank != src else sent[src], sent if group.rank == src else None, src
+        )
+    elif len(receivers) == 1:
+        (dst,) = receivers
+        group.gather(
+            sent[dst] if group.rank != dst else received[dst], received if group.rank == dst else None, dst
+        )
+    else:
+        group.all_to_all(received, sent)
+    for buffer, views in zip(received, incoming, strict=True):
+        _unpack(buffer, views)
+
+
+def _device(group: Group) -> torch.device:
+    if group.backend in _ON_HOST or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _direct(views: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether the views are one run of memory on the right device, so that no packing is needed."""
+    return len(views) == 1 and views[0].is_contiguous() and views[0].device == device
+
+
+def _nbytes(views: Sequence[Tensor]) -> int:
+    return sum(view.numel() * view.element_size() for view in views)
+
+
+def _packed(views: Sequence[Tensor], device: torch.device) -> Tensor:
+    if _direct(views, device):
+        return _bytes(views[0])
+    buffer = torch.empty(_nbytes(views), dtype=torch.uint8, device=device)
+    for view, part in _parts(buffer, views):
+        part.copy_(view)
+    return buffer
+
+
+def _room(views: Sequence[Tensor], device: torch.device) -> Tensor:
+    if _direct(views, device):
+        return _bytes(views[0])
+    return torch.empty(_nbytes(views), dtype=torch.uint8, device=device)
+
+
+def _unpack(buffer: Tensor, views: Sequence[Tensor]) -> None:
+    if _direct(views, buffer.device):
+        return  # received in place
+    for view, part in _parts(buffer, views):
+        view.copy_(part)
+
+
+def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each view with its part of the buffer, in its dtype and shape."""
+    begin = 0
+    for view in views:
+        end = begin + view.numel() * view.element_size()
+        yield view, buffer[begin:end].view(view.dtype).view(view.shape)
+        begin = end
