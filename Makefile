@@ -6,10 +6,10 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 
-.PHONY: demo test check bench soak format clean
+.PHONY: demo test check bench soak coverage format clean
 
 demo: $(RUN)
-	$(PY) examples/all_reduce.py
+	$(PY) examples/demo.py
 
 test: $(DEV)
 	$(PY) -m pytest -m "not soak"
@@ -25,6 +25,11 @@ bench: $(DEV)
 
 soak: $(DEV)
 	$(PY) -m pytest -m soak
+
+# Every operator sample of torch on distributed tensors, under many placements; some minutes.
+coverage: $(DEV)
+	$(PY) -W ignore tests/tensor/coverage.py
+	$(PY) -W ignore tests/tensor/coverage.py --shape 2x2 --samples 3 --layouts 4
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .

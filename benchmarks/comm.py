@@ -3,6 +3,7 @@
 Overhead: on torch's fake backend, so that no network hides it; both sides interleaved call by call, medians.
 Recovery: real processes, SIGKILL to one of them, until the first collective of the next generation has finished on
 all survivors.
+Same host: gloo, shared memory, shared memory on shared buffers and one memcpy, interleaved (``_same_host``).
 
     python -m benchmarks.comm
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from benchmarks import _same_host
 from phalanx.comm import Group, observe
 from phalanx.comm.stores import TCPStore, connect
 from phalanx.errors import PeerLost
@@ -134,11 +136,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds and sizes of the same-host comparison"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     overhead(options.rounds)
     for size in (3, 5):
         recovery(size, options.kills)
+    _same_host.main(["--quick"] if options.quick else [])
 
 
 if __name__ == "__main__":

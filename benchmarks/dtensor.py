@@ -1,7 +1,8 @@
 """Overhead of DTensor operations against torch's own DTensor, in one run, interleaved, on a fake process group.
 
-No bytes move, so only the work on the host counts. For every case both libraries get the same local data; forward results
-and gradients are compared on the local tensors first. Prints microseconds (least of the repeats) and torch's time over ours.
+No bytes move, so only the work on the host counts. For every case both libraries get the same local data; forward
+results and gradients are compared on the local tensors first. Prints microseconds (least of the repeats) and
+torch's time over ours.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -41,9 +43,13 @@ def make(lib: ModuleType, mesh: Any, shape: tuple[int, ...], code: tuple[Any, ..
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     if kw.get("integers"):
         local = torch.randint(0, kw["integers"], local_shape, generator=generator)
-        return lib.DTensor.from_local(local, mesh, [placement(lib, code)], run_check=False, shape=shape, stride=strides(shape))
+        return lib.DTensor.from_local(
+            local, mesh, [placement(lib, code)], run_check=False, shape=shape, stride=strides(shape)
+        )
     local = torch.randn(local_shape, generator=generator)
-    made = lib.DTensor.from_local(local, mesh, [placement(lib, code)], run_check=False, shape=shape, stride=strides(shape))
+    made = lib.DTensor.from_local(
+        local, mesh, [placement(lib, code)], run_check=False, shape=shape, stride=strides(shape)
+    )
     return made.detach().requires_grad_(kw.get("grad", True))
 
 
@@ -73,8 +79,12 @@ def inputs(lib: ModuleType, mesh: Any, shapes: list[tuple[Any, ...]], ranks: int
     return [make(lib, mesh, s[0], s[1], integers=s[2] if len(s) > 2 else 0, ranks=ranks) for s in shapes]
 
 
-def clock(runs: dict[str, Callable[[], Any]], number: int = NUMBER, repeats: int = REPEATS) -> dict[str, float]:
-    """Microseconds of this thread's processor time of each, taken in turns; the least of the repeats, as others may run."""
+def clock(
+    runs: dict[str, Callable[[], Any]], number: int = NUMBER, repeats: int = REPEATS
+) -> dict[str, float]:
+    """Microseconds of this thread's processor time of each, taken in turns; the least of the repeats, as others may
+    run.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(5):
@@ -107,7 +117,9 @@ def check_equal(name: str, func: Callable[..., Any], shapes: list[tuple[Any, ...
         tensors[side] = inputs(lib, mesh, shapes, ranks=1)
         results[side] = func(*tensors[side])
         results[side].backward(torch.ones_like(results[side]))
-    torch.testing.assert_close(results["phalanx"].to_local(), results["torch"].to_local(), msg=f"{name}: forward differs")
+    torch.testing.assert_close(
+        results["phalanx"].to_local(), results["torch"].to_local(), msg=f"{name}: forward differs"
+    )
     for x, y in zip(tensors["phalanx"], tensors["torch"], strict=True):
         if x.requires_grad:
             torch.testing.assert_close(x.grad.to_local(), y.grad.to_local(), msg=f"{name}: gradient differs")
@@ -121,7 +133,7 @@ def bench_ops(meshes: dict[str, Any]) -> dict[str, list[float]]:
         tensors = {side: inputs(lib, meshes[side], shapes) for side, lib in SIDES.items()}
         seeds = {side: torch.ones_like(func(*t)).detach() for side, t in tensors.items()}
         with torch.no_grad():
-            fwd = clock({side: (lambda t=t: func(*t)) for side, t in tensors.items()})
+            fwd = clock({side: partial(func, *t) for side, t in tensors.items()})
         both = clock({side: forward_backward(func, t, seeds[side]) for side, t in tensors.items()})
         for kind, found in (("forward", fwd), ("forward+backward", both)):
             ratios[kind].append(found["torch"] / found["phalanx"])
@@ -140,7 +152,12 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         torch.manual_seed(0)
-        names = {"qkv": (3 * width, width, 0), "out": (width, width, 1), "up": (4 * width, width, 0), "down": (width, 4 * width, 1)}
+        names = {
+            "qkv": (3 * width, width, 0),
+            "out": (width, width, 1),
+            "up": (4 * width, width, 0),
+            "down": (width, 4 * width, 1),
+        }
         for key, (rows, columns, dim) in names.items():
             weight = make(lib, mesh, (rows, columns), ("S", dim))
             self.register_parameter(key, nn.Parameter(weight))
@@ -180,7 +197,11 @@ def bench_block(meshes: dict[str, Any]) -> float:
 
 def bench_optimizers(meshes: dict[str, Any]) -> dict[str, float]:
     ratios = {}
-    for variant, options in {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}.items():
+    for variant, options in {
+        "foreach": {"foreach": True},
+        "for-loop": {"foreach": False},
+        "fused": {"fused": True},
+    }.items():
         runs = {}
         for side, lib in SIDES.items():
             parameters = [nn.Parameter(make(lib, meshes[side], (16, 16), S0)) for _ in range(10)]
@@ -199,7 +220,7 @@ def bench_redistribute(meshes: dict[str, Any]) -> list[float]:
         runs = {}
         for side, lib in SIDES.items():
             x = make(lib, meshes[side], (8, 16), before)
-            runs[side] = lambda x=x, to=[placement(lib, after)]: x.redistribute(placements=to)
+            runs[side] = partial(x.redistribute, placements=[placement(lib, after)])
         found = clock(runs)
         ratios.append(found["torch"] / found["phalanx"])
         print(f"{name:16} {row(found)}", flush=True)

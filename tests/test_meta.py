@@ -30,7 +30,8 @@ LAYERS = {
     "shard": VALUES | {"comm", "tensor"},
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"comm", "data", "ddp"},
-    "__init__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "_torch_hook": {"comm"},
+    "__init__": VALUES | {"_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
 }
 FORBIDDEN = re.compile(
@@ -51,10 +52,13 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: import absolutely"
-            yield node.module or "", node.lineno
+            module = node.module or ""
+            if node.level:  # relative to the file's own package
+                here = ("phalanx", *path.relative_to(SOURCE).parts[:-1])
+                module = ".".join([*here[: len(here) - node.level + 1], module]).rstrip(".")
+            yield module, node.lineno
             for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
+                yield f"{module}.{alias.name}", node.lineno
 
 
 def package_of(path: Path) -> str:

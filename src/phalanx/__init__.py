@@ -8,19 +8,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from phalanx import _torch_hook
+
 __version__ = "0.1.0"
 
 # Public name -> the package that defines it.
 _HOMES = {
+    "DTensor": "phalanx.tensor",
     "DeviceMesh": "phalanx.comm",
+    "DistributedDataParallel": "phalanx.ddp",
     "ElasticBatchSampler": "phalanx.data",
     "ElasticDistributedSampler": "phalanx.data",
     "Group": "phalanx.comm",
+    "Job": "phalanx.elastic",
     "init": "phalanx.comm",
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "data", "errors", "membership", "world"})
+_PACKAGES = frozenset(
+    {"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "shard", "tensor", "world"}
+)
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -37,3 +44,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_PACKAGES})
+
+
+_torch_hook.install()

@@ -1,17 +1,23 @@
-"""Real agents in real processes, and the certainty that none of them, nor what they started, outlives a test."""
+"""Real agents in real processes, and the certainty that none of them, nor what they started, outlives a test.
+
+Agents are forked from one zygote that has imported torch (``cold=True`` for an interpreter of its own), which saves two
+seconds each. That zygote adopts orphans, so whatever an agent leaves behind is found among its descendants.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from phalanx.launch._linux import children_of, process_state
+from phalanx.launch._processes import WorkerProcess, Zygote
 
 WORKERS = Path(__file__).parent / "workers"
 PATIENCE = 100.0
@@ -23,84 +29,116 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 class AgentProcess:
     """One ``phalanx run``. ``output`` is what it and its workers printed so far."""
 
-    def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+    def __init__(self, process: WorkerProcess, log: Path, ended: threading.Event) -> None:
+        self.pid = process.pid
+        self._process = process
         self._log = log
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,
-            )
-        self.pid = self.process.pid
+        self._ended = ended
 
     @property
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def wait(self) -> int:
-        try:
-            return self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"the agent did not end within {PATIENCE:g} s; it printed:\n{self.output}"
-            ) from None
+        """The exit code."""
+        if not self._ended.wait(PATIENCE):
+            raise AssertionError(f"the agent did not end within {PATIENCE:g} s; it printed:\n{self.output}")
+        assert self._process.exit_code is not None, "the event is set after the code"
+        return self._process.exit_code
+
+
+class Nursery:
+    """The zygote that agents of all tests are forked from."""
+
+    def __init__(self) -> None:
+        self.zygote = Zygote.execute(("torch", "torch.distributed", "phalanx.launch._api"))
+        self.ended: dict[int, threading.Event] = {}
+        self.zygote.start(lambda process: self.ended[process.pid].set())
+        self.zygote.wait_ready()
+
+    def descendants(self) -> dict[int, str]:
+        """Living processes under the zygote: pid and command line."""
+        found, queue = {}, children_of(self.zygote.pid)
+        while queue:
+            pid = queue.pop()
+            queue += children_of(pid)
+            if process_state(pid) not in ("", "Z", "X"):
+                try:
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                except OSError:
+                    continue
+        return found
 
 
 class Launcher:
-    """Starts agents whose descendants can all be found by a token in their environment."""
+    """Starts agents and knows all of their descendants."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, nursery: Nursery, directory: Path) -> None:
         self.directory = directory
         self.agents: list[AgentProcess] = []
-        self.token = f"PHALANX_TEST_TOKEN={uuid.uuid4().hex}"
+        self._nursery = nursery
 
-    def run(self, *words: object, **env: str) -> AgentProcess:
+    def run(self, *words: object, cold: bool = False, **env: str) -> AgentProcess:
         """``phalanx run`` with these words. A worker script is named by its file name in ``workers``."""
-        name, value = self.token.split("=")
         resolved = [str(WORKERS / word) if (WORKERS / str(word)).is_file() else str(word) for word in words]
-        command = [sys.executable, "-m", "phalanx", "run", *resolved]
         log = self.directory / f"agent{len(self.agents)}.log"
-        agent = AgentProcess(command, log, {**os.environ, "OMP_NUM_THREADS": "1", name: value, **env})
+        process = self._nursery.zygote.park()
+        ended = self._nursery.ended[process.pid] = threading.Event()
+        order = {
+            "kind": "script",
+            "target": "phalanx",
+            "is_module": True,
+            "args": ["run", *resolved],
+            "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+            "unset": [],
+            "cpus": [],
+            "cwd": os.getcwd(),
+            "name": "phalanx-agent",
+            "stacks": "",
+        }
+        if cold:
+            order |= {"kind": "exec", "command": [sys.executable, "-m", "phalanx", "run", *resolved]}
+        fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        copy = os.dup(fd)
+        process.order(order, {"stdout": fd, "stderr": copy})
+        os.close(fd)
+        os.close(copy)
+        agent = AgentProcess(process, log, ended)
         self.agents.append(agent)
         return agent
-
-    def descendants(self) -> dict[int, str]:
-        """Living processes that belong to this test, agents included: pid and command line."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                if self.token.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-        return found
 
     def wait_until_empty(self) -> None:
         """No process of this test is left."""
         until = time.monotonic() + 20
-        while (left := self.descendants()) and time.monotonic() < until:
+        while (left := self._nursery.descendants()) and time.monotonic() < until:
             time.sleep(0.02)
         assert not left, f"processes outlived the job: {left}"
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.zygote.close()
+
+
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    for agent in launcher.agents:
-        if agent.process.poll() is None:
-            agent.process.kill()
-        agent.process.wait()
-    for pid in launcher.descendants():
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+def launcher(nursery: Nursery, tmp_path: Path) -> Iterator[Launcher]:
+    yield Launcher(nursery, tmp_path)
+    for _ in range(50):
+        left = nursery.descendants()
+        if not left:
+            break
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -110,7 +148,7 @@ def wait_for() -> Callable[..., None]:
     def wait(condition: Callable[[], object], what: str, agent: AgentProcess | None = None) -> None:
         until = time.monotonic() + PATIENCE
         while not condition():
-            ended = agent is not None and agent.process.poll() is not None
+            ended = agent is not None and agent.has_ended
             if time.monotonic() > until or (ended and not condition()):
                 shown = f"; the agent printed:\n{agent.output}" if agent else ""
                 raise AssertionError(

@@ -90,7 +90,7 @@ def test_killed_agent_takes_everything_with_it(launcher, tmp_path, wait_for):
     agent = launcher.run("--nproc-per-node", 2, "children.py", tmp_path)
     wait_for(lambda: len(lines(tmp_path / "pids")) == 4, "two workers and their children", agent)
     os.kill(agent.pid, signal.SIGKILL)
-    agent.process.wait()
+    agent.wait()
     launcher.wait_until_empty()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from phalanx.launch._scale import main as scale_main
 
 FLAGS = ("--on-failure", "heal")
 
@@ -104,9 +104,7 @@ def test_scale_up_and_down_while_running(launcher, out, wait_for):
     )  # fmt: skip
 
     def scale(size: int) -> None:
-        command = [sys.executable, "-m", "phalanx", "scale", *endpoint, "--nproc", str(size)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
+        assert scale_main([*endpoint, "--nproc", str(size)]) == 0
 
     def sizes() -> set[int]:
         story = Story(out)

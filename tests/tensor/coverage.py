@@ -1,7 +1,8 @@
 """Every operator sample that torch ships, on DTensors under many placements, against plain tensors.
 
-``python tests/tensor/coverage.py [--names add,mul] [--ranks 2] [--out report.json]`` runs all of them and prints how many
-calls were right by rule, right by fallback, refused, and wrong (which must be none). The tests run a sample of it.
+``python tests/tensor/coverage.py [--names add,mul] [--ranks 2] [--out report.json]`` runs all of them and prints
+how many calls were right by rule, right by fallback, refused, and wrong (which must be none). The tests run a
+sample of it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ class Report:
 
 def samples_of(op: OpInfo, limit: int) -> list[Any]:
     dtype = next(
-        (d for d in (torch.float32, torch.complex64, torch.int64, torch.bool) if d in op.dtypes), None
+        (
+            d
+            for d in (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)
+            if d in op.dtypes
+        ),
+        None,
     )
     if dtype is None:
         return []

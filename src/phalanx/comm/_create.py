@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm import _release
+from phalanx.comm._auto import connect_auto
+from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._group import DEFAULT_TIMEOUT, Group, Interrupt
@@ -59,7 +61,6 @@ class Place:
 def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
     place = replace(place, store=place.store.namespace(group_prefix(place.job, place.generation)))
     peers = _exchange_identities(place, interrupt)
-    chosen = choose_backend(backend)
     checker = (
         CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
     )
@@ -67,10 +68,10 @@ def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
     def make_subgroup(ranks: tuple[int, ...], key: str) -> Transport:
         sub = replace(place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks))
         members = {index: peers[rank] for index, rank in enumerate(ranks)}
-        return _connect(sub, chosen, members, lambda: None)
+        return _connect(sub, backend, members, lambda: None)
 
     return Group(
-        _connect(place, chosen, peers, interrupt),
+        _connect(place, backend, peers, interrupt),
         ranks=range(place.size),
         make_subgroup=make_subgroup,
         timeout=place.timeout,
@@ -79,13 +80,6 @@ def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
         store=place.store,
         checker=checker,
     )
-
-
-def choose_backend(backend: str) -> str:
-    """The transport's name; ``auto`` is nccl where every rank has a GPU to itself, else gloo."""
-    if backend != "auto":
-        return backend
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identity]:
@@ -124,6 +118,12 @@ def _identity(rank: int, data: bytes) -> Identity:
 
 
 def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
+    if backend == "auto":
+        cpu = connect_auto(place, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            return cpu
+        on_gpu = replace(place, store=place.store.namespace("cuda"))
+        return ByDeviceTransport(cpu, "cuda", lambda: _connect(on_gpu, "nccl", peers, interrupt))
     store = place.store.as_c10d()
     engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place, store))
     failures = FailureDetector(

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from phalanx.launch._spec import WorkerGroup as WorkerGroup
     from phalanx.launch._spec import WorkerSpec as WorkerSpec
     from phalanx.launch._spec import WorkerState as WorkerState
+    from phalanx.launch.metrics import MetricsConfig as MetricsConfig
+    from phalanx.launch.numa import NumaOptions as NumaOptions
     from phalanx.launch.rendezvous import RendezvousHandler as RendezvousHandler
     from phalanx.launch.rendezvous import RendezvousParameters as RendezvousParameters
 
@@ -48,6 +50,8 @@ _HOMES = {
     "LocalElasticAgent": "_local_agent",
     "LogsDest": "_logs",
     "LogsSpecs": "_logs",
+    "MetricsConfig": "metrics",
+    "NumaOptions": "numa",
     "ProcessFailure": "_failures",
     "RendezvousHandler": "rendezvous",
     "RendezvousParameters": "rendezvous",

@@ -16,13 +16,13 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
 
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch, dump_stacks
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._generation import Generation
+from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._policy import Action, Situation, Verdict
 from phalanx.launch._results import Results
@@ -46,27 +46,30 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousConnectionError,
     RendezvousInfo,
 )
+from phalanx.membership import Broken
 
 log = logging.getLogger(__name__)
 
-Emit = Callable[..., None]
+REQUEST_INTERVAL = 0.5
+"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
 
 class Agent:
-    """Runs the workers of a ``WorkerSpec`` to their end. ``emit(kind, **fields)`` hears of every change."""
+    """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
 
     def __init__(
-        self, spec: WorkerSpec, crew: Crew, sources: Sources, options: AgentOptions, emit: Emit
+        self, spec: WorkerSpec, crew: Crew, sources: Sources, options: AgentOptions, observer: Observer
     ) -> None:
         self.spec = spec
         self.state = WorkerState.INIT
         self.is_in_exit_barrier = False
+        self.alive_at = time.time()
         self.current: Generation | None = None
         self._handler = spec.rdzv_handler
         self._crew = crew
         self._sources = sources
         self._options = options
-        self._emit = emit
+        self._observer = observer
         self._heals = options.on_failure == "heal"
         self._is_joining = False
         self._size = spec.local_world_size
@@ -80,13 +83,12 @@ class Agent:
         self._are_stacks_dumped = False
         self._result: RunResult | None = None
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
     def run(self) -> RunResult:
         """Take part in the job until it is over. Leaves no worker behind, however it is left."""
         try:
             self._join()
             while self._result is None:
+                self.alive_at = time.time()
                 event = self._sources.next(self.spec.monitor_interval)
                 if event is not None:
                     self._take(event)
@@ -125,6 +127,7 @@ class Agent:
     def _join(self) -> None:
         """Ask for the next generation with the workers of the roster; fork those that are new meanwhile."""
         self._is_joining = True
+        self._observer.joining()
         self._handler.set_local_size(self._roster.size, tuple(self._roster.ids))
         self._sources.join()
         self._crew.prepare(sum(worker_id not in self._crew.members for worker_id in self._roster.ids))
@@ -138,21 +141,17 @@ class Agent:
             self._change_members("the bootstrap port was taken")
             return
         places = generation.places(self.spec.master_addr)
-        self._crew.start(
-            [place for place in places if place.worker_id not in self._crew.members],
-            generation.job_facts(self.spec, self._options.on_failure),
-        )
+        self._observer.generation_formed(info)
+        new = [place for place in places if place.worker_id not in self._crew.members]
+        for member in self._crew.start(new, generation.job_facts(self.spec, self._options.on_failure)):
+            self._observer.worker_started(member)
         for place in places:
             self._crew.members[place.worker_id].place = place
         self.state = WorkerState.HEALTHY
         self._are_stacks_dumped = False
         if self._hang:
             self._hang.reset(time.monotonic())
-        self._sources.follow(info, max(self.spec.monitor_interval, 0.1), self._watched_ids)
-        self._emit(
-            "generation_formed", generation=info.generation, node_rank=info.rank, num_nodes=info.world_size,
-            num_workers=info.num_workers, restarts=generation.restarts,
-        )  # fmt: skip
+        self._sources.follow(info, max(self.spec.monitor_interval, REQUEST_INTERVAL), self._watched_ids)
         self._judge_early_exits()
 
     def _judge_early_exits(self) -> None:
@@ -161,7 +160,7 @@ class Agent:
             member = self._crew.members.get(worker_id)
             if self._is_joining or self._result is not None:
                 return  # the generation is over already, and with it everybody's exit is dealt with
-            if member is not None and not member.is_running:
+            if member is not None and not member.is_running and not member.is_judged:
                 self._judge_exit(member)
 
     def _on_join_failed(self, error: BaseException) -> None:
@@ -172,18 +171,13 @@ class Agent:
         self.state = WorkerState.UNKNOWN
         raise error
 
-    # -- exits ---------------------------------------------------------------------------------------------------
-
     def _on_exit(self, member: CrewMember) -> None:
-        code = member.process.exit_code
-        self._emit(
-            "worker_exited", generation=member.place.generation, rank=member.place.rank, worker_id=member.id,
-            local_rank=member.place.local_rank, pid=member.process.pid, exit_code=code,
-        )  # fmt: skip
-        if not self._is_joining and member.id in self._roster.ids:
+        self._observer.worker_exited(member)
+        if not self._is_joining and not member.is_judged and member.id in self._roster.ids:
             self._judge_exit(member)
 
     def _judge_exit(self, member: CrewMember) -> None:
+        member.is_judged = True
         if self._has_left(member):
             self._roster.drop(member.id)
             self._crew.forget(member.id)
@@ -213,12 +207,13 @@ class Agent:
         failures = [self._crew.failure_of(member, now) for member in members]
         first = min(failures, key=lambda failure: failure.timestamp)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        is_hopeless = first.is_start_failure
-        verdict = _policy.on_failure(self._situation(), reason=reason, is_start_failure=is_hopeless)
-        verdict = self._generation.end(verdict, tuple(member.id for member in members), self._running_on)
-        for failure in failures:
+        verdict = _policy.on_failure(
+            self._situation(), reason=reason, is_start_failure=first.is_start_failure
+        )
+        verdict = self._generation.journal.decide(self._generation.number, verdict)
+        for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
-        self._obey(verdict)
+        self._end_generation(verdict, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._crew.running if member.id in self._roster.ids])
@@ -250,7 +245,7 @@ class Agent:
         log.warning(
             "generation %d is over (%s): %s", self._generation.number, verdict.action.value, verdict.reason
         )
-        self._emit(verdict.action.value, generation=self._generation.number, reason=verdict.reason)
+        self._observer.generation_ended(self._generation.number, verdict, self.spec.max_restarts)
         self.is_in_exit_barrier = False
         if verdict.action is Action.FAIL:
             self._fail(verdict.reason)
@@ -265,11 +260,9 @@ class Agent:
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
-            self._crew.forget(worker_id)
             if successor:
-                self._emit(
-                    "worker_replaced", generation=self._generation.number, old=worker_id, new=successor
-                )
+                self._observer.worker_replaced(self._crew.members[worker_id], successor)
+            self._crew.forget(worker_id)
         if self._roster.ids:
             self._join()
         else:
@@ -304,7 +297,6 @@ class Agent:
             self._finish(self._results.succeeded())
             return
         log.error("lost the rendezvous: %s; stopping this node's workers and trying to join again", reason)
-        self._emit("rendezvous_lost", generation=self._generation.number, reason=reason)
         self._stop_all()
         self._roster.renew(self._size)
         self._join()
@@ -313,8 +305,8 @@ class Agent:
 
     def _finish_if_done(self) -> None:
         members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
-        if any(member.is_running for member in members) or self.is_in_exit_barrier:
-            return
+        if self.is_in_exit_barrier or not all(member.is_judged for member in members):
+            return  # also when all have ended but the news of one, and with it its value, is still to come
         self.state = WorkerState.SUCCEEDED
         self.is_in_exit_barrier = True
         self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "done")
@@ -337,11 +329,11 @@ class Agent:
         self._sources.leave_generation()
         self.state = result.state
         self._result = result
-        self._emit("finished", state=result.state.value)
+        self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         log.warning("got %s: stopping the workers", signum.name)
-        self._emit("shutdown", signal=signum.name)
+        self._observer.shut_down(f"got {signum.name}", succeeded=False)
         self.state = WorkerState.STOPPED
         self._crew.stop(signum, self._options.shutdown_timeout)
         raise SignalException(f"agent {os.getpid()} got {signum.name}", sigval=signum)
@@ -361,16 +353,13 @@ class Agent:
             self._wish = request.wish
             if request.wish != self._roster.size:
                 self._resize(request.wish)
-        elif request.is_wanted and self._heals:
-            self._want_regroup("another node asked for it")
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation while the workers go on with this one until their next step boundary."""
-        self._generation.journal.want_regroup(self._generation.number, reason)
-        self._generation.journal.decide(
-            self._generation.number, _policy.on_membership_change(self._situation(), reason=reason)
-        )
-        self._emit("regroup", generation=self._generation.number, reason=reason)
+        change = _policy.on_membership_change(self._situation(), reason=reason)
+        self._generation.journal.decide(self._generation.number, change)
+        self._handler.want_generation(self._generation.number, Broken(reason=reason))
+        self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
         self._running_on = self._generation.number
         self._join()
 
@@ -395,7 +384,7 @@ class Agent:
             return
         member, reason = found
         log.error("%s; writing all stacks, then it is killed", reason)
-        self._emit("hang", generation=self._generation.number, rank=member.place.rank, worker_id=member.id)
+        self._observer.worker_hung(member, self._options.hang_timeout)
         self._generation.journal.request_stacks(self._generation.number, reason)
         self._dump_stacks(reason)
         member.note = f"{reason}; all stacks are in the logs"

@@ -5,14 +5,13 @@ Owns the way from a ``LaunchConfig`` to a running agent and from its result to v
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch._config import LaunchConfig
 from phalanx.launch._failures import ChildFailedError
-from phalanx.launch._health import ENV_HEALTH_PORT, HealthCheckServer, create_healthcheck_server
+from phalanx.launch._health import HealthCheckServer
 from phalanx.launch._local_agent import LocalElasticAgent, make_zygote
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._orders import Plan
@@ -66,6 +65,7 @@ def launch_agent(
     """Run this node's part of a job; return values of its workers by global rank. ``config`` stays as it is."""
     config = config.resolved()
     plan = Plan(entrypoint=entrypoint, args=tuple(args), method=config.start_method)
+    plan.check()
     zygote = zygote or make_zygote(plan, config.preload, config.nproc_per_node)
     handler: RendezvousHandler | None = None
     try:
@@ -126,6 +126,7 @@ def _make_agent(
         standby=config.standby,
         zygote=zygote,
         signals=config.signals_to_handle,
+        metrics_cfg=config.metrics_cfg,
     )
 
 
@@ -179,15 +180,3 @@ def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, in
     if not colon or not port.isdigit():
         raise ValueError(f"the static endpoint {endpoint!r} has no port; give --master-port, or host:port")
     return host.strip("[]"), int(port)
-
-
-def health_server_from(
-    environ: os._Environ[str] | dict[str, str], alive: Callable[[], float]
-) -> HealthCheckServer | None:
-    """The health check that the environment asks for, if it does."""
-    port = environ.get(ENV_HEALTH_PORT)
-    if port is None:
-        return None
-    if not port.isdigit():
-        raise ValueError(f"{ENV_HEALTH_PORT}={port!r}; expected a port number")
-    return create_healthcheck_server(alive, int(port), 60)

@@ -38,11 +38,11 @@ def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
-    become_worker(order, fd_of)
-    if order["kind"] == "exec":
-        _exec(order, fd_of)
     code = 1
     try:
+        become_worker(order, fd_of)
+        if order["kind"] == "exec":
+            _exec(order, fd_of)
         code = _run(order, fd_of, functions)
     except (
         BaseException
@@ -64,6 +64,7 @@ def become_worker(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> None:
         if name in fd_of:
             os.dup2(fd_of[name], target)
             os.close(fd_of[name])
+    os.chdir(order["cwd"])
     if order["cpus"]:
         os.sched_setaffinity(0, order["cpus"])
     _linux.set_process_name(order["name"])

@@ -47,6 +47,8 @@ class CrewMember:
     started_at: float = 0.0
     is_told: bool = False
     """Whether its end has been passed on."""
+    is_judged: bool = False
+    """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
     note: str = ""
     value: Any = None
@@ -290,6 +292,8 @@ class Crew:
 
     def close(self) -> None:
         """Kill what is left, flush the logs, end the zygote."""
+        for process in self._parked:
+            process.discard()
         self._zygote.close()
         self._pump.close()
         for worker_id in list(self.members):

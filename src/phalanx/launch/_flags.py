@@ -204,6 +204,6 @@ def _check_names(argv: Sequence[str]) -> None:
 def _unknown(written: str, name: str, known: list[str], matches: list[str]) -> str:
     if matches:
         return f"flag {written} is ambiguous: {', '.join(sorted(matches))}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "see phalanx run --help"
+    near = difflib.get_close_matches(name.strip("-"), [flag.lstrip("-") for flag in known], n=1)
+    hint = f"did you mean --{near[0]}?" if near else "see phalanx run --help"
     return f"unknown flag {written}; {hint}"

@@ -8,6 +8,7 @@ any worker of the node has reported, the others are watched too, from their star
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import membership
+from phalanx.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,4 +99,8 @@ def report_progress(step: int, *, at_most_every: float = 0.2) -> None:
         if now - reporter.last < at_most_every:
             return
         reporter.last = now
-        reporter.store.set(reporter.key, json.dumps({"step": step}).encode())
+        try:
+            reporter.store.set(reporter.key, json.dumps({"step": step}).encode())
+        except StoreError as error:  # a report is a courtesy: training decides by itself whether it can go on
+            log.warning("progress cannot be reported: %s", error)
+            reporter.last = float("inf")

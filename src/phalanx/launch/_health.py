@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -76,3 +76,19 @@ def create_healthcheck_server(
 ) -> HealthCheckServer:
     """The server that agents use when the environment names a port."""
     return HTTPHealthCheckServer(alive_callback, port, timeout)
+
+
+def health_server_from(
+    environ: Mapping[str, str], alive_callback: Callable[[], float]
+) -> HealthCheckServer | None:
+    """The server that the environment asks for by naming a port, if it does.
+
+    >>> health_server_from({}, time.time) is None
+    True
+    """
+    port = environ.get(ENV_HEALTH_PORT)
+    if port is None:
+        return None
+    if not port.isdigit():
+        raise ValueError(f"{ENV_HEALTH_PORT}={port!r}; expected a port number")
+    return create_healthcheck_server(alive_callback, int(port), 60)

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
-from phalanx.membership import VERSION, Broken, RecordError, leaving_key, progress_key, wanted_key, wish_key
+from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
 
 
 class Journal:
@@ -68,20 +68,14 @@ class Journal:
     def is_leaving(self, generation: int, worker_id: str) -> bool:
         return self._store.get(leaving_key(generation, worker_id)) is not None
 
-    def want_regroup(self, generation: int, reason: str) -> None:
-        """Ask workers to regroup at their next step boundary, and other agents to join the next rendezvous."""
-        self._store.compare_and_set(wanted_key(generation), None, Broken(reason=reason).to_json())
-
     def request_stacks(self, generation: int, reason: str) -> None:
         """Ask every agent to write its workers' stacks to the logs."""
         self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
 
-    def read_requests(self, generation: int, node_id: str) -> tuple[bool, int | None, str]:
-        """Whether a regroup is wanted, the wished number of workers here, and why stacks are asked for ("": not)."""
-        keys = [wanted_key(generation), wish_key(node_id), _stacks_key(generation)]
-        wanted, wish, stacks = self._store.get_many(keys)
-        reason = str(_load(stacks, "stacks")["reason"]) if stacks else ""
-        return wanted is not None, parse_wish(wish), reason
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str]:
+        """The wished number of workers here, and why stacks are asked for ("": they are not)."""
+        wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
+        return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))

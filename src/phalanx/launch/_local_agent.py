@@ -9,15 +9,14 @@ import logging
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.launch._agent import Agent, Emit
+from phalanx.launch._agent import Agent
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._environment import thread_defaults
-from phalanx.launch._health import HealthCheckServer
+from phalanx.launch._health import HealthCheckServer, health_server_from
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
+from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import Zygote
@@ -28,10 +27,6 @@ from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
 log = logging.getLogger(__name__)
 
 WARM_IMPORTS = ("torch", "torch.distributed")
-
-
-def _ignore(kind: str, **fields: Any) -> None:
-    pass
 
 
 class LocalElasticAgent:
@@ -57,13 +52,13 @@ class LocalElasticAgent:
         preload: Sequence[str] = (),
         standby: int = 0,
         zygote: Zygote | None = None,
-        emit: Emit = _ignore,
+        metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
         self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._signals = parse_signals(signals or os.environ.get(ENV_SIGNALS) or DEFAULT_SIGNALS)
-        self._health = health_check_server
+        self._health = health_check_server or health_server_from(os.environ, self.alive_time)
         # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
         self._zygote = zygote or make_zygote(self._plan, tuple(preload), spec.local_world_size)
         self._sources = Sources(spec.rdzv_handler)
@@ -80,8 +75,10 @@ class LocalElasticAgent:
         options = options or AgentOptions(
             shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
         )
-        self._agent = Agent(spec, self._crew, self._sources, options, emit)
-        self._alive_at = time.time()
+        self._observer = Observer.create(
+            spec.rdzv_handler.get_run_id(), self._events_path(spec), spec.event_log_handler, metrics_cfg or {}
+        )
+        self._agent = Agent(spec, self._crew, self._sources, options, self._observer)
         self._num_signals = 0
 
     def run(self, role: str = "default") -> RunResult:
@@ -98,8 +95,15 @@ class LocalElasticAgent:
             if self._health:
                 self._health.stop()
             self._crew.close()
+            self._observer.close()
             if result is None or not result.is_failed():
                 self._remove_temporary_logs()
+
+    def _events_path(self, spec: WorkerSpec) -> str | None:
+        specs = self._logs_specs
+        if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
+            return None
+        return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
 
     def _remove_temporary_logs(self) -> None:
         if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
@@ -128,6 +132,10 @@ class LocalElasticAgent:
                 )
             )
         return group
+
+    def alive_time(self) -> float:
+        """When the agent's loop last came round; what a health check goes by."""
+        return self._agent.alive_at
 
     @property
     def restart_count(self) -> int:

@@ -34,6 +34,11 @@ class Plan:
         if self.method not in allowed:
             raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
 
+    def check(self) -> None:
+        """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""
+        if callable(self.entrypoint) and self.method != "fork":
+            os.close(write_payload(self.entrypoint, self.args))
+
     @property
     def is_function(self) -> bool:
         return callable(self.entrypoint)
@@ -53,6 +58,7 @@ class Plan:
             "env": dict(env),
             "unset": [],
             "cpus": [],
+            "cwd": os.getcwd(),
             "name": "python",
             "stacks": stacks,
         }

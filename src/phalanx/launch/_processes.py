@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from phalanx.errors import PhalanxError
@@ -50,6 +51,12 @@ class WorkerProcess:
             pass
         self._orders.close()
         self._orders = None
+
+    def discard(self) -> None:
+        """Let a parked process end: it was not needed."""
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
 
     def send_signal(self, signum: int, *, to_group: bool = True) -> None:
         """Signal the worker's process group, or it alone; nothing happens when it is gone."""
@@ -118,7 +125,7 @@ class Zygote:
         """Block until everything is preloaded. ``ProcessStartError`` says what could not be imported."""
         try:
             self._ready.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             raise ProcessStartError(
                 f"the zygote (pid {self.pid}) was not ready after {timeout:g} s"
             ) from None
@@ -138,7 +145,7 @@ class Zygote:
             with self._send_lock:
                 send_message(self._sock, {"kind": "fork", "token": token}, [theirs.fileno()])
             return future.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             raise ProcessStartError(
                 f"the zygote (pid {self.pid}) did not fork within {timeout:g} s"
             ) from None

@@ -71,6 +71,8 @@ class LogPump:
     def close(self) -> None:
         """Pass on what is left and stop."""
         if not self._thread.is_alive():
+            if self._thread.ident is None:  # never started
+                self._finish()
             return
         with self._lock:
             self._is_closing = True

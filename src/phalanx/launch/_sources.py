@@ -53,7 +53,6 @@ class Requested:
     """What the store asks of this agent, and its workers' reports."""
 
     generation: int
-    is_wanted: bool
     wish: int | None
     stacks: str
     progress: dict[str, bytes | None]

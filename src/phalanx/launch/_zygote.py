@@ -29,20 +29,23 @@ from phalanx.launch._messages import receive_message, send_message
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """In here ``import torch`` starts no thread: numpy's OpenBLAS would start its pool the moment it is loaded.
+    """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
 
-    The pool was the one extra thread after the import. A worker's numpy then computes on one thread unless the user
-    sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
+    numpy's OpenBLAS would start its pool the moment it is loaded: the one extra thread after the import. A worker's
+    numpy then computes on one thread unless the user sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
     """
     name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
+    is_ours, collects = name not in os.environ, gc.isenabled()
+    if is_ours:
+        os.environ[name] = "1"
+    gc.disable()
     try:
         yield
     finally:
-        del os.environ[name]
+        if is_ours:
+            del os.environ[name]
+        if collects:
+            gc.enable()
 
 
 def serve(
@@ -145,20 +148,29 @@ class _Server:
     def _reap(self) -> None:
         while True:
             try:
-                # Leave the zombie for a moment: as long as it is there, its pid names its group and no other.
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, status = self._next_exit()
             except ChildProcessError:
                 return
-            if found is None:
+            if pid == 0:
                 return
-            is_worker = found.si_pid in self._workers
-            if is_worker:
-                _linux.signal_group(found.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(found.si_pid, 0)
-            if is_worker:
-                self._workers.discard(found.si_pid)
-                code = os.waitstatus_to_exitcode(status)
-                self.say({"kind": "exited", "pid": found.si_pid, "code": code})
+            if pid in self._workers:
+                self._workers.discard(pid)
+                self.say({"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _next_exit(self) -> tuple[int, int]:
+        """Reap one child that has ended, its process group killed; pid 0 when there is none."""
+        if not hasattr(os, "waitid"):  # macOS: the group can only be killed once its leader is reaped
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in self._workers:
+                _linux.signal_group(pid, signal.SIGKILL)
+            return pid, status
+        # Leave the zombie for a moment: as long as it is there, its pid names its group and no other.
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return 0, 0
+        if found.si_pid in self._workers:
+            _linux.signal_group(found.si_pid, signal.SIGKILL)
+        return os.waitpid(found.si_pid, 0)
 
     def say(self, message: dict[str, object]) -> None:
         try:

@@ -20,8 +20,8 @@ from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh
 
-# Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others out, or
-# every step size of an optimizer would be a new decision.
+# Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
+# out, or every step size of an optimizer would be a new decision.
 KEPT_FLOATS = (0.0, 1.0)
 
 
@@ -144,8 +144,8 @@ def promote(op: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
         if tensor.dim() and not settings.implicit_replication and not _is_harmless(op, tensor):
             position = next(i for i, other in enumerate(found) if other is tensor)
             raise RuntimeError(
-                f"{op} got a plain tensor of shape {tuple(tensor.shape)} (tensor argument {position}) beside a DTensor, "
-                f"at {user_line()}; distribute it, or allow it with implicit_replication()"
+                f"{op} got a plain tensor of shape {tuple(tensor.shape)} (tensor argument {position}) beside a "
+                f"DTensor, at {user_line()}; distribute it, or allow it with implicit_replication()"
             )
         return wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
 

@@ -58,7 +58,14 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     """``tensor.backward(...)`` and ``torch.autograd.backward(tensors, ...)``."""
     given = dict(kwargs or {})
     if func is torch.autograd.backward:
-        names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+        names: tuple[str, ...] = (
+            "tensors",
+            "grad_tensors",
+            "retain_graph",
+            "create_graph",
+            "grad_variables",
+            "inputs",
+        )
     else:
         names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
     given.update(zip(names, args, strict=False))

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from phalanx.tensor import _class_loss
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
-from phalanx.tensor._modes import settings
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 
@@ -24,15 +22,15 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which F.cross_entropy calls.
+    """``cross_entropy_loss(input, target, weight, reduction, ignore_index, label_smoothing)``, which
+    F.cross_entropy calls.
 
     The mean is a sum divided by the weight of the targets that count, each over all shards.
     """
-    first, target, weight, reduction, ignored, smoothing = (*args, *(None, _MEAN, -100, 0.0)[len(args) - 2 :])
+    given = list(args) + [None, _MEAN, -100, 0.0][len(args) - 2 :]
+    first, target, weight, reduction, ignored, smoothing = given
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
-    if settings.loss_parallel and any(p.is_shard(1) for p in first.placements):
-        return _class_loss.cross_entropy(first, target, weight, reduction, ignored, smoothing)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
     total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)

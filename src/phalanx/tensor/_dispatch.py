@@ -1,8 +1,8 @@
 """From a torch call on DTensors to the same call on local tensors.
 
-Owns the cache of decisions and their execution. The first call with given layouts and arguments asks a rule (``rules/``),
-chooses layouts (``_select.py``) and remembers a ``Decision``; later ones look it up, move inputs if needed, run torch on
-the locals and wrap the result.
+Owns the cache of decisions and their execution. The first call with given layouts and arguments asks a rule
+(``rules/``), chooses layouts (``_select.py``) and remembers a ``Decision``; later ones look it up, move inputs if
+needed, run torch on the locals and wrap the result.
 
 Order of handlers for a torch function: a special handler (``_special.py``), a sharding rule, running a Python function
 through (``_through.py``), computing replicated (``_fallback.py``).
@@ -77,6 +77,11 @@ class Decision:
 
 
 _cache: dict[Any, Decision | None] = {}
+
+
+def forget_decisions() -> None:
+    """Decide anew from now on: a rule was changed."""
+    _cache.clear()
 
 
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
@@ -311,7 +316,8 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     ins, outs = layouts
     targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
     if name.in_place:
-        form, outputs = "self", (call.inputs[0].spec,)
+        form = "self"
+        outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
     else:
         shapes = sharding.shapes or call.output_shapes()
         form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"

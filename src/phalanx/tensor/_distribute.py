@@ -1,7 +1,7 @@
 """From plain tensors to distributed ones, and from one layout to another: the user-facing moves.
 
-Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s and run in
-``_execute.py``.
+Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s
+and run in ``_execute.py``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
         group = mesh.get_group(axis)
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
-            parts = [part.contiguous() for part in local.split(sizes, placement.dim)]
+            parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
             mine = torch.empty_like(parts[group.rank])
             group.scatter(mine, parts if group.rank == src else None, src)
             local = mine
@@ -109,8 +109,7 @@ def from_local(
     if spec.local_shape != tuple(local.shape):
         raise ValueError(
             f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} gives "
-            f"this rank {spec.local_shape}. Shards are cut as torch.chunk cuts: all of the rounded-up size, the "
-            f"last ones smaller; move rows between ranks first, or pass the right shape="
+            f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
         )
     if local.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
         raise NotImplementedError(
@@ -143,11 +142,26 @@ def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     shape = list(local.shape)
     for axis in reversed(range(mesh.ndim)):
         placement = placements[axis]
-        if isinstance(placement, Shard):
-            size = torch.tensor([shape[placement.dim]], device=local.device)
-            mesh.get_group(axis).all_reduce(size)
-            shape[placement.dim] = int(size.item())
+        if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
+            continue
+        sizes = torch.empty(mesh.shape[axis], dtype=torch.int64, device=local.device)
+        own = torch.tensor([shape[placement.dim]], device=local.device)
+        mesh.get_group(axis).all_gather_into_tensor(sizes, own)
+        shape[placement.dim] = int(sizes.sum())
+        if type(placement) is Shard and tuple(sizes.tolist()) != chunk_sizes(
+            shape[placement.dim], mesh.shape[axis]
+        ):
+            raise ValueError(
+                f"rank {mesh.get_rank()}: from_local got parts of {sizes.tolist()} along dim {placement.dim}; "
+                f"{_CHUNKS.format(chunk_sizes(shape[placement.dim], mesh.shape[axis]))}"
+            )
     return tuple(shape)
+
+
+_CHUNKS = (
+    "shards are cut as torch.chunk cuts, all of the rounded-up size, the last ones smaller: expected {}. "
+    "Move rows between ranks first"
+)
 
 
 def redistribute(
@@ -176,7 +190,7 @@ def redistribute(
         return tensor if local is tensor._local else wrap(local, spec)
     moved = redistribute_local(local, spec, target)
     if backward_dtype is not None and moved.requires_grad:
-        moved = _CastGrad.apply(moved, backward_dtype)
+        moved = _CastGrad.apply(moved, backward_dtype)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return wrap(moved, target)
 
 

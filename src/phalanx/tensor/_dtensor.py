@@ -1,8 +1,9 @@
 """DTensor: a tensor with a global shape whose data is spread over a device mesh.
 
 Owns the wrapper class and its methods. A DTensor *holds* this rank's local tensor; autograd runs on local tensors, and
-every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips past the
-interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta tensor).
+every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips
+past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta
+tensor).
 
 Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` has the local's dtype.
 """
@@ -10,10 +11,11 @@ Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import redistribute_local
@@ -22,6 +24,7 @@ from phalanx.tensor._spec import Spec
 
 _TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -44,17 +47,21 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _num_dispatch_modes():
+            refuse_tracing(func)
         handler = _handlers.get(func)
         if handler is None:
             handler = _find_handler(func)
         return handler(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
-            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as torch.tensor(d), "
-            f"torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: use d.full_tensor() or "
-            f"d.to_local()"
+            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as "
+            f"torch.tensor(d), torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: "
+            f"use d.full_tensor() or d.to_local()"
         )
 
     # ---- making and unmaking
@@ -85,7 +92,8 @@ class DTensor(torch.Tensor):
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
             given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
             if given is not spec.cotangent:
-                result: Tensor = _GradLayout.apply(self._local, given, spec.cotangent)
+                apply: Any = _GradLayout.apply
+                result: Tensor = apply(self._local, given, spec.cotangent)
                 return result
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
 
@@ -155,7 +163,7 @@ class DTensor(torch.Tensor):
     def dim(self) -> int:
         return len(self._spec.shape)
 
-    def size(self, dim: Any = None) -> Any:  # type: ignore[override]  # torch declares two overloads
+    def size(self, dim: Any = None) -> Any:
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def numel(self) -> int:
@@ -174,7 +182,7 @@ class DTensor(torch.Tensor):
         return self._local.is_meta
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]  # see shape
+    def requires_grad(self) -> bool:
         return self._local.requires_grad
 
     @requires_grad.setter
@@ -203,7 +211,7 @@ class DTensor(torch.Tensor):
         return self._local._version
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]  # see shape
+    def grad(self) -> DTensor | None:
         """The gradient, laid out as this tensor (Replicate where this tensor is partial)."""
         local_grad = self._local.grad
         if local_grad is None:
@@ -237,23 +245,23 @@ class DTensor(torch.Tensor):
     def grad(self) -> None:
         self.grad = None
 
-    def backward(  # type: ignore[override]  # the same arguments
+    def backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
-        if type(gradient) is DTensor and inputs is None and gradient._spec is self._spec.cotangent:
-            if not any(p.is_partial("avg") for p in self._spec.placements):
-                keep = create_graph if retain_graph is None else retain_graph
-                _run_backward(
-                    (self._local,), (gradient._local,), keep, create_graph, (),
-                    allow_unreachable=True, accumulate_grad=True,
-                )  # fmt: skip
-                return
+        spec = self._spec
+        if type(gradient) is DTensor and inputs is None and gradient._spec is spec and spec is spec.cotangent:
+            keep = create_graph if retain_graph is None else retain_graph
+            grads = (gradient._local,)
+            _run_backward(
+                (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+            return
         from phalanx.tensor._autograd import backward
 
         backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
 
     @property
-    def data(self) -> DTensor:  # type: ignore[override]  # see shape
+    def data(self) -> DTensor:
         return wrap(self._local.data, self._spec)
 
     @data.setter
@@ -263,8 +271,9 @@ class DTensor(torch.Tensor):
         self._local.data = value._local.detach()
         self._spec = value._spec
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"DTensor({self._spec.layout}, shape={tuple(self.shape)}, local={self._local!r}, mesh={self._spec.mesh!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        spec = self._spec
+        return f"DTensor({spec.layout}, shape={tuple(spec.shape)}, local={self._local!r}, mesh={spec.mesh!r})"
 
     def __format__(self, spec: str) -> str:
         return format(self.full_tensor().item(), spec) if spec and not self.shape else repr(self)
@@ -285,11 +294,21 @@ class DTensor(torch.Tensor):
         return copy
 
 
+def refuse_tracing(func: Any) -> None:
+    """Tracers would record the local part as a constant: wrong on every other rank and for every other input."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
+                f"tracing DTensors is not supported"
+            )
+
+
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """A DTensor of ``local``. The hot path of every operation."""
     if local.dtype is not spec.dtype:
         spec = spec.with_dtype(local.dtype)
-    result = cast(DTensor, _make_subclass(DTensor, spec.template))
+    result = _make_subclass(DTensor, spec.template)
     result._local = local
     result._spec = spec
     return result

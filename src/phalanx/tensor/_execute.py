@@ -77,7 +77,7 @@ class Move(torch.autograd.Function):
 
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
-_apply_move = super(torch.autograd.Function, Move).apply
+_apply_move: Any = super(torch.autograd.Function, Move).apply
 
 
 def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
@@ -95,7 +95,7 @@ def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
 
 def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad.requires_grad:
-        result: Tensor = _SumOver.apply(grad, groups, True)
+        result: Tensor = _SumOver.apply(grad, groups, True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return result
     return _sum_over(grad, groups)
 
@@ -110,7 +110,8 @@ class _SumOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _SumOver.apply(grads[0], ctx.groups, not ctx.sums), None, None
+        apply: Any = _SumOver.apply
+        return apply(grads[0], ctx.groups, not ctx.sums), None, None
 
 
 def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
@@ -183,7 +184,10 @@ def _all_to_all(local: Tensor, step: Step) -> Tensor:
     before, after = step.source.placements[step.axis], step.target.placements[step.axis]
     assert isinstance(before, Shard), f"{step!r} exchanges shards"
     assert isinstance(after, Shard), f"{step!r} exchanges shards"
-    sent = [part.contiguous() for part in local.split(_axis_lengths(step, step.target, after.dim), after.dim)]
+    sent = [
+        part.contiguous()
+        for part in torch.split(local, list(_axis_lengths(step, step.target, after.dim)), after.dim)
+    ]
     mine = _resized(local, after.dim, step.target.local_shape[after.dim])
     received = []
     for length in _axis_lengths(step, step.source, before.dim):
@@ -210,7 +214,7 @@ def _reduce_scatter(local: Tensor, step: Step) -> Tensor:
         output = front.new_empty((lengths[0], *front.shape[1:]))
         group.reduce_scatter_tensor(output, front, op)
         return output.transpose(0, after.dim).contiguous() if after.dim else output
-    parts = [part.contiguous() for part in local.split(lengths, after.dim)]
+    parts = [part.contiguous() for part in torch.split(local, list(lengths), after.dim)]
     output = torch.empty_like(parts[group.rank])
     group.reduce_scatter(output, parts, op)
     return output

@@ -1,7 +1,7 @@
 """Making DTensors from nothing: zeros, ones, empty, full, rand, randn, arange.
 
-Owns the factories. Each rank makes its own part; nothing is sent. Random values belong to elements (``_noise.py``), so they
-do not depend on the layout.
+Owns the factories. Each rank makes its own part; nothing is sent. Random values belong to elements (``_noise.py``),
+so they do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operations without a sharding rule: gather, compute on whole tensors, keep the result replicated.
 
-Owns ``run_replicated`` and ``write_out``. Right for any deterministic function of its arguments; arguments that the function
-changed are written back to their layout. Random functions never come here (replicas would diverge).
+Owns ``run_replicated`` and ``write_out``. Right for any deterministic function of its arguments; arguments that the
+function changed are written back to their layout. Random functions never come here (replicas would diverge).
 """
 
 from __future__ import annotations

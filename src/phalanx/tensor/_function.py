@@ -27,11 +27,11 @@ class _Context:
     """What the user's functions get as ``ctx``: the real one, with DTensors in and out."""
 
     def __init__(self, ctx: Any) -> None:
-        self.__dict__["_ctx"] = ctx
-        self.__dict__["_saved"] = []
+        self._ctx = ctx
+        self._saved: list[Spec | None] = []
 
     def save_for_backward(self, *tensors: Any) -> None:
-        self.__dict__["_saved"] = [t._spec if isinstance(t, DTensor) else None for t in tensors]
+        self._saved = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         self._ctx.save_for_backward(*(_local(t) for t in tensors))
 
     save_for_forward = save_for_backward

@@ -26,7 +26,8 @@ def install() -> None:
 
     group._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad"):
-        importlib.import_module(name)._group_tensors_by_device_and_dtype = group  # type: ignore[attr-defined]  # by name
+        module: Any = importlib.import_module(name)  # each has imported the function by name
+        module._group_tensors_by_device_and_dtype = group
 
 
 def _group(lists: Any, with_indices: bool) -> dict[Any, Any]:

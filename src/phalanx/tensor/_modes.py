@@ -1,7 +1,7 @@
 """What the user allows: surprise communication, implicit replicas, operations without a rule.
 
-Owns the per-rank settings and their context managers, and the counter of fallbacks. Settings belong to the thread, which
-is the rank in a simulation and the trainer in a real process.
+Owns the per-rank settings and their context managers, and the counter of fallbacks. Settings belong to the thread,
+which is the rank in a simulation and the trainer in a real process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.tensor._spec import Spec
 
 CommMode = Literal["auto", "warn", "explicit"]
 FallbackPolicy = Literal["auto", "warn", "error"]
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
 class SurpriseCommunication(PhalanxError, RuntimeError):
@@ -37,7 +37,6 @@ class _Settings(threading.local):
     comm: CommMode = "auto"
     fallback: FallbackPolicy = "auto"
     implicit_replication: bool = False
-    loss_parallel: bool = False
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
@@ -124,7 +123,7 @@ def note_fallback(op: str, layouts: str) -> None:
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame outside of this package and of torch."""
+    """``file:line`` of the innermost frame outside of phalanx and of torch."""
     frame = sys._getframe(1)
     for summary, _ in traceback.walk_stack(frame):
         name = summary.f_code.co_filename

@@ -39,6 +39,11 @@ def op_name(func: Any) -> OpName:
     >>> op_name(torch.Tensor.__iadd__), op_name(torch.relu)
     (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
     """
+    schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")
+    if schema and not schema.startswith(
+        "aten::"
+    ):  # an operation of a library, never torch's of the same name
+        return OpName(schema, False)
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__", "__delete__"):
         return OpName(f"{func.__self__.__name__}.{name.strip('_')}", False)

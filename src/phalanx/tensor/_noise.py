@@ -1,8 +1,8 @@
 """Random bits that belong to elements: each element of a tensor has its own, wherever the element lives.
 
-Owns ``element_bits`` and the distributions made from it. Pure: a function of the stream (seed, number of the draw) and of
-the layout. Element i of the flattened global tensor gets word i of the Philox sequence of its stream, so any rank can
-make the words of the elements it holds without making the others'.
+Owns ``element_bits`` and the distributions made from it. Pure: a function of the stream (seed, number of the draw)
+and of the layout. Element i of the flattened global tensor gets word i of the Philox sequence of its stream, so any
+rank can make the words of the elements it holds without making the others'.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def words(stream: tuple[int, int], start: int, count: int) -> Words:
     generator = np.random.Philox(key=np.array(stream, dtype=np.uint64))
     generator.advance(start // 4)
     skip = start % 4
-    return generator.random_raw(count + skip)[skip:]
+    drawn = np.asarray(generator.random_raw(count + skip), dtype=np.uint64)
+    return drawn[skip:]
 
 
 def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
@@ -44,7 +45,8 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
     runs = _runs(held[last])
     if min(length for _, length in runs) * inner < SHORT_RUN:
         whole = words(stream, 0, math.prod(shape)).reshape(shape)
-        return whole[np.ix_(*held)]
+        picked: Words = whole[np.ix_(*held)]
+        return picked
     bases = np.zeros(1, dtype=np.int64)
     for d in range(last):
         bases = (bases[:, None] * shape[d] + held[d][None, :]).reshape(-1)

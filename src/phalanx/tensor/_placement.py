@@ -1,8 +1,9 @@
 """Placements: how one mesh axis holds a tensor. Pure values that never communicate.
 
-Owns ``Shard``, ``StridedShard``, ``Replicate``, ``Partial``, ``MaskPartial`` and the arithmetic of chunks. A tensor on an
-n-axis mesh has n placements, one per axis; a dim that several axes shard is cut by the first axis, each piece by the
-next, and so on. Chunks are as ``torch.chunk`` makes them: all of the rounded-up size, the last ones smaller or empty.
+Owns ``Shard``, ``StridedShard``, ``Replicate``, ``Partial``, ``MaskPartial`` and the arithmetic of chunks. A tensor
+on an n-axis mesh has n placements, one per axis; a dim that several axes shard is cut by the first axis, each piece
+by the next, and so on. Chunks are as ``torch.chunk`` makes them: all of the rounded-up size, the last ones smaller
+or empty.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Placement:
         return ()
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) and self._fields() == other._fields())  # type: ignore[attr-defined]  # same type
+        return self is other or (type(self) is type(other) and self._fields() == other._fields())
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, *self._fields()))

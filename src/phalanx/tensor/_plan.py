@@ -1,11 +1,13 @@
 """Which collectives turn one layout into another: a pure planner, searching for the fewest bytes.
 
-Owns ``Step``, ``Plan`` and ``plan_redistribute``. A step changes the placement on one mesh axis; ``_execute.py`` runs it.
+Owns ``Step``, ``Plan`` and ``plan_redistribute``. A step changes the placement on one mesh axis; ``_execute.py``
+runs it.
 
 A step is only offered where it is exact: an axis may gather, scatter or exchange a dim only if no later axis cuts that
-dim (later axes cut what earlier ones left, so the innermost cut is undone first and made last). The search is Dijkstra's
-over the placements that occur in either layout and Replicate. Every rank must find the same plan, so its costs are those
-of the rank at the mesh's origin, which never holds less than others; the promise of bytes is this rank's own.
+dim (later axes cut what earlier ones left, so the innermost cut is undone first and made last). The search is
+Dijkstra's over the placements that occur in either layout and Replicate. Every rank must find the same plan, so its
+costs are those of the rank at the mesh's origin, which never holds less than others; the promise of bytes is this
+rank's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state of random numbers on a mesh: a seed and how many draws were made; the same on all its ranks.
 
-Owns ``manual_seed``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. The seed is torch's own, agreed on by one
-broadcast per mesh; ``torch.manual_seed`` starts anew. torch's ``get_rng_state`` / ``set_rng_state`` (which activation
-checkpointing uses) carry this state along: ``install`` wraps them.
+Owns ``manual_seed``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. The seed is torch's own, agreed on
+by one broadcast per mesh; ``torch.manual_seed`` starts anew. torch's ``get_rng_state`` / ``set_rng_state`` (which
+activation checkpointing uses) carry this state along: ``install`` wraps them.
 
 Invariant: all ranks of a mesh make the same draws on it, in the same order.
 """
@@ -67,7 +67,9 @@ def next_stream(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _place(mesh: DeviceMesh) -> int:
-    """Zero for a whole mesh; else differs between the copies of a sub-mesh (stages of a pipeline draw different values)."""
+    """Zero for a whole mesh; else differs between the copies of a sub-mesh (stages of a pipeline draw different
+    values).
+    """
     position = mesh._root.position or 0
     return (mesh._layout.base(position) * 0x9E3779B97F4A7C15) & MASK
 
@@ -112,7 +114,7 @@ def install() -> None:
     def get_state() -> Tensor:
         saved = plain_get()
         number = id(saved)
-        gone = weakref.ref(saved, lambda _: _snapshots.pop(number, None))
+        gone = weakref.ref(saved, lambda _, pop=_snapshots.pop: pop(number, None))  # type: ignore[misc]  # a default
         _snapshots[number] = (gone, dict(_rank_state().meshes))
         return saved
 
@@ -127,6 +129,7 @@ def install() -> None:
 
     seed._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
     for module in (torch, torch.random):
-        module.manual_seed = seed  # type: ignore[assignment]  # same signature
-        module.get_rng_state = get_state  # type: ignore[assignment]  # same signature
-        module.set_rng_state = set_state  # type: ignore[assignment]  # same signature
+        patched: Any = module
+        patched.manual_seed = seed
+        patched.get_rng_state = get_state
+        patched.set_rng_state = set_state

@@ -1,7 +1,7 @@
 """Random functions on DTensors: each draws one stream and gives every element its own value from it.
 
-Owns their handlers. What is not here and draws numbers is refused (``REFUSED``): computed replicated it would use torch's
-generators, whose values differ from rank to rank.
+Owns their handlers. What is not here and draws numbers is refused (``REFUSED``): computed replicated it would use
+torch's generators, whose values differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _option(args: Any, kwargs: Any, position: int, name: str, default: Any) -> A
     return args[position] if len(args) > position else (kwargs or {}).get(name, default)
 
 
-def _fill(make: Callable[[DTensor, Any, Any], Tensor]) -> Callable[[Any, Any, Any], Any]:
+def _fill(make: Callable[[DTensor, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     """In-place fillers: uniform_, normal_, exponential_..."""
 
     def handler(func: Any, args: Any, kwargs: Any) -> DTensor:
@@ -107,24 +107,24 @@ def _fill(make: Callable[[DTensor, Any, Any], Tensor]) -> Callable[[Any, Any, An
     return handler
 
 
-def _uniform(t: DTensor, args: Any, kw: Any) -> Tensor:
+def _uniform(t: DTensor, args: Any, kw: Any) -> Any:
     low, high = _option(args, kw, 1, "from", 0.0), _option(args, kw, 2, "to", 1.0)
     return uniform_like(t) * (high - low) + low
 
 
-def _normal(t: DTensor, args: Any, kw: Any) -> Tensor:
+def _normal(t: DTensor, args: Any, kw: Any) -> Any:
     return normal_like(t) * _option(args, kw, 2, "std", 1.0) + _option(args, kw, 1, "mean", 0.0)
 
 
-def _log_normal(t: DTensor, args: Any, kw: Any) -> Tensor:
+def _log_normal(t: DTensor, args: Any, kw: Any) -> Any:
     return (normal_like(t) * _option(args, kw, 2, "std", 2.0) + _option(args, kw, 1, "mean", 1.0)).exp()
 
 
-def _exponential(t: DTensor, args: Any, kw: Any) -> Tensor:
+def _exponential(t: DTensor, args: Any, kw: Any) -> Any:
     return -torch.log1p(-uniform_like(t)) / _option(args, kw, 1, "lambd", 1.0)
 
 
-def _cauchy(t: DTensor, args: Any, kw: Any) -> Tensor:
+def _cauchy(t: DTensor, args: Any, kw: Any) -> Any:
     centred = torch.tan(torch.pi * (uniform_like(t) - 0.5))
     return centred * _option(args, kw, 2, "sigma", 1.0) + _option(args, kw, 1, "median", 0.0)
 

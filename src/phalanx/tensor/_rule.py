@@ -1,8 +1,9 @@
 """What a sharding rule sees and what it answers.
 
 Owns ``Call`` (one torch call, its DTensor arguments replaced by ``In``), ``Choice`` (what one mesh axis may do) and
-``Sharding`` (a rule's answer). Rules are pure functions from ``Call`` to ``Sharding`` or None (no rule for this call: it is
-computed replicated). They are listed in ``rules/__init__.py``; ``_select.py`` picks among choices by bytes.
+``Sharding`` (a rule's answer). Rules are pure functions from ``Call`` to ``Sharding`` or None (no rule for this
+call: it is computed replicated). They are listed in ``rules/__init__.py``; ``_select.py`` picks among choices by
+bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Choosing layouts: of all combinations of a rule's choices over the mesh axes, the one that sends the fewest bytes.
 
-Owns ``select``. Pure: every rank computes the same answer, because costs are those of the mesh's origin (see ``_plan.py``).
+Owns ``select``. Pure: every rank computes the same answer, because costs are those of the mesh's origin (see
+``_plan.py``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Spec:
     template: Tensor  # a meta tensor of the global shape, which wrappers are made from
     variants: dict[Any, Any]  # other specs and plans derived from this one, made on demand
 
-    _known: weakref.WeakValueDictionary[Any, Spec] = weakref.WeakValueDictionary()
+    _known: ClassVar[weakref.WeakValueDictionary[Any, Spec]] = weakref.WeakValueDictionary()
     _lock = threading.Lock()
 
     @classmethod

@@ -22,7 +22,13 @@ from phalanx.tensor.rules import DIRECT_PYTHON
 Handler = Callable[[Any, Any, Any], Any]
 
 # Answered from the local tensor alone: true of the whole if true of a part.
-_FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get", "is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get", "is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get", "is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset", "names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get", "suggest_memory_format", "has_symint.get"])  # fmt: skip
+_FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
+"element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
+"is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
+"is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
+"is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
+"names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get",
+"suggest_memory_format", "has_symint.get"])  # fmt: skip
 
 
 def _from_local(func: Any, args: Any, kwargs: Any) -> Any:
@@ -88,6 +94,12 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
 
 
+def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.view_as(y)`` is ``x.view(y.shape)``, and so on."""
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return getattr(args[0], func.__name__.removesuffix("_as"))(other.shape)
+
+
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
     local = func(args[0]._local.detach(), *args[1:], **(kwargs or {}))
     mesh = args[0]._spec.mesh
@@ -111,6 +123,7 @@ TABLE: dict[str, Handler] = {
     "new_ones": _new,
     "new_full": _new,
     "new_tensor": _new_tensor,
+    **dict.fromkeys(("view_as", "reshape_as", "expand_as"), _as_other),
     "backward": _autograd.backward,
     "grad": _autograd.grad,
     "register_hook": _autograd.register_hook,

@@ -170,3 +170,13 @@ class TestTorch:
             store.lease(1)
         store.as_c10d("g").set("k", "v")
         assert other.items() == {}
+
+
+def test_a_store_of_ours_that_torch_prefixed_keeps_its_prefix() -> None:
+    ours = MemoryStore()
+    native = ours.as_c10d()
+    first = wrap_c10d_store(dist.PrefixStore("a", dist.PrefixStore("b", native)))
+    second = wrap_c10d_store(dist.PrefixStore("c", native))
+    first.set("key", b"1")
+    assert second.get("key") is None
+    assert wrap_c10d_store(dist.PrefixStore("a", dist.PrefixStore("b", native))).get("key") == b"1"

@@ -94,11 +94,18 @@ def test_after_a_break_survivors_form_at_once_without_last_call() -> None:
     assert names(decide(state, RULES, 0.0)) == ["a", "b"]
 
 
-def test_live_members_are_awaited_until_the_last_call() -> None:
+def test_live_members_are_awaited_for_a_while() -> None:
     a, b, c = node("a", wants=1), node("b", wants=1), node("c")
     state = State(nodes=seen(a, b, c), current=generation(0, a, b, c), ended="broken")
-    assert decide(state, RULES, 1.0) == Idle(until=30.0)
-    assert names(decide(state, RULES, 30.0)) == ["a", "b"]
+    assert decide(state, RULES, 1.0) == Idle(until=60.0)
+    assert names(decide(state, RULES, 60.0)) == ["a", "b"]
+
+
+def test_a_newcomer_does_not_take_over_while_members_have_yet_to_hear_of_it() -> None:
+    a, b = node("a"), node("b")
+    rules = Rules(min_nodes=1, max_nodes=2, last_call=0.0, admit_delay=0.0)
+    state = State(nodes=seen(a, b), current=generation(0, a), ended="wanted")
+    assert decide(state, rules, 1.0) == Idle(until=60.0)
 
 
 def test_newcomers_are_admitted_when_they_have_been_quiet() -> None:

@@ -39,9 +39,11 @@ class Turnstile:
     def __init__(self) -> None:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self.killed = self.finished = False
+        self.pending: tuple[str, object] = ("", "")
 
-    def enter(self) -> None:
-        """The node's thread: hand over, and wait for the next turn."""
+    def enter(self, call: str = "", key: object = "") -> None:
+        """The node's thread: hand over before a call, and wait for the next turn."""
+        self.pending = (call, key)
         self._done.release()
         self._go.acquire()
         if self.killed:
@@ -64,13 +66,16 @@ class SteppedStore:
     def __init__(self, store: Any, turnstile: Turnstile) -> None:
         self._store, self._turnstile = store, turnstile
 
+    def clone(self) -> SteppedStore:
+        return SteppedStore(self._store.clone(), self._turnstile)  # no turn: nodes clone when they are made
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._store, name)
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            self._turnstile.enter()
+            self._turnstile.enter(name, args[0] if args else "")
             result = method(*args, **kwargs)
-            return SteppedStore(result, self._turnstile) if name in ("clone", "watch") else result
+            return SteppedStore(result, self._turnstile) if name == "watch" else result
 
         return stepped
 
@@ -252,7 +257,9 @@ class Job:
 
 
 def play(min_nodes: int, spread: int, seed: int, script: list[tuple[str, int]]) -> Job:
-    rules = Rules(min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, admit_delay=0.5)
+    rules = Rules(
+        min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, rejoin=5.0, admit_delay=0.5
+    )
     job = Job(rules, seed)
     try:
         for _ in range(min_nodes):
@@ -320,3 +327,90 @@ def test_many_interleavings_keep_every_invariant() -> None:
 @pytest.mark.soak
 def test_thousands_of_interleavings_keep_every_invariant() -> None:
     explore(5000)()
+
+
+# -- directed: the moments that matter most --
+
+
+def run_until(job: Job, node: Node, call: str, key: str) -> None:
+    """Run everybody until ``node`` is about to make this store call."""
+    for _ in range(2000):
+        if node.turnstile.pending[0] == call and str(node.turnstile.pending[1]).startswith(key):
+            return
+        for each in job.live():
+            job.turn(each)
+            if node.turnstile.pending[0] == call and str(node.turnstile.pending[1]).startswith(key):
+                return
+    raise AssertionError(f"{node.name} never came to {call} {key}")
+
+
+def two_nodes() -> Job:
+    job = Job(Rules(min_nodes=1, max_nodes=2, last_call=3.0, rejoin=5.0, admit_delay=0.5), seed=1)
+    for _ in range(2):
+        job.start()
+    for _ in range(40):
+        job.turn(job.nodes[0])  # it leads
+    return job
+
+
+@pytest.mark.fast
+def test_a_leader_that_slept_before_its_decision_cannot_decide_a_second_time() -> None:
+    job = two_nodes()
+    try:
+        sleeper, other = job.nodes
+        run_until(job, sleeper, "compare_and_set", records.generation_key(0))
+        for _ in range(60):  # the lease of the sleeper runs out, the other one takes over and decides
+            job.now += 0.5
+            for _ in range(20):
+                job.turn(other)
+        decided = job.generations[0]
+        assert other.holds is not None
+        assert [seat.id for seat in other.holds.seats] == [other.name]
+        for _ in range(20):
+            job.turn(sleeper)
+        assert job.store.get(records.generation_key(0)) == decided
+        job.settle()
+    finally:
+        job.end()
+
+
+@pytest.mark.fast
+def test_what_a_dead_leader_left_undone_is_finished_by_the_next() -> None:
+    job = two_nodes()
+    try:
+        leader, other = job.nodes
+        run_until(job, leader, "compare_and_set", members_key(0))  # decided, but told nobody
+        job.kill(leader)
+        assert job.generations
+        assert job.store.get(members_key(0)) is None
+        for _ in range(30):
+            job.now += 0.5
+            for _ in range(20):
+                job.turn(other)
+        assert job.store.get(members_key(0)) is not None
+        assert job.store.get(records.ended_key(0, "broken")) is not None
+        job.settle()
+    finally:
+        job.end()
+
+
+@pytest.mark.fast
+def test_a_node_that_lost_its_lease_unseen_still_counts_as_lost() -> None:
+    job = two_nodes()
+    try:
+        job.settle()
+        leader, other = job.nodes
+        before = job.generations.keys()
+        number = max(before)
+        for _ in range(
+            12
+        ):  # the leader goes on, the other sleeps beyond its lease and registers again at once
+            job.now += LEASE / 2 / 4
+            for _ in range(12 if leader.holds else 0):
+                job.turn(leader)
+        job.settle()
+        assert job.store.get(records.ended_key(number, "broken")) is not None
+        assert other.holds is not None
+        assert other.holds.generation > number
+    finally:
+        job.end()

@@ -40,7 +40,7 @@ def test_a_malformed_record_is_refused(kind: type[NodeRecord], data: bytes) -> N
 
 def test_global_ranks_follow_from_the_record() -> None:
     other = NodeRecord(id="b", ticket=4, host="h2", addr="h2.x", port=8, local_size=3)
-    nodes = GenerationRecord(5, (Seat.of(NODE), Seat.of(other))).nodes()
+    nodes = GenerationRecord(5, (Seat.of(NODE), Seat.of(other))).nodes
     assert [(n.base_rank, n.local_size) for n in nodes] == [(0, 2), (2, 3)]
     assert nodes[0].worker_ids == ("w1", "w2")
     assert nodes[1].worker_ids == ("b.5.0", "b.5.1", "b.5.2")

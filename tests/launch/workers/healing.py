@@ -1,7 +1,8 @@
 """A worker that survives its peers: sums ranks in steps, regroups when the generation is broken or wanted.
 
 Usage: healing.py DIRECTORY STEPS [FAULT...]; writes lines "generation step rank size sum" to DIRECTORY/<worker id>.
-Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv or leave.
+Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv, leave or hang.
+A file DIRECTORY/end ends all at the same step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,7 +66,7 @@ def main() -> None:
                     generation=generation,
                     timeout=60,
                     backend="gloo",
-                    interrupt=lambda over=generation: _over(store, over),
+                    interrupt=partial(_over, store, generation),
                 )
                 # Everybody goes on with the most advanced step.
                 values = group.all_gather_values(step)
@@ -75,13 +77,16 @@ def main() -> None:
                         fault(what, store, generation, worker_id)
                     x = torch.tensor([float(mine[0].rank)])
                     group.all_reduce(x)
-                    wanted = torch.tensor([float(store.get(m.wanted_key(generation)) is not None)])
-                    group.all_reduce(wanted)
+                    is_wanted = store.get(m.wanted_key(generation)) is not None
+                    wishes = torch.tensor([float(is_wanted), float((directory / "end").exists())])
+                    group.all_reduce(wishes)
                     print(generation, step, mine[0].rank, len(members.workers), int(x.item()), file=out)
                     step += 1
                     report_progress(step)
                     time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
-                    if wanted.item():
+                    if wishes[1]:
+                        steps = step
+                    if wishes[0]:
                         break
                 group.close()
                 if step < steps:

@@ -15,6 +15,8 @@ from torch._C._distributed_c10d import Store as TorchStore
 
 from phalanx.comm.stores._interface import Store
 
+_PROBE = "phalanx-which-prefix"
+
 
 class StoreForTorch(TorchStore):
     """``store`` with every key under ``prefix``. Made by ``Store.as_c10d``."""
@@ -23,6 +25,7 @@ class StoreForTorch(TorchStore):
         super().__init__()
         self.store = store
         self._prefix = prefix
+        self._asked = ""
 
     def _seconds(self) -> float:
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub forgot it
@@ -62,7 +65,20 @@ class StoreForTorch(TorchStore):
             if self.store.compare_and_set(self._prefix + key, now, value):
                 return value
 
+    def under(self, outer: TorchStore) -> Store:
+        """Our store at the place where ``outer``, some PrefixStores around this one, puts its keys.
+
+        Torch does not tell a PrefixStore's prefix, but the key that arrives here does.
+        """
+        self._asked = ""
+        outer.check([_PROBE])
+        place = (self._prefix + self._asked).strip("/")
+        return self.store.namespace(place) if place else self.store
+
     def check(self, keys: Sequence[str]) -> bool:
+        if keys and keys[0].endswith(_PROBE):
+            self._asked = keys[0].removesuffix(_PROBE)
+            return False
         return None not in self.store.get_many([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from typing_extensions import Self  # in typing from 3.11 on
 
 
 @dataclass(frozen=True)

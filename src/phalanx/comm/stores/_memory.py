@@ -7,6 +7,7 @@ every call first drops what has run out, and blocked calls wake up when the next
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class _Map:
-    """The shared state. All methods need ``changed`` held."""
+    """The shared state. All methods need ``lock`` held."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.sleepers: dict[str, set[threading.Condition]] = {}  # by the key that they wait for
+        self.next_end = math.inf  # no lease ends before
         self.values: dict[str, tuple[bytes, MemoryLease | None]] = {}
         self.leases: set[MemoryLease] = set()
         self.watches: list[_MemoryWatch] = []
@@ -40,22 +43,38 @@ class _Map:
         for watch in self.watches:
             if key.startswith(watch.prefix):
                 watch.pending.append(Change(key, value))
-        self.changed.notify_all()
+                watch.condition.notify_all()
+        for condition in self.sleepers.get(
+            key, ()
+        ):  # only who waits for it: a thousand threads may be asleep
+            condition.notify_all()
 
     def drop_expired(self) -> None:
         now = self.clock()
+        if now < self.next_end:
+            return
         for lease in [lease for lease in self.leases if lease.deadline <= now]:
             self.drop(lease)
+        self.next_end = min((lease.deadline for lease in self.leases), default=math.inf)
 
     def drop(self, lease: MemoryLease) -> None:
         self.leases.discard(lease)
         for key in [key for key, (_, owner) in self.values.items() if owner is lease]:
             self.write(key, None)
 
-    def block(self, until: float) -> None:
-        """Sleep until something changes, the next lease ends, or ``until``."""
-        end = min([until, *(lease.deadline for lease in self.leases)])
-        self.changed.wait(max(0.0, end - self.clock()))
+    def start(self, lease: MemoryLease) -> None:
+        self.leases.add(lease)
+        if lease.deadline < self.next_end:
+            self.next_end = lease.deadline
+            for watch in self.watches:  # they sleep until the next lease ends
+                watch.condition.notify_all()
+
+    def wake_all(self) -> None:
+        for conditions in self.sleepers.values():
+            for condition in conditions:
+                condition.notify_all()
+        for watch in self.watches:
+            watch.condition.notify_all()
 
 
 class MemoryStore(Store):
@@ -78,17 +97,17 @@ class MemoryStore(Store):
         return self._map
 
     def get(self, key: str) -> bytes | None:
-        with self._map.changed:
+        with self._map.lock:
             entry = self._look().values.get(key)
             return None if entry is None else entry[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        with self._map.changed:
+        with self._map.lock:
             values = self._look().values
             return [values[key][0] if key in values else None for key in keys]
 
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        with self._map.changed:
+        with self._map.lock:
             state = self._look()
             if lease is None:
                 state.write(key, bytes(value))
@@ -100,7 +119,7 @@ class MemoryStore(Store):
             state.write(key, bytes(value), lease)
 
     def add(self, key: str, amount: int = 1) -> int:
-        with self._map.changed:
+        with self._map.lock:
             state = self._look()
             entry = state.values.get(key)
             total = counter_value(key, None if entry is None else entry[0], self.address) + amount
@@ -108,7 +127,7 @@ class MemoryStore(Store):
             return total
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
-        with self._map.changed:
+        with self._map.lock:
             state = self._look()
             entry = state.values.get(key)
             if (None if entry is None else entry[0]) != expected:
@@ -118,7 +137,7 @@ class MemoryStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         deadline = self._map.clock() + timeout
-        with self._map.changed:
+        with self._map.lock:
             while True:
                 state = self._look()
                 missing = [key for key in keys if key not in state.values]
@@ -126,10 +145,21 @@ class MemoryStore(Store):
                     return [state.values[key][0] for key in keys]
                 if state.clock() >= deadline:
                     raise StoreTimeout(f"{self.address}: no {missing} after {timeout:g} s")
-                state.block(deadline)
+                self._sleep(state, missing[0], deadline - state.clock())
+
+    def _sleep(self, state: _Map, key: str, timeout: float) -> None:
+        """Until somebody writes ``key`` or the client is closed; needs the lock."""
+        condition = threading.Condition(state.lock)
+        state.sleepers.setdefault(key, set()).add(condition)
+        try:
+            condition.wait(timeout)
+        finally:
+            state.sleepers[key].discard(condition)
+            if not state.sleepers[key]:
+                del state.sleepers[key]
 
     def delete(self, key: str) -> bool:
-        with self._map.changed:
+        with self._map.lock:
             state = self._look()
             if key not in state.values:
                 return False
@@ -137,12 +167,12 @@ class MemoryStore(Store):
             return True
 
     def items(self, prefix: str = "") -> dict[str, bytes]:
-        with self._map.changed:
+        with self._map.lock:
             values = self._look().values
             return {key: values[key][0] for key in sorted(values) if key.startswith(prefix)}
 
     def watch(self, prefix: str = "") -> Watch:
-        with self._map.changed:
+        with self._map.lock:
             watch = _MemoryWatch(self, prefix)
             self._look().watches.append(watch)
             return watch
@@ -150,16 +180,16 @@ class MemoryStore(Store):
     def lease(self, ttl: float) -> Lease:
         if ttl <= 0:
             raise ValueError(f"a lease needs a positive time-to-live, got {ttl}")
-        with self._map.changed:
+        with self._map.lock:
             lease = MemoryLease(self._look(), ttl)
-            lease.state.leases.add(lease)
+            lease.state.start(lease)
             return lease
 
     def namespace(self, prefix: str) -> Store:
         return NamespacedStore(self, prefix)
 
     def clone(self) -> MemoryStore:
-        with self._map.changed:
+        with self._map.lock:
             other = MemoryStore.__new__(MemoryStore)
             other.address, other._map, other._closed = self.address, self._look(), False
             return other
@@ -168,14 +198,14 @@ class MemoryStore(Store):
         from phalanx.comm.stores._c10d import for_torch
 
         other = self.clone()
-        with self._map.changed:
+        with self._map.lock:
             self._map.torch = other._map = self._map.torch or _Map(self._map.clock)
         return for_torch(other, prefix)
 
     def close(self) -> None:
-        with self._map.changed:
+        with self._map.lock:
             self._closed = True
-            self._map.changed.notify_all()
+            self._map.wake_all()
 
 
 class MemoryLease(Lease):
@@ -187,7 +217,7 @@ class MemoryLease(Lease):
         self.deadline = state.clock() + ttl
 
     def refresh(self) -> bool:
-        with self.state.changed:
+        with self.state.lock:
             self.state.drop_expired()
             if self not in self.state.leases:
                 return False
@@ -195,7 +225,7 @@ class MemoryLease(Lease):
             return True
 
     def revoke(self) -> None:
-        with self.state.changed:
+        with self.state.lock:
             self.state.drop(self)
 
 
@@ -204,18 +234,19 @@ class _MemoryWatch(Watch):
         self._store = store
         self.prefix = prefix
         self.pending: list[Change] = []
+        self.condition = threading.Condition(store._map.lock)
 
     def wait(self, timeout: float) -> list[Change]:
-        with self._store._map.changed:
+        with self._store._map.lock:
             state = self._store._look()
             deadline = state.clock() + timeout
             while not self.pending and state.clock() < deadline:
-                state.block(deadline)
+                self.condition.wait(max(0.0, min(deadline, state.next_end) - state.clock()))
                 self._store._look()
             changes, self.pending = self.pending, []
             return changes
 
     def close(self) -> None:
-        with self._store._map.changed:
+        with self._store._map.lock:
             if self in self._store._map.watches:
                 self._store._map.watches.remove(self)

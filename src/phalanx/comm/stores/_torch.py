@@ -30,12 +30,11 @@ def wrap_c10d_store(native: C10dStore) -> Store:
     >>> wrap_c10d_store(torch.distributed.HashStore()).add("joined")       # doctest: +SKIP
     1
     """
-
     root = native
     while isinstance(root, PrefixStore):
         root = root.underlying_store
     if isinstance(root, StoreForTorch):
-        return root.store  # ours all along; torch cannot clone a store written in Python
+        return root.under(native)  # ours all along; torch cannot clone a store written in Python
 
     def link() -> Link:
         copy = native.clone()  # type: ignore[attr-defined]  # torch's stub forgot it

@@ -7,7 +7,7 @@ agents.
 Configuration keys (``--rdzv-conf``), as torch's users write them: ``join_timeout`` (or ``timeout``),
 ``last_call_timeout``, ``close_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``, ``is_host``,
 ``store_type=file``, ``rank``; and our own: ``lease`` (how long a vanished node may go unnoticed),
-``admit_delay``, ``topology``, ``secret_file``.
+``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def rules_of(params: RendezvousParameters) -> Rules:
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
         last_call=params.get_as_float("last_call_timeout", 30.0),
+        rejoin=params.get_as_float("rejoin_timeout", 60.0),
         admit_delay=params.get_as_float("admit_delay", 1.0),
     )
 

@@ -8,7 +8,7 @@ Guarantees, for whatever sequence of views it is given:
 - proposed ranks are 0..size-1, one live node each;
 - a live node that waits is never forgotten: it is in the next proposal, or the job is at ``max_nodes``;
 - if at least ``min_nodes`` wait and nobody comes or goes any more, a generation is proposed at the latest
-  ``last_call`` seconds after the last of the needed nodes was seen.
+  ``last_call`` (later ``rejoin``) seconds after the last of the needed nodes was seen.
 
 Rejected: waiting the last call again in later generations. Who is alive is known by then (every node has a
 lease), so a generation re-forms as soon as all live members are there.
@@ -32,8 +32,11 @@ class Rules:
     min_nodes: int
     max_nodes: int
     last_call: float = 30.0
-    """From the moment that ``min_nodes`` are there: for more of them at the first generation, later for live
-    members that have not yet stopped their workers."""
+    """From the moment that ``min_nodes`` are there until the first generation forms with fewer than the
+    maximum."""
+    rejoin: float = 60.0
+    """For how long a later generation waits for live members of the last one that have yet to stop their
+    workers. Not zero: a generation must not leave out those who only need a moment to hear of it."""
     admit_delay: float = 1.0
     """How long newcomers must have been quiet before a running generation is disturbed, so that ten nodes
     that arrive together cost one regroup and not ten."""
@@ -129,7 +132,7 @@ def _damage(state: State) -> Broken | None:
             left.append(rank)
     if not lost and not left:
         return None
-    nodes = state.current.nodes()
+    nodes = state.current.nodes
     what = [f"node {nodes[rank].id} lost its lease" for rank in lost]
     what += [f"node {nodes[rank].id} left" for rank in left]
     return Broken(reason="; ".join(what), workers=tuple(w for rank in lost for w in nodes[rank].worker_ids))
@@ -145,10 +148,13 @@ def _form(state: State, rules: Rules, now: float) -> Action:
         return Idle()
     present = {seen.record.id for seen in ready}
     awaited = [seat for seat in previous if seat.id in state.nodes and seat.id not in present]
-    complete = len(chosen) == rules.max_nodes if state.current is None else not awaited
-    enough_since = sorted(seen.since for seen in ready)[rules.min_nodes - 1]
-    if not complete and now < enough_since + rules.last_call:
-        return Idle(until=enough_since + rules.last_call)
+    if state.current is None:
+        complete, patience = len(chosen) == rules.max_nodes, rules.last_call
+    else:
+        complete, patience = not awaited, rules.rejoin
+    deadline = sorted(seen.since for seen in ready)[rules.min_nodes - 1] + patience
+    if not complete and now < deadline:
+        return Idle(until=deadline)
     generation = 0 if state.current is None else state.current.generation + 1
     return Form(GenerationRecord(generation, assign_ranks(chosen, previous)))
 

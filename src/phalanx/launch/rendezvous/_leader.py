@@ -53,7 +53,7 @@ def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInf
         rank=rank,
         world_size=len(record.seats),
         generation=record.generation,
-        nodes=record.nodes(),
+        nodes=record.nodes,
         bootstrap_store_info=RendezvousStoreInfo(master_addr=first.addr, master_port=first.port),
     )
 

@@ -66,14 +66,16 @@ def assign_ranks(chosen: Sequence[NodeRecord], previous: Sequence[Seat]) -> tupl
 
 def _fill(seats: list[NodeRecord | None], homeless: list[NodeRecord], previous: Sequence[Seat]) -> None:
     """Give every vacant rank a node: three passes, from the best match of its previous holder to any."""
-    matches: list[Callable[[NodeRecord, int], bool]] = [
-        lambda node, rank: rank < len(previous) and node.host == previous[rank].host,
-        lambda node, rank: rank < len(previous) and node.topology == previous[rank].topology != "",
-        lambda node, rank: True,
+    matches: list[Callable[[NodeRecord, Seat], bool]] = [
+        lambda node, seat: node.host == seat.host,
+        lambda node, seat: node.topology == seat.topology != "",
     ]
     for matching in matches:
-        for rank in [rank for rank, node in enumerate(seats) if node is None]:
-            found = next((node for node in homeless if matching(node, rank)), None)
+        for rank, seat in enumerate(previous[: len(seats)]):
+            found = next((node for node in homeless if seats[rank] is None and matching(node, seat)), None)
             if found is not None:
                 seats[rank] = found
                 homeless.remove(found)
+    rest = iter(homeless)
+    for rank, node in enumerate(seats):
+        seats[rank] = next(rest) if node is None else node

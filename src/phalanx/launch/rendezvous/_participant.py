@@ -80,7 +80,7 @@ class Participant:
         self._leading: Leader | None = None
         self._watch: Watch | None = None
         self._changes: list[Change] = []
-        self._ear: Store | None = None
+        self._ear = store.clone()  # a blocking call must not delay the agent's
         self._heard = 0
         self._rung = False
 
@@ -131,8 +131,7 @@ class Participant:
 
     def interrupt(self) -> None:
         """Give up the connection that a follower waits on: a thread in ``pause`` gets ``StoreLost``."""
-        if self._ear is not None:
-            self._ear.close()
+        self._ear.close()
 
     def close_watch(self) -> None:
         """Stop watching; only the thread that calls ``pause`` may do so."""
@@ -157,8 +156,6 @@ class Participant:
             self._rung = any(not change.key.startswith(records.NODES) for change in self._changes)
             return
         try:
-            if self._ear is None:
-                self._ear = self.store.clone()  # a blocking call must not delay the agent's
             self._ear.wait([records.bell_key(self._heard + 1)], timeout)
             self._rung = True
         except StoreTimeout:

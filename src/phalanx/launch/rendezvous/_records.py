@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from phalanx.launch.rendezvous._interface import NodeInfo
@@ -140,12 +141,7 @@ class GenerationRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> GenerationRecord:
-        record = load(data, "generation record")
-        try:
-            seats = tuple(Seat._make((*row[:-1], tuple(row[-1]))) for row in record["seats"])
-            return cls(record["generation"], seats)
-        except (TypeError, KeyError) as error:
-            raise RecordError(f"generation record has unexpected fields: {error}") from error
+        return _parse_generation(data)
 
     def rank_of(self, node_id: str, ticket: int) -> int | None:
         """The rank of a registration of a node, or None."""
@@ -154,6 +150,7 @@ class GenerationRecord:
                 return rank
         return None
 
+    @cached_property
     def nodes(self) -> tuple[NodeInfo, ...]:
         """The same as agents see it, with the global rank of each node's first worker."""
         nodes = []
@@ -165,6 +162,16 @@ class GenerationRecord:
             )
             base_rank += seat.local_size
         return tuple(nodes)
+
+
+@lru_cache(maxsize=4)  # nodes that share a process (simulations, several agents in tests) parse a record once
+def _parse_generation(data: bytes) -> GenerationRecord:
+    record = load(data, "generation record")
+    try:
+        seats = tuple(Seat._make((*row[:-1], tuple(row[-1]))) for row in record["seats"])
+        return GenerationRecord(record["generation"], seats)
+    except (TypeError, KeyError) as error:
+        raise RecordError(f"generation record has unexpected fields: {error}") from error
 
 
 @dataclass(frozen=True)

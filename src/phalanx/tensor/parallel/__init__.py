@@ -1,18 +1,20 @@
-"""Tensor parallelism: styles that lay out a module's parameters and its inputs and outputs over one mesh axis."""
+"""Tensor parallelism by declaration: styles say how a module's weights and activations are laid out on a mesh axis.
+
+>>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+>>> parallelize_module(mlp, mesh["tp"], plan)   # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
-from phalanx.tensor.parallel._apply import parallelize_module
-from phalanx.tensor.parallel._loss import loss_parallel
-from phalanx.tensor.parallel._styles import (
-    ColwiseParallel,
-    ParallelStyle,
+from phalanx.tensor.parallel._boundaries import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
 )
+from phalanx.tensor.parallel._loss import loss_parallel
+from phalanx.tensor.parallel._parallelize import parallelize_module
+from phalanx.tensor.parallel._style import ParallelStyle
+from phalanx.tensor.parallel._weights import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
     "ColwiseParallel",

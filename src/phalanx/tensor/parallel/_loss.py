@@ -1,25 +1,214 @@
-"""The switch for cross entropy on cut classes; the computation is in ``_class_loss.py``.
+"""Cross entropy of logits that are sharded by class, without gathering them.
 
-Owns ``loss_parallel``.
+Owns ``loss_parallel``. Inside it, ``cross_entropy`` of such a DTensor runs in three small reductions over the axes
+that cut the classes, each of one number per row:
+
+1. the largest logit (max), so that exponentials stay finite;
+2. the sum of exponentials (sum);
+3. the target's logit, which one rank holds (sum).
+
+Backward needs no communication: each rank subtracts the one-hot target from its own part of the softmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from phalanx.tensor._modes import settings
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from phalanx.comm import Group
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._placement import REPLICATE, Placement, Shard
+from phalanx.tensor._spec import Spec
+
+_NAMES = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, ``F.cross_entropy`` of logits cut along the class dim keeps them so, forward and backward.
+    """Inside the block, ``cross_entropy`` keeps logits sharded that are cut along the classes.
 
-    >>> with loss_parallel():                          # doctest: +SKIP
-    ...     F.cross_entropy(logits, targets).backward()
+    >>> with loss_parallel():   # doctest: +SKIP
+    ...     F.cross_entropy(logits, target).backward()
+
+    Other losses, class probabilities as target and label smoothing run as they do outside. Backward may be called
+    inside or outside of the block.
     """
-    previous, settings.loss_parallel = settings.loss_parallel, True
-    try:
+    with _LossParallel():
         yield
-    finally:
-        settings.loss_parallel = previous
+
+
+class _LossParallel(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            given = {**dict(zip(_NAMES, args, strict=False)), **(kwargs or {})}
+            if _applies(given):
+                return _cross_entropy(**given)
+        return func(*args, **(kwargs or {}))
+
+
+def _applies(given: dict[str, Any]) -> bool:
+    logits, target = given.get("input"), given.get("target")
+    if type(logits) is not DTensor or not logits.ndim or not isinstance(target, Tensor):
+        return False
+    legacy = given.get("size_average") is not None or given.get("reduce") is not None
+    if legacy or given.get("label_smoothing") or target.is_floating_point() or not logits.is_floating_point():
+        return False
+    if any(isinstance(p, Shard) and type(p) is not Shard for p in logits.placements):
+        return False
+    return bool(logits._spec.cuts(_class_dim(logits)))
+
+
+def _class_dim(logits: DTensor) -> int:
+    return 1 if logits.ndim > 1 else 0
+
+
+def _cross_entropy(
+    input: DTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The loss as a DTensor: rows as the logits' other dims, summed or averaged as ``reduction`` says."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction!r} is not a valid value for reduction")
+    logits = _without_partial(input)
+    spec, dim = logits._spec, _class_dim(logits)
+    rows = Spec.of(
+        spec.mesh, [_row_placement(p, dim) for p in spec.placements], _row_shape(spec, dim), spec.dtype
+    )
+    local_target = _local_target(target, rows)
+    _check_target(local_target, spec.shape[dim], ignore_index)
+    scale = _row_weights(local_target, weight, ignore_index, spec)
+    cut = _Cut(dim, spec.local_offset(dim), _class_groups(spec, dim))
+    losses: Tensor = _RowLoss.apply(logits._local, local_target, cut)  # type: ignore[no-untyped-call]  # torch's
+    total = wrap(losses * scale, rows)
+    if reduction == "none":
+        return total
+    if reduction == "sum":
+        return total.sum()
+    return total.sum() / wrap(scale, rows).sum()
+
+
+class _Cut(NamedTuple):
+    """Where this rank's classes are: the dim, the first class, and the groups that hold the others."""
+
+    dim: int
+    offset: int
+    groups: tuple[Group, ...]
+
+
+class _RowLoss(torch.autograd.Function):
+    """The loss of each row, known to every rank of the groups; the gradient of each rank's own logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, cut: _Cut) -> Tensor:
+        lowest = torch.finfo(logits.dtype).min
+        shape = [n for d, n in enumerate(logits.shape) if d != cut.dim]
+        largest = logits.amax(cut.dim) if logits.shape[cut.dim] else logits.new_full(shape, lowest)
+        _reduce(largest, cut.groups, "max")
+        shifted = logits - largest.unsqueeze(cut.dim)
+        total = _reduce(shifted.exp().sum(cut.dim), cut.groups, "sum")
+        position, here = _own_position(logits, target, cut)
+        if logits.shape[cut.dim]:
+            found = shifted.gather(cut.dim, position).squeeze(cut.dim)
+            picked = torch.where(here, found, 0.0)  # not a product: a masked class is -inf
+        else:
+            picked = torch.zeros_like(total)
+        _reduce(picked, cut.groups, "sum")
+        log_total = total.log()
+        ctx.save_for_backward(logits, target, largest + log_total)
+        ctx.cut = cut
+        return log_total - picked
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, target, normaliser = ctx.saved_tensors
+        softmax = (logits - normaliser.unsqueeze(ctx.cut.dim)).exp()
+        position, here = _own_position(logits, target, ctx.cut)
+        if logits.shape[ctx.cut.dim]:
+            softmax.scatter_add_(ctx.cut.dim, position, -here.unsqueeze(ctx.cut.dim).to(softmax.dtype))
+        return softmax * grads[0].unsqueeze(ctx.cut.dim), None, None
+
+
+def _own_position(logits: Tensor, target: Tensor, cut: _Cut) -> tuple[Tensor, Tensor]:
+    """The target's index among this rank's classes (any, where it is not here), and whether it is here."""
+    own = target - cut.offset
+    here = (own >= 0) & (own < logits.shape[cut.dim])
+    return own.masked_fill(~here, 0).unsqueeze(cut.dim), here
+
+
+def _reduce(tensor: Tensor, groups: tuple[Group, ...], op: str) -> Tensor:
+    for group in groups:
+        group.all_reduce(tensor, op)
+    return tensor
+
+
+def _without_partial(logits: DTensor) -> DTensor:
+    return logits.redistribute(placements=[REPLICATE if p.is_partial() else p for p in logits.placements])
+
+
+def _row_placement(placement: Placement, dim: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if placement.dim == dim:
+        return REPLICATE
+    return Shard(placement.dim - (placement.dim > dim))
+
+
+def _row_shape(spec: Spec, dim: int) -> list[int]:
+    return [n for d, n in enumerate(spec.shape) if d != dim]
+
+
+def _class_groups(spec: Spec, dim: int) -> tuple[Group, ...]:
+    return tuple(
+        spec.mesh.get_group(axis)
+        for axis, p in enumerate(spec.placements)
+        if isinstance(p, Shard) and p.dim == dim
+    )
+
+
+def _local_target(target: Tensor, rows: Spec) -> Tensor:
+    """This rank's rows of the target; a plain target is the same on every rank."""
+    wanted = rows.with_dtype(target.dtype)
+    if tuple(target.shape) != tuple(wanted.shape):
+        raise ValueError(
+            f"the target has shape {tuple(target.shape)}; the logits ask for {tuple(wanted.shape)}"
+        )
+    if not isinstance(target, DTensor):
+        target = wrap(target, wanted.replicated)
+    return target.redistribute(placements=wanted.placements)._local
+
+
+def _check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if bool(wrong.any()):
+        raise IndexError(f"target {int(target[wrong][0])} is out of range for {num_classes} classes")
+
+
+def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, spec: Spec) -> Tensor:
+    """What each row counts: the weight of its class, zero if it is ignored."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.to(spec.dtype)
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return whole[target.masked_fill(~counted, 0)] * counted

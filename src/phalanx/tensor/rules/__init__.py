@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy_loss": layers.cross_entropy,
 }
 
-# Functions of torch.nn.functional that are written in Python and have a rule under the same name with the same arguments.
+# Functions of torch.nn.functional written in Python that have a rule under the same name with the same arguments.
 DIRECT_PYTHON: frozenset[Any] = frozenset(
     {
         F.softmax,

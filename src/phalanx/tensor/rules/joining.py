@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from phalanx.tensor._placement import REPLICATE, Partial, Shard
 from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty, norm_dim
-from phalanx.tensor.rules.pointwise import shard_choices
+from phalanx.tensor.rules.pointwise import broadcast_shape, shard_choices
 from phalanx.tensor.rules.shape import dim_map
 
 
@@ -190,7 +188,7 @@ def cross_product_free(call: Call) -> Sharding | None:
     ndims = {one.ndim for one in call.inputs}
     if len(ndims) != 1:
         return None
-    out = torch.broadcast_shapes(*(one.shape for one in call.inputs))
+    out = broadcast_shape([one.shape for one in call.inputs])
     dim = norm_dim(call.arg(2, "dim", -1), len(out))
     choices = [c for d in range(len(out)) if d != dim for c in shard_choices(call, d, out, 1)]
     return Sharding([*choices, all_replicated(call, 1)])

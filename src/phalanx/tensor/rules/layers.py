@@ -1,7 +1,7 @@
 """Layers: normalisation, embedding, convolution, attention, losses.
 
-Owns their rules. Most may be cut along batch dims only; an embedding also along its rows (each rank looks up the rows it
-has, the rest is zero) and columns; attention along batch and heads.
+Owns their rules. Most may be cut along batch dims only; an embedding also along its rows (each rank looks up the
+rows it has, the rest is zero) and columns; attention along batch and heads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def embedding(call: Call) -> Sharding | None:
     """``torch.embedding(weight, indices, padding_idx, ...)``."""
     if len(call.inputs) != 2 or call.arg(4, "sparse", False) or call.arg(3, "scale_grad_by_freq", False):
         return None
-    weight, indices = call.inputs
+    indices = call.inputs[1]
     padding = call.arg(2, "padding_idx", -1)
     choices = [Choice((REPLICATE, Shard(d)), (Shard(d),)) for d in range(indices.ndim)]
     choices.append(Choice((Shard(1), REPLICATE), (Shard(indices.ndim),)))
@@ -197,7 +197,9 @@ def _reduction(call: Call) -> str:
 
 
 def cross_entropy(call: Call) -> Sharding | None:
-    """Batch dims may be cut for reductions ``none`` (0) and ``sum`` (2); ``_composite.py`` makes the mean from two sums."""
+    """Batch dims may be cut for reductions ``none`` (0) and ``sum`` (2); ``_composite.py`` makes the mean from two
+    sums.
+    """
     first, target = call.inputs[:2]
     reduction = call.arg(3, "reduction", 1)
     if first.ndim < 2 or len(call.inputs) > 3 or reduction == 1:

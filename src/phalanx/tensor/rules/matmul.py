@@ -1,7 +1,7 @@
 """Products: an axis may shard any one index of the product; a summed index leaves a partial sum.
 
-Owns the rules for matmul, linear, einsum and their relatives, all described by letters for dims, as in einsum. A term that
-is added (a bias) is kept on one rank only where the product is partial.
+Owns the rules for matmul, linear, einsum and their relatives, all described by letters for dims, as in einsum. A
+term that is added (a bias) is kept on one rank only where the product is partial.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
@@ -263,7 +265,11 @@ BINARY = [
 _ONE = ((0,),)
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
-        ["clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag", "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero"],
+        (
+            "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
+            "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj",
+            "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero",
+        ),
         _ONE,
     ),
     "add": ((0, 1),), "sub": ((0, 1),), "subtract": ((0, 1),), "rsub": ((0, 1),), "copy": ((0, 1),),
@@ -273,16 +279,23 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
+_IDENTITY = frozenset({"clone", "detach", "contiguous"})  # whatever is partial stays so
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
 _CASTS = frozenset(
     {"to", "type", "type_as", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
 )
 
 
+def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """The shape that torch broadcasts ``shapes`` to."""
+    result: torch.Size = torch.broadcast_shapes(*shapes)
+    return result
+
+
 def pointwise(call: Call) -> Sharding | None:
     """Sharded as the inputs are, dim by dim; see the module."""
     shapes = [one.shape for one in call.inputs]
-    out = call.inputs[0].shape if call.in_place else torch.broadcast_shapes(*shapes)
+    out = call.inputs[0].shape if call.in_place else broadcast_shape(shapes)
     choices = [all_replicated(call, 1)]
     dims = sorted(
         {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
@@ -332,7 +345,7 @@ def _linear_choices(call: Call) -> list[Choice]:
         return []
     ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
     choices = []
-    for op in sorted(ops & {"sum", "avg"}):
+    for op in sorted(ops if call.name in _IDENTITY else ops & {"sum", "avg"}):
         partial = Partial(op)
         for together in sets:
             if max(together) >= len(call.inputs):
@@ -347,7 +360,8 @@ def _linear_choices(call: Call) -> list[Choice]:
 def _stays_inexact(call: Call) -> bool:
     """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
     if call.in_place:
-        return all(one.dtype.is_floating_point for one in call.inputs)
+        kinds = {one.dtype for one in call.inputs}
+        return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
     given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     fixed = {
         "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
@@ -357,6 +371,8 @@ def _stays_inexact(call: Call) -> bool:
         return False
     before = call.inputs[0].dtype
     after = fixed or (given[0] if given else call.inputs[-1].dtype)
+    if after.itemsize < before.itemsize:
+        return False  # rounding each contribution is not rounding the sum
     return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
         before.is_complex and after.is_complex
     )

@@ -1,8 +1,8 @@
 """Reductions: dims that stay keep their cut; a cut dim that is reduced leaves a partial result.
 
-Owns the rules for sum, mean, max, norm, argmax and their relatives. A maximum or product that is partial has no gradient
-(its reduction is not linear), so where one is needed only dims that stay may be cut. A cut dim of a mean is summed and
-divided by the whole count, which is right for uneven shards too.
+Owns the rules for sum, mean, max, norm, argmax and their relatives. A maximum or product that is partial has no
+gradient (its reduction is not linear), so where one is needed only dims that stay may be cut. A cut dim of a mean
+is summed and divided by the whole count, which is right for uneven shards too.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def staying_dims(num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
 
 
 def variance(call: Call) -> Sharding | None:
-    """std, var and the pairs with mean; ``keepdim`` sits elsewhere among their overloads, so it is read off the result."""
+    """std, var and the pairs with mean; ``keepdim`` sits elsewhere among their overloads, so it is read off the
+    result.
+    """
     if len(call.inputs) != 1:
         return None
     one = call.inputs[0]

@@ -27,8 +27,8 @@ def dim_map(
 ) -> Sharding | None:
     """Input dim i may be sharded for i in ``mapping``, and is output dim ``mapping[i]``.
 
-    Dims in ``even`` may only be cut into parts that divide the given sizes. What is partial by an operation in ``partial``
-    stays so.
+    Dims in ``even`` may only be cut into parts that divide the given sizes. What is partial by an operation in
+    ``partial`` stays so.
     """
     if len(call.inputs) != 1:
         return None

@@ -1,7 +1,7 @@
 """Functions of whole rows: any dim but the row's own may be cut.
 
-Owns the rules for softmax and its relatives, and for sorting. A tensor cut along the row is re-cut along another dim (one
-exchange) rather than gathered.
+Owns the rules for softmax and its relatives, and for sorting. A tensor cut along the row is re-cut along another
+dim (one exchange) rather than gathered.
 """
 
 from __future__ import annotations

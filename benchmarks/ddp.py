@@ -1,0 +1,221 @@
+"""Step times of our DistributedDataParallel over torch's on gloo, interleaved in the same two processes.
+
+    python -m benchmarks.ddp [--rounds 25] [--only small,transformer,bound] [--no-memory]
+
+Models: 2,000 small parameters; a 25M-parameter transformer; one wide layer that is mostly communication. Ours runs on
+the same gloo group as torch's (ratio "gloo") and on the fastest group for one host (ratio "same host"), each with and
+without an fp16 hook. A step is zero_grad, forward, backward (no optimizer); each round runs every variant once; the
+numbers are medians over rounds and the worse of the two ranks. Memory is the peak resident size of a process of its
+own per variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from phalanx.comm import Group
+from phalanx.comm.stores import TCPStore, connect
+from phalanx.ddp import DistributedDataParallel
+from phalanx.ddp.hooks import default as our_hooks
+
+WORLD = 2
+GOALS = {"small": 0.85, "transformer": 0.85, "bound": 0.62}
+
+
+class Small(nn.Module):
+    """2,000 parameters of 64 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8) * 0.3) for _ in range(2000)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Transformer(nn.Module):
+    """8 layers, width 512: 25M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+class Bound(nn.Module):
+    """12M parameters in three wide layers, and hardly any work for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "small": (Small, lambda: torch.randn(4, 8)),
+    "transformer": (Transformer, lambda: torch.randn(2, 32, 512)),
+    "bound": (Bound, lambda: torch.randn(2, 2000)),
+}
+
+
+def build(variant: str, make: Callable[[], nn.Module], groups: dict[str, Group], view: bool) -> nn.Module:
+    """``torch``, ``gloo`` or ``same host``, each perhaps with `` fp16``."""
+    torch.manual_seed(0)
+    base = variant.removesuffix(" fp16")
+    if base == "torch":
+        model: Any = TorchDDP(make(), gradient_as_bucket_view=view)
+        hook: Any = torch_hooks.fp16_compress_hook
+    else:
+        model = DistributedDataParallel(make(), process_group=groups[base], gradient_as_bucket_view=view)
+        hook = our_hooks.fp16_compress_hook
+    if variant.endswith("fp16"):
+        model.register_comm_hook(groups.get(base), hook)
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> float:
+    model.zero_grad()
+    start = time.perf_counter()
+    model(x).sum().backward()
+    return time.perf_counter() - start
+
+
+def connect_groups(rank: int, url: str, variants: list[str]) -> dict[str, Group]:
+    host, port = url.removeprefix("tcp://").rsplit(":", 1)
+    store = dist.PrefixStore("torch", dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    groups = {}
+    for name, backend in (("gloo", "gloo"), ("same host", "auto")):
+        if any(variant.startswith(name) for variant in variants):
+            groups[name] = Group.create(connect(url), rank, WORLD, backend=backend, job=f"bench-{backend}")
+    return groups
+
+
+def times(rank: int, url: str, name: str, variants: list[str], rounds: int, view: bool, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    groups = connect_groups(rank, url, variants)
+    make, data = MODELS[name]
+    models = {variant: build(variant, make, groups, view) for variant in variants}
+    torch.manual_seed(rank)
+    x = data()
+    taken: dict[str, list[float]] = {variant: [] for variant in variants}
+    for round_number in range(rounds + 5):  # the first five warm up, learn the order and tune bucket sizes
+        for variant, model in models.items():
+            dist.barrier()
+            seconds = step(model, x)
+            if round_number >= 5:
+                taken[variant].append(seconds)
+    backends = {key: group.backend for key, group in groups.items()}
+    pipe.send(({variant: statistics.median(values) for variant, values in taken.items()}, backends))
+
+
+def memory(rank: int, url: str, name: str, variants: list[str], rounds: int, view: bool, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    groups = connect_groups(rank, url, variants)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    make, data = MODELS[name]
+    model = build(variants[0], make, groups, view)
+    x = data()
+    for _ in range(8):
+        step(model, x)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pipe.send(({variants[0]: (peak - before) / 1024}, {}))
+
+
+def run(target: Callable[..., None], *args: Any) -> list[tuple[dict[str, float], dict[str, str]]]:
+    """``target`` on fresh processes; their answers."""
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore.serve()
+    pipes, processes = [], []
+    for rank in range(WORLD):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_main, args=(target, rank, store.address, *args, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        store.close()
+
+
+def _main(target: Callable[..., None], *args: Any) -> None:
+    target(*args)
+    os._exit(0)  # peers may still be in their last collective: no teardown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", default=",".join(MODELS))
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    variants = ["torch", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16"]
+    results: dict[str, Any] = {}
+    print(f"{'model':14s} {'grad views':10s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
+    for name in options.only.split(","):
+        for view in (False, True):
+            answers = run(times, name, variants, options.rounds, view)
+            worst = {variant: max(answer[0][variant] for answer in answers) for variant in variants}
+            for variant, seconds in worst.items():
+                base = worst["torch fp16" if variant.endswith("fp16") else "torch"]
+                goal = (
+                    ""
+                    if variant.startswith("torch")
+                    else "1.00"
+                    if variant.startswith("gloo")
+                    else GOALS[name]
+                )
+                ratio = seconds / base
+                print(
+                    f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}",
+                    flush=True,
+                )
+                results[f"{name} {'views' if view else 'plain'} {variant}"] = ratio
+        print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
+    if not options.no_memory:
+        print(f"\n{'model':14s} {'variant':16s} peak MiB above the start (gradient_as_bucket_view=True)")
+        for name in options.only.split(","):
+            for variant in ("torch", "gloo", "same host"):
+                answers = run(memory, name, [variant], 0, True)
+                print(
+                    f"{name:14s} {variant:16s} {max(answer[0][variant] for answer in answers):9.1f}",
+                    flush=True,
+                )
+    if options.json:
+        print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

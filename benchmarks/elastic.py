@@ -1,0 +1,373 @@
+"""Elastic training against torchrun with torch's DDP: recovery after a kill, and what a quiet step costs.
+
+Recovery: both jobs run at the same time with three workers each and light steps; SIGKILL goes to a random worker of
+one, then of the other, in turn. Measured: kill to the next committed step, and (ours) to the first step at full size.
+torchrun restarts all workers from their script's beginning; a job that has no new step after ``LIMIT`` seconds counts
+as not recovered and is started anew.
+Steady state: two processes build torch's DDP (gloo) and ours beside each other and take turns, step by step.
+
+    python -m benchmarks.elastic [--kills 20] [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+SIZE = 3
+PACE = 0.03
+LIMIT = 40.0
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def sign_in(directory: Path) -> None:
+    """Leave this process's number and start time, so that it can be told from a later one with the same number."""
+    (directory / f"pid-{os.getpid()}").write_text(started(os.getpid()))
+
+
+def started(pid: int) -> str:
+    """When a living process was started; empty if there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def mark(directory: Path, attempt: int, size: int) -> None:
+    """One line per committed step: when, in which attempt (restart or round), on how many workers."""
+    with (directory / f"marks-{os.getpid()}").open("a") as file:
+        file.write(json.dumps([time.time(), attempt, size]) + "\n")
+
+
+def torch_worker(directory: Path) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    sign_in(directory)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    while not (directory / "stop").exists():
+        F.cross_entropy(model(torch.randn(8, 64)), torch.randint(0, 10, (8,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mark(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size())
+        time.sleep(PACE)
+
+
+def phalanx_worker(directory: Path) -> None:
+    from phalanx.elastic import Job, RunOptions
+
+    sign_in(directory)
+    model = small_model()
+    data = torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,)))
+    job = Job(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        data,
+        num_slots=SIZE,
+        slot_batch_size=8,
+        run=RunOptions(progress=False),
+    )
+    for step in job.steps(max_steps=10**9):
+        for micro in step:
+            micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
+        if step.commit():
+            mark(directory, 1000 * job.generation + job.team.seat.round, job.world_size)
+        time.sleep(PACE)
+
+
+class Contender:
+    """A running job that can be hurt; started again when it does not recover."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self.command = command
+        self.to_any: list[float] = []
+        self.to_full: list[float] = []
+        self.num_lost = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="phalanx-elastic-bench-"))
+        self.log = (self.directory / "log").open("wb")
+        command = [*self.command, __file__, f"{self.name}-worker", str(self.directory)]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        self._wait(lambda marks: any(size == SIZE for _, _, size in marks), 120.0)
+
+    def _marks(self) -> list[tuple[float, int, int]]:
+        found = []
+        for path in self.directory.glob("marks-*"):
+            found += [
+                tuple(json.loads(line))
+                for line in path.read_text().splitlines(keepends=True)
+                if line[-1] == "\n"
+            ]
+        return sorted(found)
+
+    def _wait(self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float) -> bool:
+        until = time.monotonic() + limit
+        while time.monotonic() < until and self.process is not None and self.process.poll() is None:
+            if condition(self._marks()):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _alive(self) -> list[int]:
+        """Workers of this job that run."""
+        signed = {int(path.name[4:]): path.read_text() for path in self.directory.glob("pid-*")}
+        return [pid for pid, when in signed.items() if when and started(pid) == when]
+
+    def strike(self, chance: random.Random) -> None:
+        alive = self._alive()
+        attempt = max(attempt for _, attempt, _ in self._marks())
+        for path in self.directory.glob("marks-*"):
+            path.unlink()  # workers open it anew for every line
+        killed = time.time()
+        os.kill(chance.choice(alive), signal.SIGKILL)
+
+        def later(marks: list[tuple[float, int, int]], size: int = 1) -> list[float]:
+            return [t for t, a, s in marks if a > attempt and s >= size and t > killed]
+
+        if not self._wait(lambda marks: bool(later(marks)), LIMIT):
+            self.num_lost += 1
+            self.stop()
+            self.start()
+            return
+        self._wait(lambda marks: bool(later(marks, SIZE)), LIMIT)
+        marks = self._marks()
+        self.to_any.append(min(later(marks)) - killed)
+        self.to_full.append(min(later(marks, SIZE), default=float("nan")) - killed)
+
+    def stop(self) -> None:
+        """End the job and every worker that wrote its pid; nothing else."""
+        if self.process is None:
+            return
+        self.process.terminate()  # launchers end their workers, also those that have not signed in yet
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+        for pid in self._alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def recovery(num_kills: int) -> None:
+    chance = random.Random(0)
+    python = [sys.executable, "-m"]
+    ours = ["phalanx", "run", "--on-failure=heal", "--preload=torch._dynamo,phalanx.elastic"]
+    theirs = ["torch.distributed.run", "--standalone"]
+    common = [f"--nproc-per-node={SIZE}", "--max-restarts=10000"]
+    contenders: list[Contender] = []
+    with contextlib.ExitStack() as stack:
+        for name, command in (("phalanx", ours), ("torchrun", theirs)):
+            contenders.append(Contender(name, [*python, *command, *common]))
+            stack.callback(contenders[-1].stop)
+            contenders[-1].start()
+        stack.callback(show, contenders)  # also when it is cut short
+        for _ in range(num_kills):
+            for contender in contenders:
+                contender.strike(chance)
+                time.sleep(0.5)
+
+
+def show(contenders: list[Contender]) -> None:
+    print(
+        f"{'SIGKILL to the next committed step':36s} {'median s':>9s} {'worst s':>9s} "
+        f"{'full size: median s':>20s} recovered"
+    )
+    for one in contenders:
+        times, full = one.to_any or [float("nan")], one.to_full or [float("nan")]
+        print(
+            f"{one.name:36s} {statistics.median(times):9.3f} {max(times):9.3f} {statistics.median(full):20.3f} "
+            f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}",
+            flush=True,
+        )
+
+
+# -- steady state -----------------------------------------------------------------------------------------------------
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, length: int = 4096, context: int = 64) -> None:
+        self.codes = torch.randint(0, 256, (length, context + 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.codes[index, :-1], self.codes[index, 1:]
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 256, num_layers: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.table(codes)))
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def ddp_steps(rank: int, size: int, parts: int, batch: int) -> Iterator[None]:
+    """torch's DDP, accumulating over ``parts`` micro-batches per step."""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    model = DistributedDataParallel(Transformer())
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = Tokens()
+    while True:
+        loader = iter(
+            DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, size, rank), drop_last=True)
+        )
+        for _ in range(len(data) // size // batch // parts):
+            for part in range(parts):
+                if part < parts - 1:
+                    with model.no_sync():
+                        (loss_of(model, *next(loader)) / parts).backward()
+                else:
+                    (loss_of(model, *next(loader)) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def job_steps(group: object, num_slots: int, batch: int) -> Iterator[None]:
+    from phalanx.elastic import Job, RunOptions
+
+    model = Transformer()
+    job = Job(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        Tokens(),
+        num_slots=num_slots,
+        slot_batch_size=batch,
+        run=RunOptions(progress=False, group=group),  # type: ignore[arg-type]  # imported late
+    )
+    for step in job.steps(max_steps=10**9):
+        for micro in step:
+            micro.backward(loss_of(model, micro.inputs, micro.targets))
+        step.commit()
+        yield
+
+
+def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> None:
+    from phalanx.comm import Group
+    from phalanx.comm.stores import connect
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    group = Group.create(connect(url), rank, size)
+    slots, batch = 4, 4
+    cases: dict[str, Iterator[None]] = {
+        "DDP, one batch of 16": ddp_steps(rank, size, 1, slots * batch),
+        "DDP, 4 micro-batches of 4": ddp_steps(rank, size, slots, batch),
+        "job, one slot of 16 per worker": job_steps(group, size, slots * batch),
+        "job, 4 slots of 4 per worker": job_steps(group, size * slots, batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for i in range(rounds + 3):
+        for name, steps in cases.items():
+            dist.barrier()
+            start = time.perf_counter()
+            next(steps)
+            dist.barrier()
+            if i >= 3:
+                times[name].append(time.perf_counter() - start)
+    if rank == 0:
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        numel = sum(p.numel() for p in Transformer().parameters())
+        print(
+            f"\nsteady state, {size} workers, {numel / 1e6:.1f}M parameters, group {group.backend}, median of {rounds}"
+        )
+        for name, value in medians.items():
+            print(f"{name:36s} {value * 1000:9.1f} ms")
+        plain, micro, one, many = medians.values()
+        print(f"job over DDP, same work in one batch    {one / plain:6.3f}")
+        print(f"job over DDP, same work in micro-batches {many / micro:5.3f}")
+        print(
+            f"slots: 4 of 4 over one of 16            {many / one:6.3f}   (DDP's micro-batches: {micro / plain:.3f})"
+        )
+    dist.barrier()
+    os._exit(0)  # the generators hold groups; nothing here is worth an orderly end
+
+
+def steady(rounds: int) -> None:
+    import socket
+
+    from phalanx.comm.stores import TCPStore
+
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore.serve()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    url = store.address if "://" in store.address else f"tcp://{store.address}"
+    processes = [
+        context.Process(target=steady_worker, args=(rank, 2, url, port, rounds)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    store.close()
+
+
+def main() -> None:
+    if sys.argv[1:2] in (["torchrun-worker"], ["phalanx-worker"]):
+        torch.set_num_threads(1)
+        worker = torch_worker if sys.argv[1] == "torchrun-worker" else phalanx_worker
+        worker(Path(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
+    if args.kills:
+        recovery(args.kills)
+    if args.rounds:
+        steady(args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""How long workers take to start and to come back, beside torchrun, in one interleaved run.
+
+Start: from the command to the moment the last of N workers has finished its first gloo all-reduce.
+Recovery: from SIGKILL of one worker to the moment all workers have finished an all-reduce in their new group, under
+``--max-restarts`` (everybody restarts). A run that does not come back within the limit counts as hung.
+The worker is the same plain torch.distributed script for both, in a file of its own below.
+
+    python -m benchmarks.launch [--rounds 3] [--recoveries 20] [--workers 2 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HUNG_AFTER = 30.0
+
+WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+directory, stays = sys.argv[1], sys.argv[2] == "stay"
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == dist.get_world_size()
+name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{dist.get_rank()}"
+with open(os.path.join(directory, name + ".part"), "w") as file:
+    file.write(f"{time.time()} {os.getpid()}")
+os.rename(os.path.join(directory, name + ".part"), os.path.join(directory, name))
+while stays and not os.path.exists(os.path.join(directory, "end")):
+    dist.all_reduce(x)
+    time.sleep(0.005)
+"""
+
+COMMANDS = {
+    "phalanx": [sys.executable, "-m", "phalanx", "run"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+
+
+class Run:
+    """One launched job and the marks that its workers leave."""
+
+    def __init__(self, name: str, workers: int, *, stays: bool) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-launch-"))
+        script = self.directory / "worker.py"
+        script.write_text(WORKER)
+        self.workers = workers
+        self.log = open(self.directory / "log", "w")  # noqa: SIM115 - closed by end()
+        words = ["--nproc-per-node", str(workers), "--max-restarts", "3" if stays else "0"]
+        self.started = time.time()
+        self.process = subprocess.Popen(
+            [*COMMANDS[name], *words, str(script), str(self.directory), "stay" if stays else "go"],
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def wait_marks(self, restart: int) -> list[tuple[float, int]] | None:
+        """Time and pid of every worker of a generation once all are there; None when they do not come."""
+        until = time.monotonic() + HUNG_AFTER
+        names = [self.directory / f"{restart}-{rank}" for rank in range(self.workers)]
+        while not all(name.exists() for name in names):
+            if time.monotonic() > until or self.process.poll() not in (None, 0):
+                return None
+            time.sleep(0.002)
+        marks = [name.read_text().split() for name in names]
+        return [(float(seconds), int(pid)) for seconds, pid in marks]
+
+    def end(self, *, kill: bool) -> None:
+        if kill:
+            _kill_tree(self.process.pid)
+        (self.directory / "end").touch()
+        try:
+            self.process.wait(HUNG_AFTER)
+        except subprocess.TimeoutExpired:
+            _kill_tree(self.process.pid)
+            self.process.wait()
+        self.log.close()
+        shutil.rmtree(self.directory)
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL to a process of ours and all its descendants, found before any of them dies."""
+    found, queue = [], [pid]
+    while queue:
+        found.append(queue.pop())
+        for task in Path(f"/proc/{found[-1]}/task").glob("*/children"):
+            try:
+                queue += [int(word) for word in task.read_text().split()]
+            except OSError:
+                continue
+    for each in found:
+        try:
+            os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def time_start(name: str, workers: int) -> tuple[float, float]:
+    """Seconds to the last worker's first all-reduce, and CPU seconds of the whole job: the latter do not depend on what
+    else the machine does."""
+    before = _cpu_of_children()
+    run = Run(name, workers, stays=False)
+    marks = run.wait_marks(0)
+    run.end(kill=marks is None)
+    seconds = max(seconds for seconds, _ in marks) - run.started if marks else float("nan")
+    return seconds, _cpu_of_children() - before
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def time_recovery(name: str, workers: int, victim: int) -> float | None:
+    """Seconds from the kill to a working group of everybody; None when that never came."""
+    run = Run(name, workers, stays=True)
+    first = run.wait_marks(0)
+    if first is None:
+        run.end(kill=True)
+        return None
+    killed = time.time()
+    os.kill(first[victim][1], signal.SIGKILL)
+    second = run.wait_marks(1)
+    run.end(kill=second is None)
+    return max(seconds for seconds, _ in second) - killed if second else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each kind")
+    parser.add_argument("--recoveries", type=int, default=20, help="kills for each launcher")
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 8], help="sizes for the start")
+    args = parser.parse_args()
+    print(f"cores {os.cpu_count()}, load before {os.getloadavg()[0]:.1f}; seconds, median (min-max)")
+    for workers in args.workers:
+        times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        cpu: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        for _ in range(args.rounds):
+            for name in COMMANDS:
+                seconds, cpu_seconds = time_start(name, workers)
+                times[name].append(seconds)
+                cpu[name].append(cpu_seconds)
+        _show(f"start of {workers} workers to first all-reduce", times)
+        _show(f"CPU seconds of a job of {workers} workers that does nothing else", cpu)
+    recovered: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    hung = dict.fromkeys(COMMANDS, 0)
+    for turn in range(args.recoveries):
+        for name in COMMANDS:
+            seconds = time_recovery(name, 2, turn % 2)
+            if seconds is None:
+                hung[name] += 1
+            else:
+                recovered[name].append(seconds)
+    if args.recoveries:
+        _show("SIGKILL to all 2 workers in a working group again", recovered)
+    for name in COMMANDS if args.recoveries else ():
+        print(
+            f"  {name:9s} recovered {len(recovered[name])} of {args.recoveries}, hung or failed {hung[name]}"
+        )
+    print(f"load after {os.getloadavg()[0]:.1f}")
+    return 0
+
+
+def _show(title: str, times: dict[str, list[float]]) -> None:
+    print(title)
+    medians = {}
+    for name, values in times.items():
+        medians[name] = statistics.median(values) if values else float("nan")
+        spread = f"({min(values):.2f}-{max(values):.2f})" if values else ""
+        print(f"  {name:9s} {medians[name]:6.2f} {spread}")
+    print(f"  ratio     {medians['phalanx'] / medians['torchrun']:6.3f}x", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Distributed data parallel: every rank computes on its own data, all ranks get the same gradients."""
+
+from __future__ import annotations
+
+from phalanx.ddp import hooks
+from phalanx.ddp._arguments import MixedPrecision as _MixedPrecision
+from phalanx.ddp._attribution import ReplicaDrift, ReplicaMismatch
+from phalanx.ddp._bucket import GradBucket
+from phalanx.ddp._buffers import BufferCommHookLocation as _BufferCommHookLocation
+from phalanx.ddp._join import Join, Joinable, JoinHook
+from phalanx.ddp._join_hook import DDPJoinHook as _DDPJoinHook
+from phalanx.ddp._logging import dump_environment as _dump_DDP_relevant_env_vars
+from phalanx.ddp._reducer import Reducer, ReducerOptions
+from phalanx.ddp._values import find_tensors as _find_tensors
+from phalanx.ddp._wrapper import DistributedDataParallel
+
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "Reducer",
+    "ReducerOptions",
+    "ReplicaDrift",
+    "ReplicaMismatch",
+    "_BufferCommHookLocation",
+    "_DDPJoinHook",
+    "_MixedPrecision",
+    "_dump_DDP_relevant_env_vars",
+    "_find_tensors",
+    "hooks",
+]

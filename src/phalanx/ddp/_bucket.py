@@ -1,0 +1,55 @@
+"""The bucket that communication hooks see: a flat tensor of gradients and what belongs to it.
+
+It has the methods of PyTorch's object of the same name, so hooks written for that one work here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from phalanx.ddp._memory import view_like
+
+
+class GradBucket:
+    """Gradients of several parameters in one flat tensor.
+
+    >>> def halve(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # doctest: +SKIP
+    ...     future = torch.futures.Future()
+    ...     future.set_result(bucket.buffer() / 2)
+    ...     return future
+    """
+
+    def __init__(self, index: int, buffer: Tensor, params: Sequence[nn.Parameter], *, is_last: bool) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._params = list(params)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The flat gradients; not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the flat gradients, e.g. by a compressed copy of as many elements."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """One view of the buffer per parameter."""
+        views, offset = [], 0
+        for param in self._params:
+            views.append(view_like(self._buffer, param, offset))
+            offset += param.numel()
+        return views
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._params)
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this step."""
+        return self._is_last

@@ -1,0 +1,101 @@
+"""The flat memory of one bucket, and when it may be written again.
+
+A slab is one flat tensor: the gradients of the bucket's parameters one after the other, then an optional tail that
+carries the ledger. Gradients handed to the user may be views of it, so before a backward pass writes into a slab,
+nobody else may still look at it: ``SlabPool.writable`` takes a slab that is free of foreign views, or a new one.
+This is how gradients cost no copy and yet behave like tensors of their own, and how what ``.grad`` held before the
+step survives a step that fails.
+
+With ``aliasing_allowed`` (``gradient_as_bucket_view=True``) the user has said that old gradients may be overwritten:
+then only gradients that are still attached to a parameter keep a slab busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+class Slab:
+    """Flat memory with one view per parameter."""
+
+    def __init__(self, flat: Tensor, params: Sequence[nn.Parameter]) -> None:
+        self.flat = flat
+        self.views: list[Tensor] = []
+        self._offsets: list[int] = []
+        offset = 0
+        for param in params:
+            self._offsets.append(offset)
+            self.views.append(view_like(flat, param, offset))
+            offset += param.numel()
+        self.numel = offset
+        self.grads = flat[:offset]
+        self.tail = flat[offset:]
+        self._own_references = self._references()
+
+    def fresh_view(self, param: Tensor, place: int) -> Tensor:
+        """A view to give away: as long as anyone holds it, the slab counts as looked at."""
+        return view_like(self.flat, param, self._offsets[place])
+
+    @property
+    def key(self) -> int:
+        """Identity of the memory: views of it have the same."""
+        return int(self.flat.untyped_storage()._cdata)
+
+    def has_foreign_views(self) -> bool:
+        return self._references() > self._own_references
+
+    def _references(self) -> int:
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+
+def view_like(flat: Tensor, param: Tensor, offset: int) -> Tensor:
+    """A view of ``flat`` with the shape of ``param``, and its strides where these are dense (channels last)."""
+    if param.is_contiguous() or not _is_dense(param):
+        return flat.narrow(0, offset, param.numel()).view(param.shape)
+    return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class SlabPool:
+    """The slabs of one bucket; at most one spare is kept."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], tail: int, allocate: Allocate, *, aliasing_allowed: bool
+    ) -> None:
+        self._params = params
+        self._tail = tail
+        self._allocate = allocate
+        self._aliasing_allowed = aliasing_allowed
+        self._slabs: list[Slab] = []
+
+    def writable(self, busy: Collection[int]) -> Slab:
+        """A slab that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
+        for place, slab in enumerate(self._slabs):
+            if slab.key not in busy and (self._aliasing_allowed or not slab.has_foreign_views()):
+                self._slabs.insert(0, self._slabs.pop(place))
+                return slab
+        numel = sum(param.numel() for param in self._params) + self._tail
+        flat = self._allocate(numel, self._params[0].dtype, self._params[0].device)
+        self._slabs.insert(0, Slab(flat, self._params))
+        del self._slabs[2:]
+        return self._slabs[0]
+
+    def forget(self) -> None:
+        """Drop all memory, e.g. since a collective that never ended may still write to it."""
+        self._slabs.clear()

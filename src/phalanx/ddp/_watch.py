@@ -1,0 +1,82 @@
+"""Knowing which gradients have arrived, at the least cost per parameter.
+
+Every followed parameter has one hook that runs after its gradient was accumulated. For most it is ``list.append``
+itself, which costs a fraction of a microsecond; for the *watched* ones it also calls back. ``drain`` returns the
+arrivals since the last call, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+class ArrivalWatch:
+    """Follows parameters; see the module's text."""
+
+    def __init__(self, on_arrival: Callable[[], None]) -> None:
+        self.inbox: list[nn.Parameter] = []
+        self._on_arrival = on_arrival
+        self._index_of: dict[int, int] = {}
+        self._hooks: dict[int, tuple[nn.Parameter, Any, bool]] = {}
+
+    def follow(self, params: Sequence[nn.Parameter], watched: Collection[int]) -> None:
+        """Follow exactly these parameters; those at the ``watched`` indices call back."""
+        self._index_of = {id(param): index for index, param in enumerate(params)}
+        for key in self._hooks.keys() - self._index_of.keys():
+            self._hooks.pop(key)[1].remove()
+        for index, param in enumerate(params):
+            self._hook(param, index in watched)
+
+    def also(self, params: Iterable[nn.Parameter]) -> None:
+        """Follow these too, as unknown ones (index -1)."""
+        for param in params:
+            self._hook(param, False)
+
+    def promote(self, param: nn.Parameter) -> None:
+        """Let this one call back from now on."""
+        self._hook(param, True)
+
+    def indices(self, params: Iterable[nn.Parameter]) -> list[int]:
+        index_of = self._index_of
+        return [index_of.get(id(param), -1) for param in params]
+
+    def drain(self) -> list[int]:
+        arrivals = self.indices(self.inbox)
+        self.inbox.clear()
+        return arrivals
+
+    def stop(self) -> None:
+        for _, handle, _ in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def run_last(self) -> None:
+        """Put our hooks behind those that users registered since: they must see the gradient before it is sent."""
+        for param, handle, _ in self._hooks.values():
+            hooks = param._post_accumulate_grad_hooks
+            if len(hooks) > 1:
+                # Not move_to_end: autograd walks the plain dict underneath, whose order that leaves as it is.
+                hooks[handle.id] = hooks.pop(handle.id)
+
+    def _hook(self, param: nn.Parameter, watched: bool) -> None:
+        present = self._hooks.get(id(param))
+        if present is not None:
+            if present[2] == watched:
+                return
+            present[1].remove()
+        if not param.requires_grad:  # frozen since: nothing arrives until a scan finds it trainable again
+            self._hooks.pop(id(param), None)
+            return
+        hook = self._note_and_call if watched else self.inbox.append
+        self._hooks[id(param)] = (param, self._register(param, hook), watched)
+
+    @staticmethod
+    def _register(param: Any, hook: Callable[[nn.Parameter], None]) -> Any:
+        return param.register_post_accumulate_grad_hook(hook)  # param is Any: torch has no types for it
+
+    def _note_and_call(self, param: nn.Parameter) -> None:
+        self.inbox.append(param)
+        self._on_arrival()

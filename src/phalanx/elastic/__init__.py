@@ -1,0 +1,28 @@
+"""Elastic training: workers die, leave and join; the result has the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+from phalanx.elastic._codec import StateTypeError
+from phalanx.elastic._job import Job
+from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
+from phalanx.elastic._roster import Ejected, RegroupTimeout
+from phalanx.elastic._saves import SaveError
+from phalanx.elastic._step import Micro, Step
+from phalanx.elastic._sync import BitsWarning, WorkersDiffer
+
+__all__ = [
+    "BitsWarning",
+    "Callbacks",
+    "DataOptions",
+    "Ejected",
+    "Job",
+    "Micro",
+    "RegroupTimeout",
+    "Regrouped",
+    "RunOptions",
+    "SaveError",
+    "Saves",
+    "StateTypeError",
+    "Step",
+    "WorkersDiffer",
+]

@@ -1,0 +1,42 @@
+"""The buffers of a module (BatchNorm's running statistics and the like) under slots.
+
+Every slot of a step starts from the buffers that the step began with, so its result does not depend on which slots
+ran before it in the same process; slot 0's buffers become those of the next step. Owns that restoring; how slot 0's
+buffers reach the other workers is ``_layout``'s raw part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Buffers:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._names = [name for name, _ in module.named_buffers()]
+        self._start: list[Tensor] = []
+
+    def live(self) -> list[Tensor]:
+        """The buffers now; a module may replace one by assignment, so they are looked up each time."""
+        found = dict(self.module.named_buffers())
+        if list(found) != self._names:
+            raise RuntimeError(
+                f"the model's buffers changed from {self._names} to {list(found)} during training; "
+                "register all buffers before the job is made"
+            )
+        return list(found.values())
+
+    def begin_step(self) -> None:
+        """Remember the buffers that every slot of this step starts from."""
+        live = self.live()
+        if not self._start:
+            self._start = [buffer.detach().clone() for buffer in live]
+        elif live:
+            torch._foreach_copy_(self._start, [buffer.detach() for buffer in live])
+
+    def restore(self) -> None:
+        """Put the step's buffers back. All of them: BatchNorm's kernel changes its statistics without a trace."""
+        live = [buffer.detach() for buffer in self.live()]
+        if live and self._start:
+            torch._foreach_copy_(live, self._start)

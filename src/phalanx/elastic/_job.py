@@ -1,0 +1,328 @@
+"""Job: training that goes on when workers die, leave or join, with the bits of an undisturbed run.
+
+Owns the loop and the parts of the job. Who the other workers are, and how that changes, is ``_team``'s business, what a
+step computes ``_step``'s, what a state is ``_state``'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.data import ElasticBatchSampler
+from phalanx.elastic._buffers import Buffers
+from phalanx.elastic._evaluate import evaluate
+from phalanx.elastic._layout import Layout
+from phalanx.elastic._loading import Fetcher, Loading
+from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
+from phalanx.elastic._partials import Pool
+from phalanx.elastic._progress import Progress
+from phalanx.elastic._records import Audit, Events
+from phalanx.elastic._saving import Saving
+from phalanx.elastic._schedule import Schedule
+from phalanx.elastic._state import Parts, State, Stateful, digest
+from phalanx.elastic._step import Step
+from phalanx.elastic._store_roster import make_roster
+from phalanx.elastic._sync import fingerprint
+from phalanx.elastic._team import Team
+
+MAX_WORKERS = 1024
+
+
+class Job:
+    """An elastic training job; the loop stays a plain loop.
+
+    >>> job = Job(model, optimizer, dataset, num_slots=8, slot_batch_size=16, seed=0)     # doctest: +SKIP
+    >>> for step in job.steps(epochs=3):                                                  # doctest: +SKIP
+    ...     for micro in step:
+    ...         micro.backward(loss_fn(model(micro.inputs), micro.targets))
+    ...     step.commit()
+
+    ``num_slots`` is the number of logical workers: the result depends on it, never on the number of processes.
+    ``scheduler`` steps once per committed step; ``scaler`` is a ``torch.amp.GradScaler``; ``state`` names further
+    objects with ``state_dict`` and ``load_state_dict`` that belong to the job.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        *,
+        num_slots: int,
+        slot_batch_size: int,
+        seed: int = 0,
+        scheduler: Stateful | None = None,
+        scaler: Any = None,
+        state: Mapping[str, Stateful] | None = None,
+        data: DataOptions = DataOptions(),  # noqa: B008  # a frozen value
+        saves: Saves | None = None,
+        run: RunOptions = RunOptions(),  # noqa: B008  # a frozen value
+        callbacks: Callbacks = Callbacks(),  # noqa: B008  # a frozen value
+    ) -> None:
+        if run.threads is not None:
+            torch.set_num_threads(run.threads)
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.num_slots = num_slots
+        self.slot_batch_size = slot_batch_size
+        self.seed = seed
+        self.callbacks = callbacks
+        self.run = run
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.param_names, self.params = list(named), list(named.values())
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        _check_optimizer(optimizer, model)
+        others = {"scheduler": scheduler, "scaler": scaler}
+        self._parts = Parts(
+            model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
+        )
+        self.buffers = Buffers(model)
+        self.pool = Pool(Layout.of(self.params, self.buffers.live()), MAX_WORKERS)
+        sampler = ElasticBatchSampler(
+            dataset, num_slots, slot_batch_size, slots=(), shuffle=data.shuffle, seed=seed, tail=data.tail
+        )
+        self.schedule = Schedule(sampler, data.parts)
+        self.loading = Loading(Fetcher(dataset, data.collate_fn, seed), data.num_workers)
+        roster = make_roster(run.group, comm_timeout=run.timeout)
+        logs = None if run.log_dir is None else Path(run.log_dir)
+        name = roster.worker_id.replace("/", "_")
+        self.audit = Audit(logs and logs / f"audit-{name}.jsonl")
+        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id)
+        self.progress = Progress(run.progress)
+        self.saving = Saving(saves, self.events)
+        self.team = Team(self, roster)
+        self.is_fresh = True
+        """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
+        self.loss: float | None = None
+        """Loss of the last committed step."""
+        self.num_evaluations = 0
+        self.last_evaluation: dict[str, float] = {}
+        self._resumes = 0
+        self._read_ahead: tuple[int, int, int] | None = None
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The number of committed steps."""
+        return self.schedule.step
+
+    @property
+    def epoch(self) -> int:
+        return self.schedule.epoch
+
+    @property
+    def generation(self) -> int:
+        return self.team.seat.generation
+
+    @property
+    def rank(self) -> int:
+        return self.team.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.team.seat.workers)
+
+    @property
+    def worker_id(self) -> str:
+        return self.team.roster.worker_id
+
+    @property
+    def lineage(self) -> list[int]:
+        """What tells this attempt at a step from earlier ones; later is larger."""
+        return [self._resumes, self.team.seat.generation, self.team.seat.round]
+
+    def digest(self) -> str:
+        """sha256 over weights, optimizer state, the other objects' state and the data position."""
+        return digest({"parts": self._parts.capture(), "sampler": self.schedule.state_dict()})
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def steps(self, epochs: int | None = None, *, max_steps: int | None = None) -> Iterator[Step]:
+        """The steps that are not committed yet, up to a number of epochs or of steps, whichever comes first.
+
+        A step that could not be committed because a worker was lost comes again; ``step.commit()`` returned False.
+        """
+        if epochs is None and max_steps is None:
+            raise ValueError("steps() needs epochs or max_steps; expected an end")
+        if self.team.is_over and self.team.roster.can_change:
+            raise RuntimeError(
+                "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
+                "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
+            )
+        with self.team.leave.listen():
+            try:
+                self.begin()
+                while not self._is_over(epochs, max_steps):
+                    self._check_frozen()
+                    self._follow_data()
+                    self.buffers.begin_step()
+                    step = Step(self)
+                    yield step
+                    if step.committed:
+                        self._tell_step(step)
+                        self.team.cross_boundary(step)
+                    elif not step.dropped:
+                        raise RuntimeError(
+                            f"step {step.number} was not committed; call step.commit() in the loop"
+                        )
+                self.team.part()
+                self.events.emit("finished", step=self.step)
+                self.loading.close()
+                self.saving.wait_idle()
+                self.progress.close()
+                atexit.register(self.close)  # not now: an evaluation may follow
+            except BaseException:
+                self.close()
+                raise
+
+    def begin(self) -> None:
+        """Join the other workers and take their state; ``steps`` does it."""
+        if self.team.has_begun:
+            return
+        self.audit.begin(
+            {
+                "num_slots": self.num_slots,
+                "steps_per_epoch": self.schedule.sampler.steps_per_epoch,
+                "num_samples_per_epoch": self.schedule.num_samples_per_epoch,
+            }
+        )
+        self.events.emit("started", pid=os.getpid())
+        self.team.begin()
+
+    def close(self) -> None:
+        """End threads, files and the group; the state stays in memory and can be looked at and saved."""
+        atexit.unregister(self.close)
+        self.loading.close()
+        self.saving.wait_idle()
+        self.progress.close()
+        self.team.close()
+        self.audit.close()
+        self.events.close()
+
+    def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
+        return (epochs is not None and self.epoch >= epochs) or (
+            max_steps is not None and self.step >= max_steps
+        )
+
+    def _check_frozen(self) -> None:
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{name} did not require a gradient when the job was made and does now; make the job after "
+                    "unfreezing, or set requires_grad before and leave the parameter out of the optimizer"
+                )
+
+    def _follow_data(self) -> None:
+        """Have the loader read along our slots, anew after a regroup and at the beginning of an epoch."""
+        now = (self.generation, self.team.seat.round, self.epoch)
+        if now != self._read_ahead:
+            slots = self.team.exchange.slots
+            self.loading.follow(lambda: self.schedule.ahead(slots))
+            self._read_ahead = now
+
+    def advance(self, step: Step) -> None:
+        """The optimizer has stepped: move everything else along. For ``Step`` only."""
+        self.schedule.sampler.commit(step.number)
+        if self.scheduler is not None:
+            self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
+        self.loss = step.loss
+        self.audit.committed(self.lineage, step.epoch, step.number)
+        self.team.roster.report(self.step)
+
+    def _tell_step(self, step: Step) -> None:
+        if self.rank == 0:
+            self.progress.show(self, step)
+            self.events.emit(
+                "step",
+                step=step.number,
+                epoch=step.epoch,
+                loss=step.loss,
+                samples=step.num_samples,
+                generation=self.generation,
+                round=self.team.seat.round,
+                world_size=self.world_size,
+            )
+        if self.saving.is_due(self.step) and self.rank == 0:
+            self.save(wait=False)
+
+    # -- evaluation -------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        dataset: Any,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """Means over a dataset, each sample exactly once, shared out among the workers; the same on all of them.
+
+        ``function(batch)`` returns means over the batch by name. It runs without gradients on the model in
+        evaluation mode. Call it on every worker, inside the loop after a commit, or after the loop.
+
+        >>> job.evaluate(test_set, lambda batch: {"loss": loss(batch)}, batch_size=64)     # doctest: +SKIP
+        {'loss': 0.41}
+        """
+        self.begin()
+        return evaluate(self, dataset, function, batch_size, collate_fn)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Everything that decides what the next step computes; its tensors are the live ones."""
+        return {
+            "parts": self._parts.capture(),
+            "sampler": self.schedule.state_dict(),
+            "resumes": self._resumes,
+            "evaluations": [self.num_evaluations, self.last_evaluation],
+            "loss": self.loss,
+            "seed": self.seed,
+            "machine": fingerprint(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
+        if state["seed"] != self.seed:
+            raise ValueError(f"the state is of a job with seed {state['seed']}, this one has {self.seed}")
+        self._parts.apply(state["parts"])
+        self.schedule.load_state_dict(state["sampler"])
+        self._resumes = state["resumes"]
+        self.num_evaluations, self.last_evaluation = state["evaluations"]
+        self.loss = state["loss"]
+        self.is_fresh = False
+
+    def save(self, *, wait: bool = True) -> None:
+        """Write the state to the saves' directory; without ``wait`` in the background."""
+        self.saving.submit(self.step, self.state_dict())
+        if wait:
+            self.saving.wait_idle()
+
+    def load_save(self) -> bool:
+        """Take the newest readable save, if there is one; the workers' first seat does it by itself."""
+        state = self.saving.load()
+        if state is None:
+            return False
+        self.load_state_dict({**state, "resumes": state["resumes"] + 1})
+        self.events.emit("resumed", step=self.step)
+        return True
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = {id(p) for p in model.parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ValueError(
+                    f"the optimizer's group {i} holds a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's; build the optimizer from model.parameters() of the same model"
+                )

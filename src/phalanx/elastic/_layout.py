@@ -1,0 +1,119 @@
+"""Where everything that a step must exchange lies in a few flat tensors.
+
+Owns the layout (one bucket per dtype) and ``Flat``, one set of buckets with its views. The first bucket is always
+float32 and carries, behind its gradients, the numbers that ride along (``SCALARS`` and one "was it used" count per
+parameter) and behind those the bytes of the module's buffers.
+
+Invariants: sums touch the first ``num_summed`` elements only. What lies behind, the raw part, is never added: in
+every addition the left operand's bytes stay, and slot 0 is the leftmost leaf, so the root holds slot 0's buffers,
+whatever their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALARS = ("loss", "weight", "samples", "wish", "leaving")
+"""Sums over slots that ride along: weighted loss, weight, samples; and, of workers, who wants to regroup or leave."""
+
+ALIGN = 16
+"""Views start at multiples of this many elements, so that vector instructions see aligned data."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat tensor of a dtype: which parameters it holds at which offsets, and its lengths in elements."""
+
+    dtype: torch.dtype
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_summed: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of a model; the same on every worker that built the same model."""
+
+    device: torch.device
+    shapes: tuple[torch.Size, ...]
+    buckets: tuple[Bucket, ...]
+    extras_offset: int
+    raw_sizes: tuple[int, ...]
+    """Bytes of each buffer of the module."""
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> Layout:
+        """Lay out the gradients of ``params`` and the values of ``buffers``."""
+        devices = {tensor.device for tensor in [*params, *buffers]} or {torch.device("cpu")}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model is spread over devices {sorted(map(str, devices))}; expected one device"
+            )
+        raw_sizes = tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
+        dtypes = [torch.float32, *sorted({p.dtype for p in params} - {torch.float32}, key=str)]
+        buckets = []
+        extras_offset = 0
+        for dtype in dtypes:
+            members = tuple(i for i, p in enumerate(params) if p.dtype == dtype)
+            offsets, end = [], 0
+            for i in members:
+                offsets.append(end)
+                end += _align(params[i].numel())
+            length = end
+            if dtype == torch.float32:
+                extras_offset = end
+                end += _align(len(SCALARS) + len(params))
+                length = end + sum(_align(-(-size // 4)) for size in raw_sizes)
+            buckets.append(Bucket(dtype, members, tuple(offsets), end, length))
+        shapes = tuple(p.shape for p in params)
+        return cls(devices.pop(), shapes, tuple(buckets), extras_offset, raw_sizes)
+
+    def chunk(self, bucket: Bucket, size: int) -> int:
+        """Elements of a bucket that each of ``size`` workers owns; the last chunks may reach past the end."""
+        return _align(-(-bucket.length // size))
+
+
+class Flat:
+    """One copy of all buckets: ``grads`` per parameter, ``extras``, and ``raw`` bytes per buffer are views of it."""
+
+    def __init__(self, layout: Layout, max_size: int) -> None:
+        self.layout = layout
+        self.tensors = [
+            torch.zeros(
+                layout.chunk(b, max_size) * max_size + ALIGN * max_size, dtype=b.dtype, device=layout.device
+            )
+            for b in layout.buckets
+        ]
+        self.grads: list[Tensor] = [torch.empty(0)] * len(layout.shapes)
+        for bucket, tensor in zip(layout.buckets, self.tensors, strict=True):
+            for i, offset in zip(bucket.params, bucket.offsets, strict=True):
+                shape = layout.shapes[i]
+                self.grads[i] = tensor[offset : offset + shape.numel()].view(shape)
+        first = self.tensors[0]
+        start = layout.extras_offset
+        self.scalars = first[start : start + len(SCALARS)]
+        self.used = first[start + len(SCALARS) : start + len(SCALARS) + len(layout.shapes)]
+        self.raw: list[Tensor] = []
+        offset = layout.buckets[0].num_summed
+        for size in layout.raw_sizes:
+            words = -(-size // 4)
+            self.raw.append(first[offset : offset + words].view(torch.uint8)[:size])
+            offset += _align(words)
+
+    def put_buffers(self, buffers: Sequence[Tensor]) -> None:
+        for raw, buffer in zip(self.raw, buffers, strict=True):
+            raw.copy_(buffer.detach().reshape(-1).view(torch.uint8))
+
+    def get_buffers(self, buffers: Sequence[Tensor]) -> None:
+        for raw, buffer in zip(self.raw, buffers, strict=True):
+            # A copy starts at an aligned address; a view of wider elements may not start in the middle of a word.
+            buffer.detach().copy_(raw.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _align(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN

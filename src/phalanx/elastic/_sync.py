@@ -1,0 +1,144 @@
+"""Bringing the workers of a new round to one state: that of the most advanced.
+
+Phases: 1. everybody tells how far it is, what it runs and on what (one small gather); 2. a pure choice of the source;
+3. the source streams its state to those who are behind, one after the other; all others go on at once. A worker that
+fails meanwhile makes the whole round fail; nothing was changed in the source, and who was behind still is.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.elastic._seats import FRESH, Seat, choose_source
+from phalanx.elastic._state import digest
+from phalanx.elastic._stream import receive_state, send_state
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.elastic._job import Job
+
+
+class WorkersDiffer(PhalanxError):
+    """Workers of one job run different jobs, or should have the same bits and have not."""
+
+
+class BitsWarning(UserWarning):
+    """The result may not have the same bits as on other workers or before; it is as right as theirs."""
+
+
+def fingerprint() -> dict[str, Any]:
+    """What the bits of a computation depend on, besides its inputs."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }
+
+
+def bring_level(job: Job, seat: Seat) -> None:
+    """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
+    mine: dict[str, Any] = {
+        "step": FRESH if job.is_fresh else job.step,
+        "job": _identity(job),
+        "machine": fingerprint(),
+        "evaluations": [job.num_evaluations, job.last_evaluation],
+    }
+    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    _check_same(seat, told)
+    source = _find_source(job, seat, [one["step"] for one in told])
+    if seat.group is None:
+        return
+    behind = [
+        rank
+        for rank, one in enumerate(told)
+        if rank != source and (one["step"] == FRESH or one["step"] < told[source]["step"])
+    ]
+    if seat.rank == source:
+        for rank in behind:
+            job.events.emit(
+                "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
+            )
+    elif seat.rank in behind:
+        job.load_state_dict(receive_state(seat.group, source))
+        job.events.emit("received", step=job.step, source=seat.workers[source])
+    elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
+        # It was cut off from an evaluation that the others completed.
+        job.num_evaluations, job.last_evaluation = max(told, key=_num_evaluations)["evaluations"]
+    if job.run.verify:
+        _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
+
+
+def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
+    """Whose state counts. The disk is looked at only if no worker has a state, since checking a save takes time."""
+    if max(steps) != FRESH:
+        return choose_source(steps)
+    saved = job.saving.newest_step()
+    mine = FRESH if saved is None else saved
+    source = choose_source(seat.group.all_gather_values(mine) if seat.group is not None else [mine])
+    if source == seat.rank and saved is not None:
+        job.load_save()
+    return source
+
+
+def _num_evaluations(told: dict[str, Any]) -> int:
+    return int(told["evaluations"][0])
+
+
+def _digests(job: Job) -> dict[str, str]:
+    parts = job.state_dict()["parts"]
+    named = {"position": job.schedule.state_dict(), "optimizer": parts["optimizer"]}
+    for kind in ("model", "buffers", "others"):
+        named |= {f"{kind} {name}": value for name, value in parts[kind].items()}
+    return {name: digest(value) for name, value in named.items()}
+
+
+def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> None:
+    for worker, one in zip(workers, told, strict=True):
+        different = [name for name, value in told[0].items() if one.get(name) != value]
+        if different:
+            raise WorkersDiffer(
+                f"after a regroup at step {job.step}, workers {workers[0]} and {worker} differ in "
+                f"{', '.join(different)}"
+            )
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    return {
+        "num_slots": job.num_slots,
+        "slot_batch_size": job.slot_batch_size,
+        "seed": job.seed,
+        "steps_per_epoch": job.schedule.sampler.steps_per_epoch,
+        "parameters": digest(
+            [(n, str(p.shape), str(p.dtype)) for n, p in zip(job.param_names, job.params, strict=True)]
+        ),
+    }
+
+
+def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
+    for worker, one in zip(seat.workers, told, strict=True):
+        for name, value in told[0]["job"].items():
+            if one["job"][name] != value:
+                raise WorkersDiffer(
+                    f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on "
+                    f"{worker}; all workers must run the same script with the same arguments"
+                )
+        different = [name for name, value in told[0]["machine"].items() if one["machine"][name] != value]
+        if different:
+            ours, theirs = told[0]["machine"], one["machine"]
+            listed = ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in different)
+            warnings.warn(
+                f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them "
+                "computes what. For equal bits run them alike (RunOptions(threads=1) sets the threads)",
+                BitsWarning,
+                stacklevel=2,
+            )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else text[:200] + "..."

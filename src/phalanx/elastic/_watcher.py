@@ -1,0 +1,118 @@
+"""A thread that looks at the store while the worker computes, and the flags it raises.
+
+Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
+once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
+writes the worker's progress. One read of four keys per tick; the main thread only ever looks at the flags.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+
+from phalanx import membership
+from phalanx.comm.stores import Store
+from phalanx.elastic._seats import Seat
+from phalanx.errors import PeerLost, StoreError
+
+TICK = 0.05
+PROGRESS_EVERY = 0.25
+PATIENCE = 10.0
+"""Seconds that a step may go on when its generation was ended although no worker is gone."""
+
+
+@dataclass
+class Signals:
+    """Flags of one seat: set by the watcher, read by the main thread."""
+
+    broken: PeerLost | None = None
+    wish: bool = False
+    """Regroup at the next step boundary."""
+
+
+class Watcher:
+    def __init__(self, store: Store, seat: Seat, worker_id: str, signals: Signals) -> None:
+        self.progress = (-1, 0)
+        """The step, and how often the main thread reported."""
+        self.is_waiting = False
+        """Whether the main thread waits for other workers: then it is not the one that hangs."""
+        self._store = store
+        self._seat = seat
+        self._worker_id = worker_id
+        self._signals = signals
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
+        self._reported = ((-1, 0), 0.0)
+        self._num_waits = 0
+        self._broken_since = 0.0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; no flag changes after this returns."""
+        self._stop.set()
+        self._thread.join()
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK):
+            try:
+                if self._look():
+                    return
+                self._report()
+            except StoreError as error:
+                self._break(f"the job's store is gone: {error}")
+                return
+
+    def _look(self) -> bool:
+        """Read the keys once; True when the generation is over."""
+        g = self._seat.generation
+        broken, wanted, num_ready, num_leaving = self._store.get_many(
+            [membership.broken_key(g), membership.wanted_key(g), num_ready_key(g), num_leaving_key(g)]
+        )
+        if broken is not None:
+            record = membership.Broken.from_json(broken)
+            self._broken_since = self._broken_since or time.monotonic()
+            if record.workers or time.monotonic() - self._broken_since > PATIENCE:
+                self._break(record.reason)
+                return True
+            self._signals.wish = True  # nobody is gone: the step under way can be finished
+        at_the_door = int(num_ready or 0) > len(self._seat.workers)
+        if wanted is not None or at_the_door or num_leaving is not None:
+            self._signals.wish = True
+        return False
+
+    def _break(self, reason: str) -> None:
+        g = self._seat.generation
+        error = PeerLost(f"generation {g} is over: {reason}", generation=g)
+        self._signals.broken = error
+        if self._seat.group is not None:
+            self._seat.group.abort(error)
+
+    def _report(self) -> None:
+        progress, now = self.progress, time.monotonic()
+        if now - self._reported[1] < PROGRESS_EVERY or (
+            progress == self._reported[0] and not self.is_waiting
+        ):
+            return
+        self._num_waits += self.is_waiting
+        report_progress(self._store, self._worker_id, *progress, self._num_waits)
+        self._reported = (progress, now)
+
+
+def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
+    """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
+    record = {"step": step, "count": count, "waits": num_waits}
+    store.set(membership.progress_key(worker_id), json.dumps(record).encode())
+
+
+def num_ready_key(generation: int) -> str:
+    """How many workers have ever declared to be ready in a generation."""
+    return f"elastic/{generation}/num_ready"
+
+
+def num_leaving_key(generation: int) -> str:
+    return f"elastic/{generation}/num_leaving"

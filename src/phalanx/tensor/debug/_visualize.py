@@ -1,0 +1,88 @@
+"""A layout in the terminal: who holds which rows and columns.
+
+Owns ``visualize_sharding`` and ``layout_summary``. Nothing is communicated: a layout is known to every rank.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from phalanx.tensor._dtensor import DTensor
+from phalanx.tensor._spec import Spec
+from phalanx.tensor.debug._tiles import Range, tiles
+from phalanx.tensor.debug._trace import describe, readable
+
+
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which part of a tensor of one or two dims, on the first rank of its mesh.
+
+    >>> visualize_sharding(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))   # doctest: +SKIP
+           columns 0-3
+    rows 0-1  rank 0
+    rows 2-3  rank 1
+
+    ``use_rich`` draws a coloured table. See ``sharding_svg`` and ``sharding_png`` for pictures.
+    """
+    spec = dtensor._spec
+    names, sides, cells = _grid(spec)
+    if spec.mesh.get_coordinate() is None or any(spec.coordinate):
+        return
+    if header:
+        print(header)
+    if use_rich:
+        _print_rich(spec, names, sides, cells)
+    else:
+        print(_plain([["", *names], *([side, *line] for side, line in zip(sides, cells, strict=True))]))
+
+
+def _grid(spec: Spec) -> tuple[list[str], list[str], list[list[str]]]:
+    """Headings of columns and rows, and who holds each cell."""
+    found = tiles(spec)
+    rows, columns = sorted({t.rows for t in found}), sorted({t.columns for t in found})
+    holders = {(t.rows, t.columns): t for t in found}
+    partial = " (partial)" if any(p.is_partial() for p in spec.placements) else ""
+
+    def cell(row: Range, column: Range) -> str:
+        tile = holders.get((row, column))
+        return "" if tile is None else f"rank{'s' * (len(tile.ranks) > 1)} {tile.label}{partial}"
+
+    names = [f"columns {a}-{b - 1}" for a, b in columns]
+    sides = [f"rows {a}-{b - 1}" if len(spec.shape) == 2 else "" for a, b in rows]
+    return names, sides, [[cell(row, column) for column in columns] for row in rows]
+
+
+def _print_rich(spec: Spec, names: list[str], sides: list[str], cells: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *names, show_lines=True, title=repr(spec).replace("[", r"\["))
+    texts = sorted({text for line in cells for text in line})
+    colours = ("cyan", "yellow", "green", "magenta", "blue", "red", "white", "bright_cyan")
+    for side, line in zip(sides, cells, strict=True):
+        table.add_row(side, *(f"[{colours[texts.index(text) % len(colours)]}]{text}[/]" for text in line))
+    Console().print(table)
+
+
+def layout_summary(module: nn.Module) -> str:
+    """One line per parameter: its name, shape and layout, and the bytes this rank holds of how many.
+
+    >>> print(layout_summary(model))   # doctest: +SKIP
+    up.weight   float32[10, 6] [tp:S(0)]  120 B of 240 B
+    up.bias     float32[10] [tp:S(0)]     20 B of 40 B
+    total                                 140 B of 280 B
+    """
+    lines, here, everything = [], 0, 0
+    for name, parameter in module.named_parameters():
+        local = parameter._local if isinstance(parameter, DTensor) else parameter
+        own, full = local.numel() * local.element_size(), parameter.numel() * parameter.element_size()
+        here, everything = here + own, everything + full
+        lines.append([name, describe(parameter), f"{readable(own)} of {readable(full)}"])
+    return _plain([*lines, ["total", "", f"{readable(here)} of {readable(everything)}"]])
+
+
+def _plain(rows: list[list[str]]) -> str:
+    """Columns padded to one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,179 @@
+"""What the transport leaves behind (nothing), who can get at its memory (nobody else), and what happens without any."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from phalanx.comm._shm import _join
+from phalanx.errors import PeerLost
+from processes import run_processes
+
+
+def footprint() -> tuple[int, int, int]:
+    """Open descriptors, mapped segments, threads of this process."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        segments = sum("memfd:phalanx" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), segments, threading.active_count()
+
+
+def regroup_often(worker, rounds: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    store = worker.store()
+    shared = None
+    before = (0, 0, 0)
+    for generation in range(rounds):
+        group = _group(worker, store, generation)
+        if shared is None:
+            shared = group.shared_empty((1 << 18,), torch.float32)
+        tensor = torch.ones(10)
+        group.all_reduce(tensor)
+        group.all_reduce(shared.fill_(1.0))
+        temporary = group.shared_empty((1 << 18,), torch.float32).fill_(2.0)
+        work = group.all_reduce(temporary, async_op=True)
+        pair = group.subgroup([0, 1])
+        work.wait()
+        if pair is not None:
+            pair.barrier()
+        assert tensor.eq(worker.size).all()
+        assert shared.eq(worker.size).all()
+        assert temporary.eq(2 * worker.size).all()
+        group.barrier()
+        group.close() if generation % 2 else group.abort()
+        del group, pair, work, temporary
+        if generation == 20:
+            before = footprint()
+    return before, footprint()
+
+
+def _group(worker, store, generation: int):
+    from phalanx.comm import Group
+
+    return Group.create(store, worker.rank, worker.size, timeout=60.0, job="leak", generation=generation)
+
+
+def test_two_hundred_regroups_leak_nothing() -> None:
+    for outcome in run_processes(3, regroup_often, 200, timeout=110.0):
+        before, after = outcome.value
+        assert after == before
+
+
+def be_pried_upon(worker) -> list[str]:
+    group = worker.group(backend="auto")
+    shared = group.shared_empty((1 << 18,), torch.float32)
+    group.all_reduce(shared)
+    links = {fd: _link(fd) for fd in os.listdir("/proc/self/fd")}
+    ours = [fd for fd, name in links.items() if "memfd:phalanx" in name]
+    assert len(ours) == 1, "the shared tensor's; nobody keeps one to the segment"
+    assert os.stat(f"/proc/self/fd/{ours[0]}").st_mode & 0o777 == 0o600
+    tried = []
+    if os.geteuid() == 0:
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split()[0] for line in maps if "memfd:phalanx" in line]
+        paths = [f"/proc/{os.getpid()}/fd/{ours[0]}"]
+        paths += [f"/proc/{os.getpid()}/map_files/{_short(span)}" for span in ranges]
+        tried = [open_as_stranger(path) for path in paths]
+    group.barrier()
+    return tried
+
+
+def open_as_stranger(path: str) -> str:
+    """What a process of another user gets when it opens ``path``."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            os.open(path, os.O_RDWR)
+            answer = "opened"
+        except OSError as error:
+            answer = type(error).__name__
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # that of the listing itself
+        return ""
+
+
+def _short(span: str) -> str:
+    """As names under map_files are written: without leading zeros."""
+    return "-".join(f"{int(part, 16):x}" for part in span.split("-"))
+
+
+def test_another_user_cannot_open_the_memory() -> None:
+    outcomes = run_processes(2, be_pried_upon)
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user to try")
+    for outcome in outcomes:
+        assert len(outcome.value) >= 3
+        assert set(outcome.value) == {"PermissionError"}
+
+
+def die_together(worker) -> None:
+    group = worker.group(backend="auto")
+    group.all_reduce(group.shared_empty((1 << 20,), torch.float32))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_all_are_killed() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    assert [o.exit_code for o in run_processes(3, die_together)] == [-signal.SIGKILL] * 3
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def do_without(worker, what: str) -> tuple[str, float, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda item: lines.append(item.getMessage())
+    logging.getLogger("phalanx.comm").addHandler(handler)
+    logging.getLogger("phalanx.comm").setLevel(logging.INFO)
+
+    def fail(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    if what == "memfd" and worker.rank == 0:
+        _join.new_file = fail
+    if what == "proc" and worker.rank == 1:
+        _join.open_file_of = fail
+    group = worker.group(backend="auto")
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    return group.backend, tensor[0].item(), lines
+
+
+@pytest.mark.parametrize("what", ["memfd", "proc"])
+def test_without_shared_memory_gloo_takes_over_with_one_line_in_the_log(what: str) -> None:
+    for outcome in run_processes(2, do_without, what):
+        backend, total, lines = outcome.value
+        assert (backend, total) == ("gloo", 2.0)
+        assert len(lines) == 1
+        assert "gloo, since rank" in lines[0]
+        assert "Function not implemented" in lines[0]
+
+
+def die_while_the_group_forms(worker) -> bool:
+    if worker.rank == 1:
+        _join._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        worker.group(backend="auto", timeout=60.0)
+    return True
+
+
+def test_a_death_while_the_group_forms_is_noticed() -> None:
+    assert [o.value for o in run_processes(3, die_while_the_group_forms)] == [True, None, True]

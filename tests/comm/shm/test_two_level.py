@@ -1,0 +1,71 @@
+"""Groups over several hosts: real processes that believe they are on two or three of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from comm.test_collectives import CASES, WORLD
+from phalanx.comm import _liveness
+from phalanx.comm._auto import choose
+from phalanx.comm._liveness import Identity
+from phalanx.errors import PeerLost
+from processes import run_processes
+
+
+def identity(machine: str, pid: int = 1, uid: int = 0) -> Identity:
+    return Identity(machine=machine, host=machine, pid=pid, started=0, uid=uid)
+
+
+@pytest.mark.fast
+def test_the_choice_follows_from_where_the_ranks_are() -> None:
+    assert choose({0: identity("a"), 1: identity("a")}).kind == "shm"
+    assert choose({0: identity("a"), 1: identity("b")}).kind == "gloo"
+    assert choose({0: identity("a"), 1: identity("b"), 2: identity("a")}).kind == "two_level"
+    assert choose({0: identity("a"), 1: identity("a", uid=7)}).kind == "gloo", "another user shares no memory"
+    assert "2 hosts have 2, 1 ranks" in choose({0: identity("a"), 1: identity("b"), 2: identity("a")}).why
+
+
+def pretend(rank: int, hosts: list[str]) -> None:
+    _liveness._machine = lambda: hosts[rank]
+
+
+def run_all_cases(worker, hosts: list[str]) -> str:
+    pretend(worker.rank, hosts)
+    group = worker.group(backend="auto")
+    for case in CASES:
+        case(group)
+        group.barrier()
+    return group.backend
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["b", "a", "b"]], ids=["in order", "interleaved"])
+def test_every_case_of_the_suite_passes(hosts: list[str]) -> None:
+    assert [o.value for o in run_processes(WORLD, run_all_cases, hosts)] == ["two_level"] * WORLD
+
+
+def lose_a_rank_of_another_host(worker) -> bool:
+    pretend(worker.rank, ["a", "a", "b", "b"])
+    group = worker.group(backend="auto", timeout=60.0)
+    tensor = torch.ones(1000)
+    group.all_reduce(tensor)
+    assert tensor.eq(4).all()
+    if worker.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reduce_for_ever() -> None:
+        while True:
+            group.all_reduce(tensor)
+
+    with pytest.raises(PeerLost):
+        reduce_for_ever()
+    group.close()
+    return True
+
+
+def test_a_death_reaches_every_host() -> None:
+    outcomes = run_processes(4, lose_a_rank_of_another_host)
+    assert [o.value for o in outcomes] == [True, True, True, None]

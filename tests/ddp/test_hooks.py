@@ -1,0 +1,350 @@
+"""Communication hooks on simulated ranks: their maths, their interface, their failures."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import cases
+from phalanx.comm import simulate
+from phalanx.ddp import DistributedDataParallel, GradBucket
+from phalanx.ddp.hooks import (
+    DDPCommHookType,
+    default,
+    optimizer_overlap,
+    post_local_sgd,
+    powersgd,
+    quantization,
+    register_ddp_comm_hook,
+)
+from phalanx.ddp.hooks._future import LazyFuture, finished
+from phalanx.errors import RankFailed
+
+pytestmark = pytest.mark.fast
+
+
+def gradients_with(group, hook, state=None, steps=4, kind=cases.Mlp, **options):
+    model = DistributedDataParallel(cases.make(kind), bucket_cap_mb=0.02, **options)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    for step in range(steps):
+        model.zero_grad()
+        cases.loss_of(model(cases.batch(step, group.rank))).backward()
+    return cases.gradients(model.module)
+
+
+@pytest.mark.parametrize("kind", list(DDPCommHookType))
+def test_every_hook_leaves_gradients_close_to_the_mean(kind):
+    def main(group):
+        expected = gradients_with(group, None)
+        model = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.02)
+        register_ddp_comm_hook(kind, model)
+        for step in range(4):
+            model.zero_grad()
+            cases.loss_of(model(cases.batch(step, group.rank))).backward()
+        actual = cases.gradients(model.module)
+        if kind is DDPCommHookType.NOOP:
+            assert any(not torch.allclose(actual[name], expected[name], atol=1e-4) for name in expected)
+            return
+        for name, grad in expected.items():
+            torch.testing.assert_close(
+                actual[name], grad, rtol=2e-2, atol=2e-3, msg=lambda t, name=name: f"{name}: {t}"
+            )
+
+    simulate(2).run(main)
+
+
+def test_a_hook_sees_every_bucket_once_and_may_replace_the_buffer():
+    seen = []
+
+    def ours(state: dict, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if state["rank"] == 0:
+            seen.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), len(bucket.parameters())))
+            shapes = [tuple(grad.shape) for grad in bucket.gradients()]
+            assert shapes == [tuple(param.shape) for param in bucket.parameters()]
+        bucket.set_buffer(torch.full_like(bucket.buffer(), 7.0))
+        return finished(bucket.buffer())
+
+    def main(group):
+        grads = gradients_with(group, ours, {"rank": group.rank}, steps=2)
+        assert all(grad.unique().tolist() == [7.0] for grad in grads.values())
+
+    simulate(2).run(main)
+    second = seen[len(seen) // 2 :]
+    assert [index for index, *_ in second] == list(range(len(second)))
+    assert [last for _, last, *_ in second] == [False] * (len(second) - 1) + [True]
+    assert sum(count for *_, count in second) == 6
+
+
+def test_hooks_work_with_unused_parameters():
+    def main(group):
+        model = DistributedDataParallel(cases.make(cases.Experts))
+        model.register_comm_hook(None, default.allreduce_hook)
+        for step in range(5):
+            model.zero_grad()
+            cases.loss_of(model(cases.batch(step, group.rank), group.rank)).backward()
+            assert model.module.experts[2].weight.grad is None
+            assert model.module.experts[0].weight.grad is not None
+
+    simulate(2).run(main)
+
+
+def test_wrong_hooks_are_refused():
+    def main(group):
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="callable"):
+            model.register_comm_hook(None, 3)
+        with pytest.raises(TypeError, match=r"hook\(state, bucket\)"):
+            model.register_comm_hook(None, lambda only: only)
+
+        def wrong_bucket(state, bucket: int): ...
+
+        def wrong_result(state, bucket) -> int: ...
+
+        for hook in (wrong_bucket, wrong_result):
+            with pytest.raises(ValueError, match="expected"):
+                model.register_comm_hook(None, hook)
+        model.register_comm_hook(None, default.allreduce_hook)
+        with pytest.raises(RuntimeError, match="once"):
+            model.register_comm_hook(None, default.allreduce_hook)
+        with pytest.raises(ValueError, match="reduce='sum'"):
+            DistributedDataParallel(nn.Linear(2, 2), reduce="sum").register_comm_hook(
+                None, default.allreduce_hook
+            )
+
+    simulate(1).run(main)
+
+
+def test_a_hook_whose_future_holds_something_else_is_an_error_that_names_the_bucket():
+    def main(group):
+        gradients_with(group, lambda state, bucket: finished(bucket.buffer()[:1]), steps=1)
+
+    with pytest.raises(RankFailed, match="bucket 0 must hold one tensor"):
+        simulate(1).run(main)
+
+
+def test_builtin_hooks_by_name_and_enum():
+    import torch.distributed as dist
+
+    def main(group):
+        expected = gradients_with(group, None)
+        for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+            model = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.02)
+            model._register_builtin_comm_hook(kind)
+            for step in range(4):
+                model.zero_grad()
+                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+            for name, grad in cases.gradients(model.module).items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-2, atol=1e-3)
+        with pytest.raises(ValueError, match="expected one of"):
+            DistributedDataParallel(nn.Linear(2, 2))._register_builtin_comm_hook("OTHER")
+
+    simulate(2).run(main)
+
+
+@pytest.mark.parametrize("channel", [False, True])
+def test_quantization_follows_torchs_formulas(channel):
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torchs
+
+    size = 2
+    tensors = [torch.randn(1300, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+
+    def reference(tensor):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if channel:
+                rows = nn.functional.pad(tensor, (0, 512 - len(tensor) % 512)).view(-1, 512)
+                observer = torch.ao.quantization.PerChannelMinMaxObserver()
+                observer(rows)
+                scale, zero = observer.calculate_qparams()
+                integers = torchs._quantize_per_channel_backend(rows, scale, zero)
+                return torchs._dequantize_per_channel_backend(integers, scale, zero).flatten()[: len(tensor)]
+            observer = torch.ao.quantization.MinMaxObserver()
+            observer(tensor)
+            scale, zero = observer.calculate_qparams()
+            return torchs._dequantize_per_tensor_backend(
+                torchs._quantize_per_tensor_backend(tensor, scale, zero), scale, zero
+            )
+
+    hook = quantization.quantization_perchannel_hook if channel else quantization.quantization_pertensor_hook
+
+    def main(group):
+        params = [nn.Parameter(torch.zeros(1300))]
+        return hook(group, GradBucket(0, tensors[group.rank].clone(), params, is_last=True)).wait()
+
+    expected = sum(reference(tensor) for tensor in tensors) / size
+    for result in simulate(size).run(main):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+def test_powersgd_is_exact_for_gradients_of_low_rank_and_remembers_what_it_lost():
+    torch.manual_seed(0)
+    left, right = torch.randn(40, 2), torch.randn(30, 2)
+    full = torch.randn(40, 30)
+
+    def main(group):
+        params = [nn.Parameter(torch.zeros(40, 30))]
+        for hook in (powersgd.powerSGD_hook,):
+            state = powersgd.PowerSGDState(group, 2, start_powerSGD_iter=2, min_compression_rate=1)
+            state.iter = 2
+            low = (left * (group.rank + 1)) @ right.T
+            result = hook(state, GradBucket(0, low.flatten().clone(), params, is_last=True)).wait()
+            torch.testing.assert_close(result.view(40, 30), (left * 1.5) @ right.T, rtol=1e-4, atol=1e-4)
+            state = powersgd.PowerSGDState(group, 2, start_powerSGD_iter=2, min_compression_rate=1)
+            state.iter = 2
+            result = hook(state, GradBucket(0, full.flatten().clone(), params, is_last=True)).wait()
+            torch.testing.assert_close(state.error_dict[0], full.flatten() - result)
+            assert state.iter == 3
+            rate, before, after = state.compression_stats()
+            assert (before, after) == (1200, 140)
+            assert rate == pytest.approx(1200 / 140)
+
+    simulate(2).run(main)
+
+
+def test_batched_powersgd_compresses_the_whole_bucket_as_one_square():
+    torch.manual_seed(0)
+    square = torch.outer(torch.randn(20), torch.randn(20))
+
+    def main(group):
+        params = [nn.Parameter(torch.zeros(10, 30)), nn.Parameter(torch.zeros(95))]
+        state = powersgd.PowerSGDState(group, 1, start_powerSGD_iter=2)
+        state.iter = 2
+        buffer = square.flatten()[:395] * (group.rank + 1)
+        result = powersgd.batched_powerSGD_hook(
+            state, GradBucket(0, buffer.clone(), params, is_last=True)
+        ).wait()
+        assert result.shape == (395,)
+        return result, state.error_dict[0], buffer
+
+    for result, error, buffer in simulate(2).run(main):
+        assert error.shape == (400,)
+        torch.testing.assert_close(result + error[:395], buffer)
+        # The padding makes the square only nearly of rank one.
+        assert (result - square.flatten()[:395] * 1.5).norm() < 0.1 * square.norm()
+
+
+def test_powersgd_refuses_to_start_too_early():
+    with pytest.raises(ValueError, match="at least 2"):
+        powersgd.PowerSGDState(None, start_powerSGD_iter=1)
+
+
+def test_post_local_sgd_goes_from_global_to_subgroup_to_local_gradients():
+    def main(group):
+        pair = group.subgroup([0, 1]) if group.rank < 2 else group.subgroup([2, 3])
+        state = post_local_sgd.PostLocalSGDState(group, pair, 1)
+        results = []
+        for _ in range(2):
+            bucket = GradBucket(
+                0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True
+            )
+            results.append(post_local_sgd.post_localSGD_hook(state, bucket).wait().item())
+        state.post_local_gradient_allreduce = False
+        bucket = GradBucket(
+            0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True
+        )
+        results.append(post_local_sgd.post_localSGD_hook(state, bucket).wait().item())
+        return results
+
+    assert simulate(4).run(main) == [[1.5, 0.5, 0.0], [1.5, 0.5, 1.0], [1.5, 2.5, 2.0], [1.5, 2.5, 3.0]]
+
+
+def test_the_averaging_optimizer_saves_its_step():
+    def main(group):
+        param = nn.Parameter(torch.tensor([float(group.rank)]))
+        make = lambda: post_local_sgd.PostLocalSGDOptimizer(  # noqa: E731
+            torch.optim.SGD([param], lr=1.0), post_local_sgd.PeriodicModelAverager(2, 1, group)
+        )
+        optimizer = make()
+        values = []
+        for _ in range(3):
+            param.grad = torch.zeros(1)
+            optimizer.step()
+            values.append(param.item())
+            with torch.no_grad():
+                param.fill_(float(group.rank))
+        assert values == [float(group.rank), 0.5, float(group.rank)]
+        again = make()
+        again.load_state_dict(optimizer.state_dict())
+        assert again.averager.step == 3
+
+    simulate(2).run(main)
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, (0.1,), {"momentum": 0.9}),
+    (torch.optim.Adam, (), {"lr": 0.01}),
+    (torch.optim.AdamW, (0.01,), {"weight_decay": 0.1}),
+    (torch.optim.RMSprop, (0.01,), {}),
+    (torch.optim.Adagrad, (0.01,), {}),
+    (torch.optim.Adadelta, (0.5,), {}),
+    (torch.optim.Adamax, (0.01,), {}),
+    (torch.optim.Rprop, (0.01,), {}),
+]
+
+
+@pytest.mark.parametrize(("optim", "args", "kwargs"), OPTIMIZERS)
+def test_a_fused_optimizer_trains_like_one_after_backward(optim, args, kwargs):
+    def main(group):
+        fused, plain = (DistributedDataParallel(cases.make(cases.Tied)) for _ in range(2))
+        fused._register_fused_optim(optim, *args, **kwargs)
+        optimizer = optim(plain.parameters(), *args, **kwargs)
+        for step in range(5):
+            for model in (fused, plain):
+                model.zero_grad()
+                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+            optimizer.step()
+            cases.assert_same(fused.module, plain.module, f"{optim.__name__} step {step}")
+
+    simulate(2).run(main)
+
+
+def test_a_fused_optimizer_leaves_other_parameters_untouched():
+    def main(group):
+        model = DistributedDataParallel(cases.make(cases.Tied))
+        model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[model.module.head.weight])
+        before = {name: value.clone() for name, value in model.module.state_dict().items()}
+        cases.loss_of(model(cases.batch(0, group.rank))).backward()
+        changed = [n for n, v in model.module.state_dict().items() if not torch.equal(v, before[n])]
+        assert changed == ["head.weight"]
+        with pytest.raises(RuntimeError, match="not an optimizer class"):
+            DistributedDataParallel(cases.make(cases.Tied))._register_fused_optim(dict)
+
+    simulate(2).run(main)
+
+
+def test_optimizers_attached_to_parameters_step_inside_backward_on_reduced_gradients():
+    def main(group):
+        attached, plain = (DistributedDataParallel(cases.make(cases.Tied)) for _ in range(2))
+        some = [attached.module.head.weight, attached.module.first.weight]
+        optimizer_overlap.apply_optimizer_in_backward(torch.optim.SGD, some, lr=0.1)
+        optimizer = torch.optim.SGD([plain.module.head.weight, plain.module.first.weight], lr=0.1)
+        for step in range(5):
+            for model in (attached, plain):
+                model.zero_grad()
+                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+            optimizer.step()
+            for a, b in zip(attached.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(a, b)
+            assert all(param.grad is None for param in some)
+            assert torch.equal(attached.module.head.bias.grad, plain.module.head.bias.grad)
+
+    simulate(2).run(main)
+
+
+def test_lazy_futures_chain_and_pass_errors_on():
+    calls = []
+    future = LazyFuture(lambda: calls.append("computed") or 3)
+    chained = future.then(lambda f: f.value() + 1).then(lambda f: f.wait() * 10)
+    future.add_done_callback(lambda f: calls.append("told"))
+    assert not calls
+    assert not chained.done()
+    assert chained.wait() == 40
+    assert chained.value() == 40
+    assert calls == ["computed", "told"]
+    failing = LazyFuture(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.then(lambda f: f.value()).wait()

@@ -1,0 +1,128 @@
+"""A job of real processes under ``phalanx run --on-failure heal``, and the means to hurt it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from phalanx.elastic._records import read_lines
+from phalanx.elastic.audit import Verdict, check_directory
+from phalanx.launch._scale import scale
+
+SCRIPT = Path(__file__).parent / "worker_script.py"
+PRELOAD = "torch._dynamo,phalanx.elastic"
+
+
+class Cluster:
+    """One agent and its workers; everything that it writes is under ``directory``."""
+
+    def __init__(
+        self, directory: Path, num_workers: int, num_steps: int = 60, pace: float = 0.01, **options: str
+    ) -> None:
+        self.directory = directory
+        self.size = num_workers
+        directory.mkdir(parents=True, exist_ok=True)
+        flags = [
+            f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
+        ]
+        script_flag = [options["script_flag"]] if "script_flag" in options else []
+        self.output = (directory / "output").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}", "--on-failure=heal",
+             f"--preload={PRELOAD}", *flags, str(SCRIPT), str(directory), str(num_steps), str(pace), *script_flag],
+            stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
+        )  # fmt: skip
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    def pids(self) -> dict[str, int]:
+        """Workers that have begun and live, by their ids, oldest first."""
+        found = {}
+        for path in self.directory.glob("pid-*"):
+            words = path.read_text().split()
+            if len(words) == 2 and started(int(words[0])) == words[1]:  # and no later process with its number
+                found[path.name.removeprefix("pid-")] = int(words[0])
+        return dict(sorted(found.items(), key=lambda item: int(item[0].rpartition(".")[2])))
+
+    def step(self) -> int:
+        """How many steps are committed."""
+        steps = [-1]
+        for path in (self.directory / "logs").glob("audit-*.jsonl"):
+            steps += [record["step"] for record in read_lines(path) if record["kind"] == "commit"]
+        return max(steps) + 1
+
+    def events(self, kind: str) -> list[dict]:
+        paths = (self.directory / "logs").glob("events-*.jsonl")
+        found = [record for path in paths for record in read_lines(path) if record["event"] == kind]
+        return sorted(found, key=lambda record: record["time"])
+
+    def text(self) -> str:
+        self.output.flush()
+        return (self.directory / "output").read_text(errors="replace")
+
+    def wait_until(self, condition, what: str, timeout: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, (
+                f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
+            )
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-4000:]}"
+            time.sleep(0.02)
+
+    def wait_step(self, step: int) -> None:
+        self.wait_until(lambda: self.step() >= step, f"step {step}")
+
+    def wait_workers(self, count: int) -> None:
+        """Until that many workers sit in one round."""
+        self.wait_until(lambda: self._newest_size() == count, f"a round of {count} workers")
+
+    def _newest_size(self) -> int:
+        rounds = self.events("regrouped")
+        return len(max(rounds, key=lambda r: (r["generation"], r["round"]))["workers"]) if rounds else 0
+
+    # -- hurting ----------------------------------------------------------------------------------------------
+
+    def signal(self, worker: str, signum: int = signal.SIGKILL) -> None:
+        os.kill(self.pids()[worker], signum)
+
+    def resize(self, size: int) -> None:
+        """Ask the agent to run another number of workers."""
+        scale((self.directory / "store").read_text(), (self.directory / "job").read_text(), size)
+        self.size = size
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self, timeout: float = 100.0) -> Verdict:
+        """Wait for the end of the job; everything that must hold then, but for the digest."""
+        code = self.process.wait(timeout)
+        assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
+        deadline = time.monotonic() + 5
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert self.pids() == {}, "workers outlived their agent"
+        verdict = check_directory(self.directory / "logs")
+        assert verdict.problems == []
+        return verdict
+
+    def digests(self) -> set[str]:
+        """What the workers that reached the end printed: steps and digest."""
+        return {path.read_text() for path in self.directory.glob("digest-*")}
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+
+def started(pid: int) -> str:
+    """When a living process was started; empty if there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]

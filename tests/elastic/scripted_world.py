@@ -1,0 +1,103 @@
+"""Workers in threads of one process, with a script in the place of the agents."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from phalanx import membership as ms
+from phalanx.comm.stores import MemoryStore
+from phalanx.elastic import Callbacks, Job, RunOptions
+from phalanx.elastic import _job as job_module
+from phalanx.elastic._store_roster import StoreRoster
+
+
+class Die(BaseException):
+    """What ends a worker of these tests as SIGKILL would."""
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, length: int = 131) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(length, 8, generator=generator)
+        self.y = torch.randint(0, 5, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+class World:
+    """The store, the script's side of the agents' keys, and the worker threads."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.root = MemoryStore()
+        self.keys = self.root.namespace(ms.job_prefix("j"))
+        self.results: dict[str, object] = {}
+        self.news: list[object] = []
+        self.threads: list[threading.Thread] = []
+        self.num_steps = 15  # three epochs
+        self._local = threading.local()
+        monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
+
+    def agree(self, generation: int, *workers: str) -> None:
+        members = tuple(
+            ms.Member(id=w, rank=i, node_rank=0, local_rank=i, local_size=len(workers), host="h")
+            for i, w in enumerate(workers)
+        )
+        record = ms.Members(
+            generation=generation, workers=members, num_nodes=1, master_addr="", master_port=0
+        )
+        self.keys.set(ms.members_key(generation), record.to_json())
+
+    def break_(self, generation: int, *lost: str) -> None:
+        self.keys.set(
+            ms.broken_key(generation), ms.Broken(reason="the script says so", workers=lost).to_json()
+        )
+
+    def start(self, worker: str, generation: int = 0, on_step=lambda job, step: None, after=None) -> None:
+        def main() -> None:
+            self._local.roster = StoreRoster(
+                self.root.clone(), "j", worker, generation, timeout=20.0, comm_timeout=20.0
+            )
+            try:
+                self.results[worker] = self.train(on_step, after)
+            except (Die, SystemExit, Exception) as error:
+                self.results[worker] = error
+
+        self.threads.append(threading.Thread(target=main, daemon=True))
+        self.threads[-1].start()
+
+    def train(self, on_step, after) -> object:
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        callbacks = Callbacks(on_regroup=self.news.append)
+        run = RunOptions(progress=False, verify=True, log_dir=self.directory)
+        job = Job(model, optimizer, Rows(), num_slots=8, slot_batch_size=4, run=run, callbacks=callbacks)
+        try:
+            for step in job.steps(max_steps=self.num_steps):
+                for micro in step:
+                    micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
+                on_step(job, step)
+                step.commit(max_grad_norm=1.0)
+            return after(job) if after is not None else job.digest()
+        finally:
+            job.close()
+
+    def join(self) -> dict[str, object]:
+        for thread in self.threads:
+            thread.join(50)
+            assert not thread.is_alive(), "a worker hangs"
+        return self.results

@@ -1,0 +1,134 @@
+"""Workers die, hang, leave and join in real processes; the weights have the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from cluster import SCRIPT, Cluster
+
+NUM_STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Steps and digest of the same script in one process, without a launcher."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=100
+    )
+    return (directory / "digest-rank0").read_text()
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def begin(num_workers, **options):
+        started.append(Cluster(tmp_path / f"job{len(started)}", num_workers, NUM_STEPS, **options))
+        return started[-1]
+
+    yield begin
+    for cluster in started:
+        cluster.close()
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
+    cluster = start(3)
+    cluster.wait_step(10)
+    first, second, third = cluster.pids()
+    cluster.signal(second)
+    cluster.wait_until(
+        lambda: [r for r in cluster.events("regrouped") if r["left"]], "regroup of the survivors"
+    )
+    survived = next(r for r in cluster.events("regrouped") if r["left"])
+    assert survived["workers"] == [first, third], "survivors did not wait for the replacement"
+    cluster.wait_workers(3)
+    verdict = cluster.finish()
+    assert verdict.num_steps == NUM_STEPS
+    assert cluster.digests() == {undisturbed}
+
+
+def test_rank_0_and_another_worker_killed_at_once(start, undisturbed):
+    cluster = start(3)
+    cluster.wait_step(10)
+    first, second, _ = cluster.pids()
+    cluster.signal(first)
+    cluster.signal(second)
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+
+
+def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
+    cluster = start(3, hang_timeout="3")
+    cluster.wait_step(10)
+    stopped = list(cluster.pids())[1]
+    cluster.signal(stopped, signal.SIGSTOP)
+    cluster.wait_until(lambda: stopped not in cluster.pids(), "the stopped worker's end")
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+    assert "no progress" in cluster.text()
+
+
+def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):
+    cluster = start(2)
+    cluster.wait_step(5)
+    cluster.resize(3)
+    cluster.wait_workers(3)
+    leaver = next(iter(cluster.pids()))
+    cluster.signal(leaver, signal.SIGTERM)
+    cluster.wait_until(lambda: leaver not in cluster.pids(), "the leaver's end")
+    verdict = cluster.finish()
+    assert cluster.digests() == {undisturbed}
+    assert [event["worker"] for event in cluster.events("left")] == [leaver]
+    assert verdict.num_dropped == 0, "nobody died: no step had to be computed twice"
+
+
+def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed):
+    cluster = start(2, script_flag="--save")
+    cluster.wait_until(lambda: any(e["step"] >= 10 for e in cluster.events("saved")), "a save")
+    for worker in cluster.pids():
+        cluster.signal(worker)
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+    assert [event["step"] >= 10 for event in cluster.events("resumed")] == [True]
+
+
+def test_sigterm_to_the_job_saves_and_a_later_run_goes_on_with_the_same_bits(start, undisturbed, tmp_path):
+    cluster = start(2, script_flag="--save")
+    cluster.wait_step(12)
+    cluster.process.send_signal(signal.SIGTERM)
+    cluster.process.wait(60)
+    assert cluster.digests() == set(), "it was stopped before its end"
+    saved = max(event["step"] for event in cluster.events("saved"))
+    assert saved >= 12
+    again = Cluster(cluster.directory, 3, NUM_STEPS, script_flag="--save")
+    try:
+        again.finish()
+    finally:
+        again.close()
+    assert cluster.digests() == {undisturbed}
+    assert [event["step"] for event in again.events("resumed")] == [saved]
+
+
+def test_sigterm_to_one_process_saves_and_exits_with_code_0(tmp_path):
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from elastic_training import F, make_job
+from phalanx.elastic import RunOptions, Saves
+job = make_job(run=RunOptions(progress=False), saves=Saves(directory={str(tmp_path)!r}))
+for step in job.steps(epochs=3):
+    for micro in step:
+        micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+    if step.number == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step.commit()
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000003"]

@@ -1,0 +1,99 @@
+"""The other ways to run a job: a function under ``elastic_launch``, several agents, the examples, the demo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import PRELOAD, SCRIPT, Cluster
+from elastic_training import make_job, train
+
+from phalanx.elastic import RunOptions
+from phalanx.elastic.audit import check_directory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_function(num_steps: int) -> str:
+    job = make_job(run=RunOptions(progress=False, threads=1))
+    train(job, max_steps=num_steps)
+    return job.digest()
+
+
+def test_a_function_under_elastic_launch():
+    from phalanx.launch import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+    assert set(elastic_launch(config, run_function)(5).values()) == {run_function(5)}
+
+
+def start_agent(directory: Path, rendezvous: Path, num_steps: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "phalanx", "run", "--nnodes=1:2", "--nproc-per-node=1", "--on-failure=heal",
+        "--rdzv-backend=file", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=two", "--rdzv-conf=lease=3",
+        f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03",
+    ]  # fmt: skip
+    with (directory / "output").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
+
+
+def test_a_whole_node_dies_and_the_other_goes_on(tmp_path):
+    """Two agents with one worker each; one agent gets SIGKILL, and its worker dies with it."""
+    directory, num_steps = tmp_path / "job", 40
+    directory.mkdir()
+    cluster = Cluster.__new__(Cluster)  # only for its eyes: there are two agents here
+    cluster.directory, cluster.output = directory, (directory / "output").open("wb")
+    agents = [start_agent(directory, tmp_path / "rendezvous", num_steps) for _ in range(2)]
+    cluster.process = agents[0]
+    try:
+        cluster.wait_workers(2)
+        cluster.wait_step(8)
+        agents[1].send_signal(signal.SIGKILL)
+        assert agents[0].wait(100) == 0, cluster.text()[-4000:]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+        cluster.output.close()
+    assert check_directory(directory / "logs").problems == []
+    alone = make_job(run=RunOptions(progress=False))
+    train(alone, max_steps=num_steps)
+    assert cluster.digests() == {f"{num_steps} {alone.digest()}"}
+
+
+@pytest.mark.parametrize("name", ["char_lm.py", "image_classifier.py", "ddp_port.py"])
+def test_an_example_gives_the_same_digest_alone_and_on_two_workers(name, tmp_path):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 100
+    arguments = {
+        "char_lm.py": ["--steps=3"],
+        "image_classifier.py": ["--epochs=1", "--samples=400"],
+        "ddp_port.py": [],
+    }[name]
+    script = [str(EXAMPLES / name), *arguments]
+    launcher = ["-m", "phalanx", "run", "--nproc-per-node=2", "--on-failure=heal", f"--preload={PRELOAD}"]
+    found = []
+    for prefix in ([], launcher):
+        command = [sys.executable, *prefix, *script]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([line for line in done.stdout.splitlines() if " steps, " in line])
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_demo_ends_with_the_same_bits_and_a_report(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps=90", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same bits" in done.stdout
+    assert "each exactly once" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,29 @@
+"""What users import from ``phalanx.elastic`` is frozen here."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx.elastic
+
+pytestmark = pytest.mark.fast
+
+
+def test_public_names():
+    assert phalanx.elastic.__all__ == [
+        "BitsWarning",
+        "Callbacks",
+        "DataOptions",
+        "Ejected",
+        "Job",
+        "Micro",
+        "RegroupTimeout",
+        "Regrouped",
+        "RunOptions",
+        "SaveError",
+        "Saves",
+        "StateTypeError",
+        "Step",
+        "WorkersDiffer",
+    ]
+    assert all(hasattr(phalanx.elastic, name) for name in phalanx.elastic.__all__)

@@ -1,0 +1,182 @@
+"""Regroups of workers in threads of one process, with a script in the place of the agents: every order of events that
+matters, forced by the script. Real processes and real agents are in ``test_faults``."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from scripted_world import Die, Rows, World
+from torch.nn import functional as F
+
+from phalanx.elastic import Ejected
+from phalanx.elastic.audit import check_directory
+
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return World(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        world = World(tmp_path_factory.mktemp("alone"), patch)
+        world.agree(0, "a")
+        world.start("a")
+        return world.join()["a"]
+
+
+def die_at(number, then=lambda: None):
+    def on_step(job, step):
+        if step.number == number:
+            then()
+            raise Die
+
+    return on_step
+
+
+def test_three_workers_without_any_fault(world, alone):
+    world.agree(0, "a", "b", "c")
+    for worker in "abc":
+        world.start(worker)
+    assert world.join() == dict.fromkeys("abc", alone)
+    assert world.news == [], "the first seat is no regroup"
+
+
+def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, alone):
+    world.agree(0, "a", "b", "c")
+    back_at_work = threading.Event()
+
+    def watch(job, step):
+        if step.number == 7:
+            back_at_work.set()
+
+    def heal():
+        world.break_(0, "b")
+        world.agree(1, "a", "d", "c")
+
+    world.start("a", on_step=watch)
+    world.start("b", on_step=die_at(4, heal))
+    world.start("c")
+    assert back_at_work.wait(40), "survivors did not wait for d, which has not even begun"
+    world.start("d", 1)
+    results = world.join()
+    assert isinstance(results["b"], Die)
+    assert results["a"] == results["c"] == alone
+    assert results["d"] == alone or isinstance(results["d"], SystemExit), "it joined, or came after the end"
+    first = world.news[0]
+    assert (first.workers, first.left, first.joined) == (("a", "c"), ("b",), ())
+    verdict = check_directory(world.directory)
+    assert verdict.problems == []
+    assert verdict.num_dropped > 0
+
+
+def test_a_generation_that_breaks_while_it_forms_is_skipped(world, alone):
+    """b dies in generation 0, c before it takes its seat in generation 1; a goes on alone in generation 2."""
+    world.agree(0, "a", "b", "c")
+
+    def both_die():
+        world.break_(0, "b")
+        world.agree(1, "a", "c")
+        world.break_(1, "c")
+        world.agree(2, "a")
+
+    world.start("a")
+    world.start("b", on_step=die_at(3, both_die))
+    world.start("c", on_step=die_at(3))
+    results = world.join()
+    assert results["a"] == alone
+    assert world.news[0].generation == 2
+    assert check_directory(world.directory).problems == []
+
+
+def test_an_ejected_worker_is_told_so(world, alone):
+    world.agree(0, "a", "b")
+
+    def eject():
+        world.break_(0, "b")
+        world.agree(1, "a")
+
+    def on_step(job, step):
+        if step.number == 2 and job.generation == 0:
+            eject()
+
+    world.start("a", on_step=on_step)
+    world.start("b")
+    results = world.join()
+    assert results["a"] == alone
+    assert isinstance(results["b"], Ejected)
+    assert "not among the members of generation 1" in str(results["b"])
+
+
+def test_a_polite_leave_drops_no_step(world, alone):
+    world.agree(0, "a", "b", "c")
+
+    def leave(job, step):
+        if step.number == 3:
+            job.team.leave.requested = True  # what SIGTERM does in the main thread
+
+    world.start("a")
+    world.start("b", on_step=leave)
+    world.start("c")
+    world.threads[1].join(40)
+    assert isinstance(world.results["b"], SystemExit)
+    assert world.results["b"].code == 0
+    world.agree(1, "a", "c")  # the agent plans without it, and breaks the generation once it has gone
+    world.break_(0)
+    results = world.join()
+    assert results["a"] == results["c"] == alone
+    verdict = check_directory(world.directory)
+    assert verdict.problems == []
+    assert verdict.num_dropped == 0
+
+
+def test_an_evaluation_survives_a_death_and_newcomers_stay_out_of_it(world):
+    """Every batch is scored at least once and counted once; the mean is that of one worker."""
+    lock, scored = threading.Lock(), []
+
+    def evaluate(dies_after=None):
+        def run(job):
+            def score(batch):
+                with lock:
+                    mine = job.worker_id
+                    scored.append(mine)
+                    if dies_after is not None and scored.count(mine) > dies_after:
+                        world.break_(0, "b")
+                        world.agree(1, "a", "x", "c")
+                        raise Die
+                return {"loss": F.cross_entropy(job.model(batch[0]), batch[1])}
+
+            return job.evaluate(Rows(64), score, batch_size=4)["loss"]
+
+        return run
+
+    world.agree(0, "a", "b", "c")
+    world.start("a", after=evaluate())
+    world.start("b", after=evaluate(dies_after=2))
+    world.start("c", after=evaluate())
+    results = world.join()
+    assert isinstance(results["b"], Die)
+    assert results["a"] == results["c"]
+    counts = {worker: scored.count(worker) for worker in "abc"}
+    assert counts["a"] + counts["c"] == 16, "what b had not told about was scored by the others"
+
+    with pytest.MonkeyPatch.context() as patch:
+        lone = World(world.directory / "lone", patch)
+        lone.agree(0, "a")
+        lone.start("a", after=evaluate())
+        assert lone.join()["a"] == results["a"]
+
+
+def test_who_comes_after_the_end_goes_away_with_code_0(world, alone):
+    world.agree(0, "a")
+    world.start("a")
+    assert world.join() == {"a": alone}
+    world.agree(1, "z")
+    world.start("z", 1)
+    late = world.join()["z"]
+    assert isinstance(late, SystemExit)
+    assert late.code == 0

@@ -1,0 +1,138 @@
+"""The history of a job and the page that shows it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from phalanx.elastic._history import read_history
+from phalanx.elastic._records import Events
+from phalanx.elastic._report import main, render
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    """Three workers; w.1 dies at step 5, w.3 joins, w.2 leaves politely."""
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr("phalanx.elastic._records.time.time", lambda: next(clock) / 10)
+    files = {f"w.{i}": Events(tmp_path / f"events-w.{i}.jsonl", f"w.{i}") for i in range(4)}
+
+    def regroup(generation, round_, workers, joined, left, step):
+        for worker in workers:
+            mine = workers if worker in joined else joined
+            files[worker].emit(
+                "regrouped", generation=generation, round=round_, workers=workers, joined=mine, left=left, step=step,
+                seconds=0.02 if worker not in joined else 9.0,
+            )  # fmt: skip
+
+    def steps(numbers, generation, round_):
+        for step in numbers:
+            files["w.0"].emit(
+                "step",
+                step=step,
+                epoch=0,
+                loss=3.0 / (step + 1),
+                samples=32,
+                generation=generation,
+                round=round_,
+            )
+
+    for worker in ("w.0", "w.1", "w.2"):
+        files[worker].emit("started", pid=1)
+    regroup(0, 0, ["w.0", "w.1", "w.2"], ["w.0", "w.1", "w.2"], [], 0)
+    steps(range(5), 0, 0)
+    regroup(1, 0, ["w.0", "w.2"], [], ["w.1"], 5)
+    steps(range(5, 8), 1, 0)
+    files["w.3"].emit("started", pid=2)
+    regroup(1, 1, ["w.0", "w.3", "w.2"], ["w.3"], [], 8)
+    steps(range(8, 20), 1, 1)
+    files["w.2"].emit("left", step=20)
+    for worker in ("w.0", "w.3"):
+        files[worker].emit("finished", step=20)
+    for file in files.values():
+        file.close()
+    return tmp_path
+
+
+def test_history(logs):
+    history = read_history(logs)
+    assert [mark.step for mark in history.steps] == list(range(20))
+    assert {life.worker: life.end for life in history.lives} == {
+        "w.0": "finished", "w.1": "died", "w.2": "left", "w.3": "finished",
+    }  # fmt: skip
+    changes = [(mark.round, mark.joined, mark.left, mark.step) for mark in history.rounds]
+    assert changes[1:] == [((1, 0), (), ("w.1",), 5), ((1, 1), ("w.3",), (), 8)]
+    assert history.rounds[2].seconds == 0.02, "how long the newcomer took to start is not the regroup"
+    assert all(rate > 0 for _, rate in history.throughput())
+
+
+class Checker(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_nothing(logs):
+    page = render(
+        read_history(logs), title="A <test> & more", facts=[("steps", "20")], digests=["ab" * 32] * 2
+    )
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    names = [tag for tag, _ in checker.tags]
+    assert names.count("svg") == 3
+    assert not {"script", "link", "img", "iframe"} & set(names)
+    assert not re.search(r"https?://|url\(", page)
+    assert "A &lt;test&gt; &amp; more" in page
+    assert "the same bits" in page
+    assert "DIFFERENT BITS" in render(read_history(logs), title="", digests=["a", "b"])
+    assert names.count("polyline") == 4, "one line per round, and the throughput"
+
+
+def test_a_job_without_steps_has_a_page_too(tmp_path):
+    assert "No step was committed" in render(read_history(tmp_path), title="empty")
+
+
+def test_the_command(logs, tmp_path, capsys):
+    assert main([str(logs), str(tmp_path / "out.html")]) == 0
+    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    reason="no Chromium on this machine",
+)
+def test_chromium_opens_it(logs, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    main([str(logs), str(tmp_path / "out.html")])
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+    ]
+    done = subprocess.run(
+        [browser, *flags, f"file://{tmp_path / 'out.html'}"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0
+    assert done.stdout.count("<svg") == 3

@@ -1,0 +1,91 @@
+"""A machine that is cut off from the network, as a network namespace whose link goes down."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
+
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+
+REMOTE = """
+import sys
+from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
+handler = get_rendezvous_handler(
+    RendezvousParameters("c10d", sys.argv[1], "cut", 1, 2, sys.argv[2], lease=4, join_timeout=60)
+)
+info = handler.next_rendezvous()
+print("joined", info.rank, info.world_size, flush=True)
+print("ended", handler.watch_generation(info.generation).wait(60).kind, flush=True)
+"""
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def namespace() -> Iterator[tuple[str, str]]:
+    if shutil.which("ip") is None:
+        pytest.skip("iproute2 is not installed")
+    name = f"phx{uuid.uuid4().hex[:6]}"
+    made = ip("netns", "add", name)
+    if made.returncode:
+        pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+    link = f"{name}a"
+    try:
+        for command in (
+            f"link add {link} type veth peer name {name}b netns {name}",
+            f"addr add {HERE}/30 dev {link}",
+            f"link set {link} up",
+            f"-n {name} addr add {THERE}/30 dev {name}b",
+            f"-n {name} link set {name}b up",
+            f"-n {name} link set lo up",
+        ):
+            done = ip(*command.split())
+            if done.returncode:
+                pytest.skip(f"ip {command}: {done.stderr.strip()}")
+        yield name, link
+    finally:
+        ip("link", "del", link)
+        ip("netns", "del", name)
+
+
+def test_a_machine_that_is_cut_off_loses_its_lease_and_notices_it(namespace: tuple[str, str]) -> None:
+    name, link = namespace
+    params = RendezvousParameters("c10d", f"{HERE}:0", "cut", 1, 2, HERE, lease=4, join_timeout=60)
+    handler = get_rendezvous_handler(params)
+    endpoint = handler.store_url.removeprefix("tcp://")
+    remote = subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, "-c", REMOTE, endpoint, THERE],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
+    )
+    assert remote.stdout is not None
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(handler.next_rendezvous)
+            assert remote.stdout.readline().split()[0] == "joined"
+            info = joined.result(60)
+        assert info.world_size == 2
+        assert ip("link", "set", link, "down").returncode == 0
+        end = handler.watch_generation(info.generation).wait(60)
+        assert end is not None
+        assert end.kind == "broken"
+        assert "lost its lease" in end.reason
+        assert handler.next_rendezvous().world_size == 1
+        assert remote.stdout.readline().split() == ["ended", "lost"]
+    finally:
+        remote.kill()
+        remote.wait(30)
+        remote.stdout.close()
+        handler.shutdown()

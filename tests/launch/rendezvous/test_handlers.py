@@ -1,0 +1,409 @@
+"""Handlers on real stores: all backends pass the same suite; then what is particular to some."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.comm.stores.conftest import etcd_cluster
+
+from phalanx.comm.stores import TCPStore
+from phalanx.launch.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    get_rendezvous_handler,
+    rendezvous_handler_registry,
+)
+from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
+from phalanx.membership import Broken, Members, broken_key, members_key, wanted_key
+
+JOIN = 60  # generous: the machine may be busy
+
+
+class Job:
+    """The handlers of one test; all are shut down at its end."""
+
+    def __init__(self, backend: str, endpoint: str) -> None:
+        self.backend, self.endpoint = backend, endpoint
+        self.run_id = uuid.uuid4().hex[:8]
+        self.handlers: list[StoreRendezvousHandler] = []
+
+    def node(
+        self, min_nodes: int, max_nodes: int, workers: int = 1, **config: object
+    ) -> StoreRendezvousHandler:
+        settings = {"join_timeout": JOIN, "lease": 4, "last_call_timeout": 30, "admit_delay": 0, **config}
+        params = RendezvousParameters(
+            self.backend, self.endpoint, self.run_id, min_nodes, max_nodes, None, **settings
+        )
+        handler = get_rendezvous_handler(params)
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler.set_local_size(workers)
+        self.handlers.append(handler)
+        if self.endpoint.endswith(":0"):
+            self.endpoint = handler.store_url.removeprefix("tcp://")
+        return handler
+
+    def close(self) -> None:
+        for handler in reversed(self.handlers):  # the first one may serve the store
+            handler.shutdown()
+
+
+def vanish(handler: StoreRendezvousHandler) -> None:
+    """As if its machine had been cut off: nothing is refreshed or said any more."""
+    with handler._changed:
+        handler._stopping = True
+    handler._participant.interrupt()
+    assert handler._thread is not None
+    handler._thread.join()
+    handler._stopping = False  # so that the end of the test can still close what it opened
+
+
+def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with etcd_cluster(1, tmp_path_factory.mktemp("etcd")) as (server,):
+        yield server.url.removeprefix("etcd://")
+
+
+@pytest.fixture(params=["c10d", "file", "etcd"])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
+    endpoints: dict[str, Callable[[], str]] = {
+        "c10d": lambda: "localhost:0",
+        "file": lambda: str(tmp_path / "rdzv"),
+        "etcd": lambda: str(request.getfixturevalue("etcd_endpoint")),
+    }
+    job = Job(request.param, endpoints[request.param]())
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def c10d() -> Iterator[Job]:
+    job = Job("c10d", "localhost:0")
+    yield job
+    job.close()
+
+
+# -- every backend --
+
+
+def test_nodes_agree_on_ranks_and_workers_find_their_members(job: Job) -> None:
+    handlers = [job.node(3, 3, workers=1 + i) for i in range(3)]
+    infos = meet(*handlers)
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert len({info.nodes for info in infos}) == 1
+    assert {(info.world_size, info.generation, info.num_workers) for info in infos} == {(3, 0, 6)}
+    assert len({info.bootstrap_store_info for info in infos}) == 1
+    assert infos[0].bootstrap_store_info.master_port > 0
+    for info, size in zip(infos, (1, 2, 3), strict=True):
+        assert info.node.local_size == size
+        members = Members.from_json(info.store.get(members_key(0)) or b"")
+        assert members == info.members()
+        assert [worker.rank for worker in members.workers] == list(range(6))
+
+
+def test_a_broken_generation_ends_for_all_and_survivors_keep_their_ranks(job: Job) -> None:
+    handlers = [job.node(3, 3) for _ in range(3)]
+    before = meet(*handlers)
+    watches = [handler.watch_generation(0) for handler in handlers]
+    assert all(watch.wait(0) is None for watch in watches)
+    handlers[1].break_generation(0, Broken(reason="worker w died", workers=("w",)))
+    handlers[2].break_generation(0, Broken(reason="too late"))
+    for watch in watches:
+        end = watch.wait(JOIN)
+        assert end is not None
+        assert (end.kind, end.reason) == ("broken", "worker w died")
+        assert end.broken == Broken(reason="worker w died", workers=("w",))
+    assert Broken.from_json(before[0].store.get(broken_key(0)) or b"").workers == ("w",)
+    after = meet(*handlers)
+    assert [info.rank for info in after] == [info.rank for info in before]
+    assert {info.generation for info in after} == {1}
+
+
+def test_late_joiners_are_admitted_at_the_next_generation(job: Job) -> None:
+    first, second = job.node(1, 2, last_call_timeout=0), job.node(1, 2)
+    before = first.next_rendezvous()
+    assert before.world_size == 1
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second.next_rendezvous)
+        end = first.watch_generation(0).wait(JOIN)
+        assert end is not None
+        assert end.kind == "wanted"
+        assert before.store.get(wanted_key(0)) is not None
+        after = first.next_rendezvous()
+        assert (after.rank, after.world_size, after.generation) == (0, 2, 1)
+        assert late.result(JOIN).rank == 1
+
+
+def test_a_node_that_vanishes_loses_its_lease_and_the_others_go_on(job: Job) -> None:
+    handlers = [job.node(1, 3, last_call_timeout=JOIN) for _ in range(3)]
+    infos = meet(*handlers)
+    gone = handlers[infos[1].rank]
+    stay = [handler for handler in handlers if handler is not gone]
+    vanish(gone)
+    for handler in stay:
+        end = handler.watch_generation(0).wait(JOIN)
+        assert end is not None
+        assert end.kind == "broken"
+        assert gone.node_id in end.reason
+    after = meet(*stay)
+    assert {(info.world_size, info.generation) for info in after} == {(2, 1)}
+    assert gone.node_id not in {node.id for node in after[0].nodes}
+
+
+def test_the_leader_may_vanish_too(job: Job) -> None:
+    handlers = [job.node(1, 2, last_call_timeout=JOIN) for _ in range(2)]
+    meet(*handlers)
+    (leader,) = (handler for handler in handlers if handler._participant._leading is not None)
+    (other,) = (handler for handler in handlers if handler is not leader)
+    vanish(leader)
+    end = other.watch_generation(0).wait(JOIN)
+    assert end is not None
+    assert leader.node_id in end.reason
+    assert other.next_rendezvous().world_size == 1
+
+
+def test_closing_sends_spares_away_and_lets_nobody_in(job: Job) -> None:
+    member, spare = job.node(1, 1), job.node(1, 1)
+    member.next_rendezvous()
+    watch = member.watch_generation(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(spare.next_rendezvous)
+        assert member.num_nodes_waiting() == 0
+        member.break_generation(0, Broken(reason="once more"))
+        assert member.next_rendezvous().generation == 1  # the spare has seen a generation form without it
+        assert not member.is_closed()
+        member.set_closed()
+        with pytest.raises((RendezvousGracefulExitError, RendezvousClosedError)):
+            waiting.result(JOIN)
+    assert spare.is_closed()
+    end = watch.wait(JOIN)
+    assert end is not None
+    with pytest.raises(RendezvousClosedError):
+        job.node(1, 1).next_rendezvous()
+
+
+def test_too_few_nodes_is_a_timeout_that_says_who_is_there(job: Job) -> None:
+    handler = job.node(2, 2, join_timeout=0.5)
+    with pytest.raises(RendezvousTimeoutError, match=r"1 node\(s\) are there, at least 2 are needed"):
+        handler.next_rendezvous()
+    assert handler.shutdown()
+
+
+# -- particular to one backend --
+
+
+def test_nodes_that_left_are_not_waited_for(c10d: Job) -> None:
+    first, second = c10d.node(1, 2), c10d.node(1, 2)
+    meet(first, second)
+    assert second.shutdown()
+    end = first.watch_generation(0).wait(JOIN)
+    assert end is not None
+    assert end.kind == "broken"
+    assert first.next_rendezvous().world_size == 1
+
+
+def test_a_node_that_was_paused_for_too_long_finds_out_and_joins_again(c10d: Job) -> None:
+    first, second = c10d.node(1, 2, lease=2), c10d.node(1, 2, lease=2)
+    first_rank = meet(first, second)[0].rank
+    with second._changed:  # holds up the thread that refreshes the lease
+        end = first.watch_generation(0).wait(JOIN)
+    assert end is not None
+    assert second.node_id in end.reason
+    lost = second.watch_generation(0).wait(JOIN)
+    assert lost is not None
+    assert lost.kind in ("lost", "broken")
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(second.next_rendezvous)
+        info = first.next_rendezvous()
+        if info.world_size == 1:  # it was quicker, and is told that the other one waits
+            assert first.watch_generation(info.generation).wait(JOIN) is not None
+            info = first.next_rendezvous()
+        assert back.result(JOIN).generation == info.generation
+    assert (info.rank, info.world_size) == (first_rank, 2)
+
+
+def test_several_agents_race_to_serve_and_one_wins() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = Job("c10d", f"localhost:{port}")
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            handlers = list(pool.map(lambda _: job.node(4, 4), range(4)))
+        assert sum(handler._is_host for handler in handlers) == 1
+        assert sorted(info.rank for info in meet(*handlers)) == [0, 1, 2, 3]
+    finally:
+        host = [handler for handler in job.handlers if handler._is_host]
+        job.handlers = host + [handler for handler in job.handlers if not handler._is_host]
+        job.close()
+
+
+def test_a_lost_store_is_a_clear_error_everywhere(c10d: Job) -> None:
+    host, guest = c10d.node(2, 2), c10d.node(2, 2)
+    meet(host, guest)
+    watch = guest.watch_generation(0)
+    assert host._close_store is not None
+    vanish(host)
+    host._agent_store.close()
+    host._close_store()
+    end = watch.wait(JOIN)
+    assert end is not None
+    assert end.kind == "lost"
+    with pytest.raises(RendezvousConnectionError, match="is that one still running"):
+        guest.next_rendezvous()
+    assert guest.shutdown() is False
+
+
+def test_an_endpoint_where_nobody_serves_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    params = RendezvousParameters("c10d", f"localhost:{port}", "x", 1, 1, is_host=False, read_timeout=0.3)
+    with pytest.raises(RendezvousConnectionError, match=r"cannot reach the rendezvous.*port open"):
+        get_rendezvous_handler(params)
+
+
+def test_a_store_without_rendezvous_is_a_clear_error() -> None:
+    with TCPStore.serve() as stranger:
+        endpoint = stranger.address.removeprefix("tcp://")
+        params = RendezvousParameters("c10d", endpoint, "x", 1, 1, is_host=False, read_timeout=0.3)
+        with pytest.raises(RendezvousConnectionError, match="no agent of this release"):
+            get_rendezvous_handler(params)
+
+
+def test_a_stranger_is_refused_and_logged(
+    c10d: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = []
+    for name in ("right", "wrong"):
+        secrets.append(tmp_path / name)
+        secrets[-1].write_text(f"the {name} secret")
+        secrets[-1].chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        member = c10d.node(1, 2, secret_file=str(secrets[0]), last_call_timeout=0)
+        info = member.next_rendezvous()
+        for config, complaint in (
+            ({}, "set PHALANX_JOB_SECRET"),
+            ({"secret_file": str(secrets[1])}, "signed with another secret"),
+        ):
+            with pytest.raises(RendezvousStateError, match=complaint):
+                c10d.node(1, 2, **config).next_rendezvous()
+        friend = c10d.node(1, 2, secret_file=str(secrets[0]))
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(friend.next_rendezvous)
+            assert member.watch_generation(0).wait(JOIN) is not None
+            assert member.next_rendezvous().world_size == 2
+            assert joined.result(JOIN).generation == 1
+    refused = [record.getMessage() for record in caplog.records if "refused the join" in record.getMessage()]
+    assert len(refused) == 2, refused
+    assert info.world_size == 1
+
+
+def test_without_a_word_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "hush")
+    job = Job("c10d", "localhost:0")
+    try:
+        handler = job.node(1, 1)
+        assert handler.next_rendezvous().world_size == 1
+        assert handler._signer.has_secret
+    finally:
+        job.close()
+
+
+def test_static_ranks_are_what_nodes_were_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = Job("static", f"localhost:{port}")
+    try:
+        handlers = [job.node(3, 3, rank=rank) for rank in (0, 2, 1)]
+        assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
+        handlers[0].break_generation(0, Broken(reason="again"))
+        assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
+    finally:
+        job.close()
+
+
+def test_a_static_rank_that_is_taken_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = Job("static", f"localhost:{port}")
+    try:
+        first, second, twice = (job.node(2, 2, rank=rank) for rank in (0, 1, 1))
+        with ThreadPoolExecutor(3) as pool:
+            zero = pool.submit(first.next_rendezvous)
+            one, other = pool.submit(second.next_rendezvous), pool.submit(twice.next_rendezvous)
+            assert zero.result(JOIN).rank == 0
+            errors = [future.exception(JOIN) for future in (one, other)]
+        assert [type(error) for error in errors if error is not None] == [RendezvousStateError]
+    finally:
+        job.close()
+
+
+def test_one_static_node_leaves_its_port_to_the_workers() -> None:
+    job = Job("static", "127.0.0.1:29555")
+    try:
+        info = job.node(1, 1).next_rendezvous()
+        assert info.bootstrap_store_info.master_port == 29555
+    finally:
+        job.close()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("low", "high", "config", "message"),
+    [
+        (1, 2, {}, "fixed number"),
+        (2, 2, {}, "needs the rank"),
+        (2, 2, {"rank": 2}, "outside"),
+    ],
+)
+def test_impossible_static_parameters(low: int, high: int, config: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_rendezvous_handler(RendezvousParameters("static", "localhost:1", "x", low, high, None, **config))
+
+
+@pytest.mark.fast
+def test_the_registry_takes_third_party_backends_and_names_the_nearest() -> None:
+    registry = RendezvousHandlerRegistry()
+    made: list[RendezvousParameters] = []
+
+    def creator(params: RendezvousParameters) -> RendezvousHandler:
+        made.append(params)
+        return None  # type: ignore[return-value]  # on purpose
+
+    registry.register("mine", creator)
+    registry.register("mine", creator)
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register("mine", lambda params: creator(params))
+    with pytest.raises(TypeError, match="no RendezvousHandler"):
+        registry.create_handler(RendezvousParameters("mine", "", "x", 1, 1))
+    assert len(made) == 1
+    assert rendezvous_handler_registry.names() == ["c10d", "etcd", "file", "static"]
+    with pytest.raises(ValueError, match="did you mean 'c10d'"):
+        get_rendezvous_handler(RendezvousParameters("c10", "", "x", 1, 1))
+
+
+def test_no_thread_is_left_behind(c10d: Job) -> None:
+    before = set(threading.enumerate())
+    handlers = [c10d.node(2, 2) for _ in range(2)]
+    meet(*handlers)
+    handlers[0].set_closed()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda handler: handler.shutdown(), handlers)) == [True, True]
+    assert set(threading.enumerate()) - before == set()

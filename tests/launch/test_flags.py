@@ -1,0 +1,174 @@
+"""The command line: torchrun's flags and meanings, and errors of one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.launch._cli import config_from_args, main, parse_nodes, parse_settings
+from phalanx.launch._flags import FLAGS, UsageError, parse, words
+from phalanx.launch._logs import Std
+from phalanx.launch.numa import AffinityMode
+
+pytestmark = pytest.mark.fast
+
+
+def config(*argv: str, environ: dict[str, str] | None = None, size: int = 1):
+    return config_from_args(parse([*argv, "script.py"], environ or {}), size)
+
+
+def test_torchruns_flags_are_all_known():
+    from torch.distributed.run import get_args_parser
+
+    theirs = {action.dest for action in get_args_parser()._actions} - {"help"}
+    ours = {flag.dest for flag in FLAGS} | {"training_script", "training_script_args"}
+    assert theirs <= ours
+
+
+def test_dashes_and_underscores_mean_the_same():
+    for spelling in ("--nproc-per-node", "--nproc_per_node"):
+        assert parse([spelling, "4", "a.py"], {}).nproc_per_node == "4"
+        assert parse([f"{spelling}=4", "a.py"], {}).nproc_per_node == "4"
+
+
+def test_what_follows_the_script_belongs_to_the_script():
+    args = parse(["--nnodes", "2", "a.py", "--nnodes", "9", "--no-such-flag", "-m"], {})
+    assert args.nnodes == "2"
+    assert args.training_script_args == ["--nnodes", "9", "--no-such-flag", "-m"]
+    assert not args.module
+
+
+def test_environment_gives_defaults_and_flags_win():
+    environ = {"PET_NNODES": "1:4", "PET_STANDALONE": "1", "PET_MAX_RESTARTS": "7"}
+    args = parse(["--max-restarts", "2", "a.py"], environ)
+    assert (args.nnodes, args.standalone, args.max_restarts) == ("1:4", True, 2)
+    assert not parse(["a.py"], {"PET_STANDALONE": "0"}).standalone
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nproc-pernode", "4", "a.py"], "unknown flag --nproc-pernode; did you mean --nproc-per-node?"),
+        (["--max_restart=4", "--bogus", "a.py"], "unknown flag --bogus; see phalanx run --help"),
+        (["--duplicate", "x", "a.py"], "flag --duplicate is ambiguous"),
+        (["--max-restarts", "many", "a.py"], "invalid int value: 'many'"),
+        (["--on-failure", "pray", "a.py"], "invalid choice: 'pray'"),
+        ([], "no script given"),
+    ],
+)
+def test_wrong_flags_get_one_line(argv, message):
+    with pytest.raises(UsageError) as caught:
+        parse(argv, {})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_environment_variable_is_named():
+    with pytest.raises(UsageError, match="PET_MAX_RESTARTS='x' does not fit --max-restarts"):
+        parse(["a.py"], {"PET_MAX_RESTARTS": "x"})
+
+
+@pytest.mark.parametrize("text", ["", "2:1", "0", "a", "1:2:3", "1:"])
+def test_nonsense_nodes_are_refused(text):
+    with pytest.raises(UsageError, match="--nnodes"):
+        parse_nodes(text)
+
+
+def test_settings_and_words():
+    assert parse_settings("a=1, b=c=d") == {"a": "1", "b": "c=d"}
+    with pytest.raises(UsageError, match="'oops'"):
+        parse_settings("oops")
+    assert words("apple,,pie,orange") == ["apple,pie", "orange"]
+
+
+def test_one_node_is_standalone_unless_a_rendezvous_is_named():
+    assert (config().rdzv_backend, config().rdzv_endpoint) == ("c10d", "localhost:0")
+    static = config("--master-port", "29511")
+    assert (static.rdzv_backend, static.rdzv_endpoint, static.rdzv_configs["rank"]) == (
+        "static",
+        "127.0.0.1:29511",
+        0,
+    )
+    many = config("--nnodes", "2", "--node-rank", "1", "--master-addr", "node0")
+    assert (many.rdzv_backend, many.rdzv_endpoint, many.rdzv_configs["rank"]) == ("static", "node0:29500", 1)
+    elastic = config(
+        "--nnodes", "1:4", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:2379", "--rdzv-id", "j"
+    )
+    assert (elastic.min_nodes, elastic.max_nodes, elastic.rdzv_endpoint, elastic.run_id) == (
+        1,
+        4,
+        "e:2379",
+        "j",
+    )
+
+
+def test_a_backend_without_endpoint_is_refused():
+    with pytest.raises(UsageError, match="needs --rdzv-endpoint"):
+        config("--nnodes", "2", "--rdzv-backend", "c10d")
+
+
+def test_jobs_of_one_node_get_names_of_their_own():
+    assert config().run_id != config().run_id
+
+
+def test_max_restarts_depends_on_the_policy():
+    assert config().max_restarts == 0
+    assert config("--on-failure", "heal").max_restarts == 100
+    assert config("--on-failure", "heal", "--max-restarts", "0").max_restarts == 0
+
+
+def test_all_other_flags_reach_the_config():
+    made = config(
+        "--role", "trainer", "--log-dir", "/nowhere/logs", "-r", "3", "-t", "0:1", "--local-ranks-filter", "0,2",
+        "--numa-binding", "exclusive", "--shutdown-timeout", "5", "--preload", "json,csv", "--hang-timeout", "9",
+        "--standby", "2", "--virtual-local-rank", "--signals-to-handle", "SIGUSR1", "--start-method", "exec",
+        "--duplicate-stdout-filters", "x", "--local-addr", "10.0.0.1", "--monitor-interval", "0.5",
+    )  # fmt: skip
+    assert made.role == "trainer"
+    assert made.logs_specs._redirects == Std.ALL
+    assert made.logs_specs._tee == {0: Std.OUT}
+    assert made.logs_specs._local_ranks_filter == {0, 2}
+    assert made.numa_options.affinity_mode is AffinityMode.EXCLUSIVE
+    assert (made.shutdown_timeout, made.preload, made.hang_timeout, made.standby) == (
+        5,
+        ("json", "csv"),
+        9.0,
+        2,
+    )
+    assert (made.virtual_local_rank, made.signals_to_handle, made.start_method) == (True, "SIGUSR1", "exec")
+    assert (made.duplicate_stdout_filters, made.local_addr, made.monitor_interval) == (["x"], "10.0.0.1", 0.5)
+
+
+def test_a_missing_script_is_noticed_before_anything_starts(capsys):
+    assert main(["no_such_file.py"]) == 2
+    assert "script 'no_such_file.py' does not exist" in capsys.readouterr().err
+    assert main(["-m", "no_such_package.train"]) == 2
+    assert "module 'no_such_package.train' was not found" in capsys.readouterr().err
+    assert main(["--no-python", "no-such-command"]) == 2
+    assert "command 'no-such-command' was not found" in capsys.readouterr().err
+    assert main(["-m", "--no-python", "x"]) == 2
+
+
+def test_a_wrong_flag_is_answered_without_importing_torch():
+    code = (
+        "import sys; from phalanx.__main__ import main; code = main(['run', '--nproc-pre-node', '2', 'x.py']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "phalanx run: unknown flag --nproc-pre-node; did you mean --nproc-per-node?"
+    )
+
+
+def test_unknown_commands_get_the_nearest(capsys):
+    from phalanx.__main__ import main as phalanx
+
+    assert phalanx(["rum"]) == 2
+    assert "did you mean run?" in capsys.readouterr().err
+    assert phalanx(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Function workers: values and exceptions come home whole, under every start method."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.launch import (
+    ChildFailedError,
+    DefaultLogsSpecs,
+    LaunchConfig,
+    LocalElasticAgent,
+    RendezvousParameters,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+    elastic_launch,
+)
+from phalanx.launch.rendezvous import get_rendezvous_handler
+
+sys.path.insert(0, str(Path(__file__).parent / "workers"))
+import functions
+
+
+def config(tmp_path: Path, **fields: object) -> LaunchConfig:
+    defaults = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "max_restarts": 0}
+    return LaunchConfig(**{**defaults, "logs_specs": DefaultLogsSpecs(str(tmp_path / "logs")), **fields})
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_return_values_by_global_rank(tmp_path, method):
+    result = elastic_launch(config(tmp_path, start_method=method), functions.all_reduced)(1.0)
+    assert result == {0: 3.0, 1: 3.0}
+
+
+def test_config_is_not_changed_by_a_launch(tmp_path):
+    given = config(tmp_path, start_method="fork")
+    before = dict(vars(given))
+    elastic_launch(given, functions.add)(2, 3)
+    assert vars(given) == before
+    assert given.run_id == ""
+    assert given.rdzv_configs == {}
+
+
+def test_large_values_come_home(tmp_path):
+    result = elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.large)(
+        3_000_000
+    )
+    assert torch.equal(result[0], torch.arange(3_000_000))
+
+
+def test_exceptions_come_home(tmp_path):
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.raising)()
+    rank, failure = caught.value.get_first_failure()
+    assert (rank, failure.exitcode) == (0, 1)
+    assert failure.message == "Custom: ('with this text', 17)"
+    assert "raise Custom" in failure.traceback
+    assert isinstance(caught.value.__cause__, functions.Custom)
+    assert caught.value.__cause__.args == ("with this text", 17)
+
+
+def test_an_unpicklable_value_is_a_clear_error(tmp_path):
+    with pytest.raises(ChildFailedError, match="its return value, a function, cannot be pickled"):
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.unpicklable)()
+
+
+def test_an_unpicklable_function_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(TypeError, match=r"cannot be pickled .*use start_method='fork'"):
+        elastic_launch(config(tmp_path, start_method="spawn"), lambda: 1)()
+
+
+def test_closures_work_with_fork(tmp_path):
+    bonus = 5
+    result = elastic_launch(config(tmp_path, start_method="fork"), lambda: bonus)()
+    assert result == {0: 5, 1: 5}
+
+
+def test_commands_have_no_values(tmp_path):
+    launched = elastic_launch(config(tmp_path), sys.executable)
+    assert launched("-c", "import os; assert os.environ['LOCAL_RANK'] in '01'") == {0: None, 1: None}
+
+
+def test_a_missing_command_fails_at_once(tmp_path):
+    with pytest.raises(ChildFailedError, match="cannot execute '/no/such/command'"):
+        elastic_launch(config(tmp_path, max_restarts=5), "/no/such/command")()
+
+
+def test_agent_tells_about_its_workers(tmp_path):
+    """The agent as users of the elastic API build it, looked at from another thread while it runs."""
+    seen: list[WorkerGroup] = []
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "looking", 1, 1))
+    spec = WorkerSpec(
+        role="r",
+        local_world_size=2,
+        rdzv_handler=handler,
+        entrypoint=functions.waiting,
+        args=(str(tmp_path / "go"),),
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), start_method="fork")
+    assert agent.get_worker_group().state is WorkerState.INIT
+
+    def look() -> None:
+        while agent.get_worker_group().state is not WorkerState.HEALTHY:
+            time.sleep(0.01)
+        seen.append(agent.get_worker_group())
+        (tmp_path / "go").touch()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        result = agent.run()
+    finally:
+        (tmp_path / "go").touch()
+        watcher.join()
+        handler.shutdown()
+    assert result == RunResult(WorkerState.SUCCEEDED, {0: 0, 1: 1})
+    assert not result.is_failed()
+    assert [worker.global_rank for worker in seen[0].workers] == [0, 1]
+    assert all(isinstance(worker.id, int) for worker in seen[0].workers)
+    assert (seen[0].group_rank, seen[0].group_world_size) == (0, 1)
+    assert WorkerState.is_running(seen[0].state)
+    assert agent.restart_count == 0
+    assert time.time() - agent.alive_time() < 600

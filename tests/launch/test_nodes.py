@@ -1,0 +1,169 @@
+"""Jobs of several agents on one machine: agreement, the loss of a node, of the store, and late joiners."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.comm.stores.conftest import Server, etcd_cluster
+
+
+def lines(path: Path) -> list[list[str]]:
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def endpoint() -> tuple[str, ...]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    conf = "lease=4,last_call_timeout=1,admit_delay=0.1,join_timeout=90"
+    return (
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "nodes", "--rdzv-conf", conf,
+    )  # fmt: skip
+
+
+def test_two_nodes_agree_on_ranks_and_end_together(launcher, tmp_path, endpoint):
+    words = ("--nnodes", 2, "--nproc-per-node", 2, *endpoint, "--max-restarts", 1)
+    agents = [launcher.run(*words, "summing.py", tmp_path, 3, "3:1:kill") for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0], [agent.output for agent in agents]
+    starts = lines(tmp_path / "starts")
+    # One restart for the whole job, and every rank of four started in each generation.
+    assert sorted((g, restart, rank, size) for g, restart, rank, size, _ in starts) == sorted(
+        (str(g), str(g), str(rank), "4") for g in range(2) for rank in range(4)
+    )
+    launcher.wait_until_empty()
+
+
+def test_root_cause_is_reported_on_every_node(launcher, tmp_path, endpoint):
+    words = ("--nnodes", 2, *endpoint)
+    agents = [launcher.run(*words, "summing.py", tmp_path, 3, "1:1:raise") for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    for agent in agents:
+        report = agent.output.partition("Root cause (the earliest failure):")[2]
+        assert "RuntimeError: told to fail" in report, agent.output
+        assert "rank      : 1" in report, agent.output
+
+
+@pytest.mark.parametrize("policy", ["restart", "heal"])
+def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait_for, policy):
+    """A whole node of three dies; the job forms again with the two that are left."""
+    # The survivors' workers fail too, when their peer's connections close: under restart that takes a restart.
+    words = ("--nnodes", "2:3", "--on-failure", policy, "--max-restarts", 3, *endpoint)
+    script = ("summing.py", tmp_path, 20) if policy == "restart" else ("healing.py", tmp_path, 100000)
+    agents = [launcher.run(*words, *script, STEP_SECONDS="0.2") for _ in range(3)]
+
+    def started() -> int:
+        if policy == "restart":
+            return sum(row[0] == "0" and row[3] == "3" for row in lines(tmp_path / "starts"))
+        return len([path for path in tmp_path.glob("*.*.0") if len(lines(path)) > 1])
+
+    wait_for(lambda: started() == 3, "three nodes in generation 0", agents[0])
+    host = next(agent for agent in agents if _is_listening(agent.pid, endpoint))
+    victim = next(agent for agent in agents if agent is not host)
+    os.kill(victim.pid, signal.SIGKILL)
+    survivors = [agent for agent in agents if agent is not victim]
+    if policy == "heal":
+        wait_for(lambda: _last_size(tmp_path) == {"2"}, "a generation of two", host)
+        (tmp_path / "end").touch()
+    assert [agent.wait() for agent in survivors] == [0, 0], [agent.output for agent in survivors]
+    if policy == "restart":
+        last = max(int(row[0]) for row in lines(tmp_path / "starts"))
+        assert [row[3] for row in lines(tmp_path / "starts") if row[0] == str(last)] == ["2", "2"]
+    launcher.wait_until_empty()
+
+
+def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(
+    launcher, tmp_path, endpoint, wait_for
+):
+    words = ("--nnodes", 2, *endpoint)
+    agents = [launcher.run(*words, "summing.py", tmp_path, 1000, STEP_SECONDS="0.2") for _ in range(2)]
+    wait_for(lambda: len(lines(tmp_path / "starts")) == 2, "two workers", agents[0])
+    host = next(agent for agent in agents if _is_listening(agent.pid, endpoint))
+    other = next(agent for agent in agents if agent is not host)
+    os.kill(host.pid, signal.SIGKILL)
+    assert other.wait() == 1
+    assert "lost the store of job 'nodes'" in other.output
+    assert "is that one still running?" in other.output
+    launcher.wait_until_empty()
+
+
+def test_a_late_node_is_admitted_at_a_step_boundary(launcher, tmp_path, endpoint, wait_for):
+    words = ("--nnodes", "1:2", "--on-failure", "heal", *endpoint)
+    first = launcher.run(*words, "healing.py", tmp_path, 100000, STEP_SECONDS="0.05")
+    wait_for(lambda: _last_size(tmp_path) == {"1"}, "the first node to train alone", first)
+    second = launcher.run(*words, "healing.py", tmp_path, 100000, STEP_SECONDS="0.05")
+    wait_for(
+        lambda: len(stories(tmp_path)) == 2 and _last_size(tmp_path) == {"2"},
+        "both to train together",
+        second,
+    )
+    (tmp_path / "end").touch()
+    assert [first.wait(), second.wait()] == [0, 0], (first.output, second.output)
+    old = max(stories(tmp_path), key=len)
+    steps = [int(row[1]) for row in old if row[0].isdigit()]
+    assert steps == list(range(len(steps)))  # nothing lost, nothing twice
+    assert "lost" not in {row[0] for row in old}
+
+
+def stories(directory: Path) -> list[list[list[str]]]:
+    """What each worker of a healing.py job wrote."""
+    return [lines(path) for path in directory.glob("*.*.*")]
+
+
+def _last_size(directory: Path) -> set[str]:
+    """The group sizes of the newest generation, by those who have made a step in it."""
+    rows = [row for story in stories(directory) for row in story if row[0].isdigit() and len(row) == 5]
+    newest = max((int(row[0]) for row in rows), default=-1)
+    return {row[3] for row in rows if int(row[0]) == newest}
+
+
+def _is_listening(pid: int, endpoint: tuple[str, ...]) -> bool:
+    """Whether a process serves the endpoint: its socket is among the listening ones of the machine."""
+    port = int(endpoint[3].rpartition(":")[2])
+    inodes = {
+        row.split()[9]
+        for row in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A"
+    }
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(fd).removeprefix("socket:[").removesuffix("]") in inodes:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_the_job_goes_on_when_the_etcd_leader_is_killed(launcher, tmp_path, wait_for):
+    """Three etcd members, two agents; the member that leads is killed, then a worker: the job still heals."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(3, tmp_path / "etcd") as servers:
+        members = ",".join(server.url.removeprefix("etcd://") for server in servers)
+        words = ("--nnodes", 2, "--rdzv-backend", "etcd", "--rdzv-endpoint", members, "--rdzv-id", "etcd-job")
+        conf = ("--rdzv-conf", "lease=10,last_call_timeout=1", "--max-restarts", 3)
+        agents = [
+            launcher.run(*words, *conf, "summing.py", tmp_path, 40, STEP_SECONDS="0.2") for _ in range(2)
+        ]
+        wait_for(lambda: len(lines(tmp_path / "starts")) == 2, "two workers", agents[0])
+        _leader(servers).kill()
+        os.kill(int(lines(tmp_path / "starts")[0][4]), signal.SIGKILL)
+        assert [agent.wait() for agent in agents] == [0, 0], [agent.output for agent in agents]
+    assert {row[0] for row in lines(tmp_path / "starts")} >= {"0", "1"}
+    assert sorted(lines(tmp_path / "ends")) == [["0"], ["1"]]
+    launcher.wait_until_empty()
+
+
+def _leader(servers: list[Server]) -> Server:
+    for server in servers:
+        address = server.url.removeprefix("etcd://")
+        request = urllib.request.Request(f"http://{address}/v3/maintenance/status", data=b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            status = json.load(answer)
+        if status["leader"] == status["header"]["member_id"]:
+            return server
+    raise AssertionError("no member of the etcd cluster says that it leads")

@@ -1,0 +1,23 @@
+"""Freezes what users may import."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx.launch
+
+pytestmark = pytest.mark.fast
+
+
+def test_public_names():
+    assert sorted(phalanx.launch.__all__) == [
+        "AgentOptions", "ChildFailedError", "DefaultLogsSpecs", "HealthCheckServer", "LaunchConfig",
+        "LocalElasticAgent", "LogsDest", "LogsSpecs", "MetricsConfig", "NumaOptions", "ProcessFailure",
+        "RendezvousHandler", "RendezvousParameters", "RunResult", "Script", "SignalException", "Std", "Worker",
+        "WorkerGroup", "WorkerSpec", "WorkerState", "create_healthcheck_server", "elastic_launch", "launch_agent",
+        "record", "report_progress",
+    ]  # fmt: skip
+    for name in phalanx.launch.__all__:
+        assert getattr(phalanx.launch, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        phalanx.launch.nonsense  # noqa: B018

@@ -1,0 +1,44 @@
+"""Functions that tests launch; a module of its own, so that fresh interpreters can import it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def add(a: int, b: int) -> tuple[int, int]:
+    return int(os.environ["RANK"]), a + b
+
+
+def all_reduced(value: float) -> float:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    x = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return x.item()
+
+
+def large(count: int) -> torch.Tensor:
+    return torch.arange(count)
+
+
+class Custom(Exception):
+    pass
+
+
+def raising() -> None:
+    raise Custom("with this text", 17)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def waiting(path: str) -> int:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return int(os.environ["RANK"])

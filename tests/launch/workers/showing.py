@@ -1,0 +1,32 @@
+"""Shows how it was started: writes a JSON object per worker to the file in the first argument, and prints a little."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+if __name__ == "__main__":
+    facts = {
+        "rank": int(os.environ["RANK"]),
+        "argv": sys.argv,
+        "path0": sys.path[0],
+        "cwd": os.getcwd(),
+        "name": __name__,
+        "file": __file__,
+        "modules": [name for name in ("torch", "numpy", "colorsys") if name in sys.modules],
+        "threads": threading.active_count(),
+        "os_threads": len(os.listdir("/proc/self/task")),
+        "environ": {
+            key: value for key, value in os.environ.items() if key.startswith(("OMP", "OPENBLAS", "PHALANX"))
+        },
+    }
+    if "numpy" in facts["modules"]:
+        import numpy
+
+        facts["random"] = float(numpy.random.rand())
+    with open(f"{sys.argv[1]}.{facts['rank']}", "w") as file:
+        json.dump(facts, file)
+    print(f"out {facts['rank']}")
+    print(f"err {facts['rank']}", file=sys.stderr)

@@ -1,0 +1,49 @@
+"""A sample of the coverage report: torch's operator samples under many placements. Wrong must be zero.
+
+``make coverage`` (``python tests/tensor/coverage.py``) runs all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from coverage import RANDOM, UNINITIALISED, cover, op_db
+
+# Every operator gets its first sample on two ranks; these get more, on more ranks: each stands for a family of rules.
+DEEP = """
+add mul div where clamp sum mean amax prod std logsumexp argmax cumsum matmul bmm addmm baddbmm einsum
+linalg.vector_norm view reshape permute transpose expand squeeze unsqueeze unflatten flatten split chunk unbind
+cat stack gather scatter_add index_select tril triu roll flip nn.functional.linear nn.functional.conv2d
+nn.functional.layer_norm softmax log_softmax nn.functional.embedding nn.functional.cross_entropy
+nn.functional.mse_loss nn.functional.pad sort topk nn.functional.scaled_dot_product_attention
+nn.functional.dropout masked_fill __getitem__ index_put nn.functional.batch_norm nn.functional.max_pool2d
+nn.functional.one_hot bernoulli clone to
+""".split()  # noqa: SIM905  # a list of names reads best as text
+
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_operator_is_wrong(part: int) -> None:
+    wrong = []
+    for index, op in enumerate(op_db):
+        if index % PARTS == part:
+            report = cover(op, 1, 3, (2,))
+            wrong += [f"{op.name}: {p}" for p in report.problems if p.startswith("wrong")]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("shape", "samples", "layouts"), [((3,), 2, 3), ((2, 2), 1, 3)], ids=str)
+def test_families_on_more_ranks(shape: tuple[int, ...], samples: int, layouts: int) -> None:
+    wrong = []
+    for op in op_db:
+        if op.name in DEEP:
+            report = cover(op, samples, layouts, shape)
+            wrong += [f"{op.name}: {p}" for p in report.problems if p.startswith("wrong")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_lists_name_operators_that_exist() -> None:
+    known = {op.name for op in op_db}
+    assert set(DEEP) <= known
+    assert len(set(RANDOM) & known) > 10
+    assert UNINITIALISED & known

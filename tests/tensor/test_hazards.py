@@ -1,0 +1,305 @@
+"""Ways in which a distributed tensor could be silently wrong: each is right, or refused with a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import comm
+from phalanx.comm import init_device_mesh
+from phalanx.tensor import (
+    DTensor,
+    NoShardingRule,
+    Partial,
+    Replicate,
+    Shard,
+    SurpriseCommunication,
+    communication_mode,
+    distribute_tensor,
+    fallback_counts,
+    fallback_policy,
+    implicit_replication,
+)
+
+pytestmark = pytest.mark.fast
+
+
+def on_mesh(body: Callable[..., Any], *shape: int, names: Any = None) -> list[Any]:
+    shape = shape or (2,)
+    size = 1
+    for n in shape:
+        size *= n
+    return comm.simulate(size).run(lambda group: body(init_device_mesh("cpu", shape, mesh_dim_names=names)))
+
+
+def test_plain_tensors_beside_dtensors_are_an_error_that_names_them() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with pytest.raises(
+            RuntimeError,
+            match=r"add got a plain tensor of shape \(4, 4\) \(tensor argument 1\).*test_hazards",
+        ):
+            x + torch.ones(4, 4)
+        with pytest.raises(RuntimeError, match="implicit_replication"):
+            torch.cat([x, torch.ones(4, 4)])
+        with implicit_replication():
+            assert (x + torch.ones(4, 4)).full_tensor().tolist() == [[2.0] * 4] * 4
+        assert (x + 1).full_tensor().tolist() == [[2.0] * 4] * 4
+        assert (x * torch.tensor(3.0)).full_tensor()[0, 0] == 3
+
+    on_mesh(body)
+
+
+def test_numpy_cannot_swallow_a_dtensor() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with pytest.raises((TypeError, RuntimeError)):
+            np.ones(4) + x
+        with pytest.raises((TypeError, RuntimeError)):
+            x + np.ones(4)
+
+    on_mesh(body)
+
+
+def test_sub_mesh_meets_root() -> None:
+    def body(mesh: Any) -> None:
+        a = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()])
+        w = distribute_tensor(torch.arange(6.0).view(2, 3), mesh["tp"], [Shard(1)]).requires_grad_()
+        out = a @ w
+        assert out.placements == (Shard(0), Shard(1))
+        out.sum().backward()
+        assert w.grad is not None
+        assert w.grad.full_tensor().tolist() == [[12.0] * 3, [16.0] * 3]
+        other = init_device_mesh("cpu", (4,))
+        with pytest.raises(ValueError, match="not parts of one another"):
+            a + distribute_tensor(torch.ones(4, 2), other, [Shard(0)])
+
+    on_mesh(body, 2, 2, names=("dp", "tp"))
+
+
+def test_explicit_mode_names_op_layout_bytes_and_line() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        y = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+        w = distribute_tensor(torch.ones(4, 4), mesh).requires_grad_()
+        with communication_mode("explicit"):
+            assert (x * 2 + x).placements == (Shard(0),)
+            with pytest.raises(SurpriseCommunication, match=r"add needs .*S\(.*\).* 32 B.*test_hazards\.py"):
+                x + y
+            with pytest.raises(SurpriseCommunication, match="backward of matmul sums the gradient"):
+                x @ w
+        with communication_mode("warn"), pytest.warns(UserWarning, match="add needs"):
+            x + y
+        assert (x + y).full_tensor()[0, 0] == 2
+
+    on_mesh(body)
+
+
+def test_fallbacks_are_named_and_counted() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.eye(4) * 2, mesh, [Shard(0)])
+        before = fallback_counts().get("linalg_inv", 0)
+        assert torch.linalg.inv(x).full_tensor()[0, 0] == 0.5
+        assert fallback_counts()["linalg_inv"] == before + 1
+        with fallback_policy("error"), pytest.raises(NoShardingRule, match=r"linalg_inv on .*S\(0\)"):
+            torch.linalg.inv(x)
+        with fallback_policy("warn"), pytest.warns(UserWarning, match="computed replicated"):
+            torch.linalg.inv(x)
+
+    on_mesh(body)
+
+
+def test_hidden_mutation_is_written_back() -> None:
+    def body(mesh: Any) -> None:
+        torch.manual_seed(0)
+        plain = nn.BatchNorm1d(4)
+        data = torch.randn(6, 4)
+        plain(data)
+        mine = nn.BatchNorm1d(4)
+        for name in ("running_mean", "running_var"):
+            setattr(mine, name, distribute_tensor(getattr(mine, name), mesh, [Shard(0)]))
+        mine.weight = nn.Parameter(distribute_tensor(mine.weight, mesh))
+        mine.bias = nn.Parameter(distribute_tensor(mine.bias, mesh))
+        mine.num_batches_tracked = distribute_tensor(mine.num_batches_tracked, mesh)
+        mine(distribute_tensor(data, mesh, [Shard(0)]))
+        assert mine.running_mean.placements == (Shard(0),)
+        torch.testing.assert_close(mine.running_mean.full_tensor(), plain.running_mean)
+        torch.testing.assert_close(mine.running_var.full_tensor(), plain.running_var)
+        x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+        x.index_fill_(0, distribute_tensor(torch.tensor([1, 4]), mesh), 9.0)
+        assert x.full_tensor().tolist() == [0.0, 9.0, 2.0, 3.0, 9.0, 5.0]
+
+    on_mesh(body)
+
+
+def test_indexing_get_and_set() -> None:
+    def body(mesh: Any) -> None:
+        plain = torch.arange(24.0).view(4, 6)
+        x = distribute_tensor(plain, mesh, [Shard(0)])
+        index = torch.tensor([3, 0])
+        lifted = distribute_tensor(index, mesh)
+        torch.testing.assert_close(x[lifted].full_tensor(), plain[index])
+        torch.testing.assert_close(x[:, lifted].full_tensor(), plain[:, index])
+        torch.testing.assert_close(x[1:3, ::2].full_tensor(), plain[1:3, ::2])
+        torch.testing.assert_close(x[..., None, 0].full_tensor(), plain[..., None, 0])
+        torch.testing.assert_close(x[x > 5].full_tensor(), plain[plain > 5])
+        x[1] = 0
+        x[:, 2] = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        x[lifted, 3] = -1.0
+        x[x > 20] = 20
+        plain[1] = 0
+        plain[:, 2] = torch.ones(4)
+        plain[index, 3] = -1.0
+        plain[plain > 20] = 20
+        torch.testing.assert_close(x.full_tensor(), plain)
+
+    on_mesh(body)
+
+
+def test_out_arguments() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        out = distribute_tensor(torch.zeros(4), mesh)
+        assert torch.add(x, x, out=out) is out
+        assert out.placements == (Replicate(),)
+        assert out.to_local().tolist() == [0.0, 2.0, 4.0, 6.0]
+        with pytest.raises(RuntimeError, match="not resized"):
+            torch.add(x, x, out=distribute_tensor(torch.zeros(3), mesh))
+        values, indices = torch.sort(
+            x,
+            descending=True,
+            out=(
+                distribute_tensor(torch.zeros(4), mesh),
+                distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh),
+            ),
+        )
+        assert values.to_local().tolist() == [3.0, 2.0, 1.0, 0.0]
+        assert indices.to_local().tolist() == [3, 2, 1, 0]
+
+    on_mesh(body)
+
+
+def test_torch_func_and_constructors_are_refused() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        for act in (
+            lambda: torch.func.grad(lambda t: (t * t).sum())(x),
+            lambda: torch.vmap(lambda t: t * 2)(x),
+            lambda: torch.sparse_coo_tensor(x.unsqueeze(0), x),
+            lambda: torch.Tensor(x),
+            lambda: torch.utils.dlpack.to_dlpack(x),
+            lambda: setattr(torch.ones(4), "data", x),
+        ):
+            with pytest.raises((RuntimeError, BufferError, TypeError, NotImplementedError)):
+                act()
+
+    on_mesh(body)
+
+
+def test_make_fx_and_compile_are_refused() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="make_fx"):
+            make_fx(lambda t: t * 2)(x)
+        with pytest.raises(Exception, match="DTensor"):
+            torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x)
+
+    on_mesh(body)
+
+
+def test_torch_distributed_functions_are_refused() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.ones(4), mesh, src_data_rank=None)
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            dist.all_reduce(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_data_keeps_dtype_and_shape_true() -> None:
+    def body(mesh: Any) -> None:
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        p.data = distribute_tensor(torch.zeros(6, 2, dtype=torch.float64), mesh, [Shard(0)])
+        assert p.shape == (6, 2)
+        assert p.dtype == torch.float64
+        assert (p + 1).full_tensor().sum() == 12
+        with pytest.raises(TypeError, match="plain"):
+            p.data = torch.ones(4, 2)
+
+    on_mesh(body)
+
+
+def test_from_local_never_guesses() -> None:
+    def body(mesh: Any) -> None:
+        rank = mesh.get_rank()
+        uneven = DTensor.from_local(torch.ones([3, 3, 1][rank], 2), mesh, [Shard(0)])
+        assert uneven.shape == (7, 2)
+        with pytest.raises(ValueError, match="cut as torch"):
+            DTensor.from_local(torch.ones([1, 3, 3][rank], 2), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="gives this rank"):
+            DTensor.from_local(torch.ones(2), mesh, [Shard(0)], shape=(9,))
+        with pytest.raises(ValueError, match="local shapes differ"):
+            DTensor.from_local(torch.ones(2 + rank, 2), mesh, [Shard(1)], run_check=True)
+        checked = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Replicate()], run_check=True)
+        assert checked.to_local().tolist() == [0.0, 0.0]
+        with pytest.raises(TypeError, match="plain"):
+            DTensor.from_local(uneven, mesh, [Replicate()])
+
+    on_mesh(body, 3)
+
+
+def test_to_local_and_full_tensor_gradients() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh).requires_grad_()
+        x.to_local(grad_placements=[Partial()]).sum().backward()
+        assert x.grad is not None
+        assert x.grad.to_local().tolist() == [2.0] * 4, "each rank contributed one"
+        y = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        (y.full_tensor() * torch.arange(4.0)).sum().backward()
+        assert y.grad is not None
+        assert y.grad.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+        local = torch.ones(2, requires_grad=True)
+        DTensor.from_local(local, mesh, [Partial()]).sum().backward()
+        assert local.grad is not None
+        assert local.grad.tolist() == [1.0, 1.0]
+
+    on_mesh(body)
+
+
+def test_placements_are_checked() -> None:
+    def body(mesh: Any) -> None:
+        with pytest.raises(ValueError, match="needs 1 placements"):
+            distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)])
+        with pytest.raises(IndexError, match="out of range"):
+            distribute_tensor(torch.ones(4), mesh, [Shard(1)])
+        with pytest.raises(ValueError, match="not"):
+            distribute_tensor(torch.ones(4), mesh, [Partial()])
+        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(-1)])
+        assert x.placements == (Shard(1),)
+        with pytest.raises(ValueError, match="distributed already"):
+            distribute_tensor(x, mesh, [Replicate()])
+        assert "S(1)" in repr(x)
+        assert str(x.shape) == "torch.Size([4, 2])"
+
+    on_mesh(body)
+
+
+def test_two_simulated_ranks_never_share_a_decision() -> None:
+    def body(mesh: Any) -> float:
+        x = distribute_tensor(torch.arange(3.0), mesh, [Shard(0)])
+        return float((x * 2).sum())
+
+    assert on_mesh(body, 2) == [6.0, 6.0]
+    assert on_mesh(body, 3) == [6.0, 6.0, 6.0]

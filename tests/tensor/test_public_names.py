@@ -1,0 +1,44 @@
+"""The names users import are frozen here: removing or renaming one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx.tensor
+import phalanx.tensor.debug
+import phalanx.tensor.experimental
+import phalanx.tensor.parallel
+
+pytestmark = pytest.mark.fast
+
+
+def test_public_names() -> None:
+    assert sorted(phalanx.tensor.__all__) == [
+        "DTensor", "DeviceMesh", "MaskPartial", "NoShardingRule", "Partial", "Placement", "Replicate", "Shard",
+        "StridedShard", "SurpriseCommunication", "arange", "communication_mode", "distribute_module",
+        "distribute_tensor", "empty", "fallback_counts", "fallback_policy", "full", "get_rng_state",
+        "implicit_replication", "init_device_mesh", "manual_seed", "ones", "rand", "randn", "randperm", "set_rng_state",
+        "zeros",
+    ]  # fmt: skip
+    assert sorted(phalanx.tensor.debug.__all__) == [
+        "CommDebugMode", "layout_summary", "sharding_png", "sharding_svg", "visualize_sharding",
+    ]  # fmt: skip
+    assert sorted(phalanx.tensor.experimental.__all__) == [
+        "implicit_replication",
+        "local_map",
+        "register_sharding",
+    ]
+    assert sorted(phalanx.tensor.parallel.__all__) == [
+        "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
+        "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "package",
+    [phalanx.tensor, phalanx.tensor.debug, phalanx.tensor.experimental, phalanx.tensor.parallel],
+    ids=str,
+)
+def test_every_public_name_exists(package: object) -> None:
+    for name in package.__all__:  # type: ignore[attr-defined]  # a module
+        assert hasattr(package, name)
