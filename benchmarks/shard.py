@@ -1,8 +1,8 @@
 """Our sharded tensors against torch's: sharding a module, gather, reshard, save and load.
 
 Two ranks, by turns in one run. torch's side runs on gloo; ours once on the same gloo group, once on the group that
-Phalanx makes by default (``auto``: shared memory between ranks of one machine). Ratios are our time over torch's: below 1
-we are faster. Save and load are compared with ``torch.distributed.checkpoint`` on the same sharded state; both sync.
+Phalanx makes by default (``auto``: shared memory between ranks of one machine). Ratios are our time over torch's: below
+1 we are faster. Save and load are compared with ``torch.distributed.checkpoint`` on the same sharded state; both sync.
 
     python benchmarks/shard.py [--quick]
 """
