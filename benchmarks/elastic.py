@@ -218,7 +218,7 @@ def show(contenders: list[Contender]) -> None:
 
 
 class Tokens(torch.utils.data.Dataset):
-    def __init__(self, length: int = 4096, context: int = 64) -> None:
+    def __init__(self, length: int = 4096, context: int = 32) -> None:
         self.codes = torch.randint(0, 256, (length, context + 1), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
@@ -341,7 +341,8 @@ def steady(rounds: int) -> None:
         port = listener.getsockname()[1]
     url = store.address if "://" in store.address else f"tcp://{store.address}"
     processes = [
-        context.Process(target=steady_worker, args=(rank, 2, url, port, rounds)) for rank in range(2)
+        context.Process(target=steady_worker, args=(rank, 2, url, port, rounds), daemon=True)
+        for rank in range(2)
     ]
     for process in processes:
         process.start()

@@ -137,6 +137,7 @@ def operations(t: SimpleNamespace, mesh: Any) -> Any:
     a, b = torch.randn(8, 12), torch.randn(8, 12)
     pairs = [(p, p) for p in some_layouts(t, mesh)]
     pairs += [([t.Shard(0)] * mesh.ndim, [t.Replicate()] * mesh.ndim)]
+    pairs = pairs if mesh.ndim == 1 else pairs[-3:]
     found = {}
     for index, (left, right) in enumerate(pairs):
         for name, act in OPERATIONS.items():

@@ -14,8 +14,6 @@ from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-pytestmark = pytest.mark.fast
-
 LAYOUTS = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]
 
 

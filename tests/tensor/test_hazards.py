@@ -27,8 +27,6 @@ from phalanx.tensor import (
     implicit_replication,
 )
 
-pytestmark = pytest.mark.fast
-
 
 def on_mesh(body: Callable[..., Any], *shape: int, names: Any = None) -> list[Any]:
     shape = shape or (2,)

@@ -27,8 +27,6 @@ from phalanx.tensor import (
 from phalanx.tensor._noise import element_bits, normal, uniform, words
 from phalanx.tensor._spec import Spec
 
-pytestmark = pytest.mark.fast
-
 
 def draws(size: int, placements: list[Any], act: Callable[[Any, list[Any]], Any]) -> torch.Tensor:
     def rank_main(group: Any) -> torch.Tensor:

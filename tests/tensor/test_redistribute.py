@@ -17,8 +17,6 @@ from phalanx.tensor import DTensor, Partial, Placement, Replicate, Shard, Stride
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
 
-pytestmark = pytest.mark.fast
-
 COLLECTIVES = {
     "all_gather",
     "all_gather_into_tensor",

@@ -135,8 +135,11 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.embedding(indices, weight)`` without its Python body; ``torch.embedding`` has the rule."""
     if func is not F.embedding:
         return run_rule(func, args, kwargs)
-    given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **(kwargs or {})}
-    indices, weight = given["input"], given["weight"]
+    given = kwargs or {}
+    if len(args) != 2:
+        given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **given}
+        args = (given["input"], given["weight"])
+    indices, weight = args
     if given.get("max_norm") is not None:
         raise NotImplementedError(
             "embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight"
@@ -147,7 +150,20 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     return run_rule(torch.embedding, (weight, indices, padding, *options), None)
 
 
+def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.layer_norm`` gives weight and bias as keywords; by position they take the quick way."""
+    given = kwargs or {}
+    if func is not F.layer_norm:
+        return run_rule(func, args, kwargs)
+    x, shape, weight, bias, eps = list(args) + _NORM_DEFAULTS[len(args) :]
+    values = (x, given.get("normalized_shape", shape), given.get("weight", weight), given.get("bias", bias))
+    return run_rule(torch.layer_norm, (*values, given.get("eps", eps)), None)
+
+
+_NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
+
 COMPOSITE = {
+    "layer_norm": layer_norm,
     "embedding": embedding,
     "cross_entropy_loss": cross_entropy,
     "linalg_vector_norm": vector_norm,

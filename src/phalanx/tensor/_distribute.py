@@ -190,7 +190,8 @@ def redistribute(
         return tensor if local is tensor._local else wrap(local, spec)
     moved = redistribute_local(local, spec, target)
     if backward_dtype is not None and moved.requires_grad:
-        moved = _CastGrad.apply(moved, backward_dtype)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        cast: Any = _CastGrad.apply
+        moved = cast(moved, backward_dtype)
     return wrap(moved, target)
 
 

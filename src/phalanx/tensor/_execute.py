@@ -42,9 +42,13 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def move(local: Tensor, plan: Plan) -> Tensor:
     """``run_plan`` as an autograd node."""
-    _check_linear(plan)
-    back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
-    result: Tensor = _apply_move(local, plan, back, 1.0, _average_scale(plan.source, plan.target))
+    there_and_back = plan.source.variants.get(("move", plan.target))
+    if there_and_back is None:
+        _check_linear(plan)
+        back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
+        there_and_back = (plan, back, 1.0, _average_scale(plan.source, plan.target))
+        plan.source.variants["move", plan.target] = there_and_back
+    result: Tensor = _apply_move(local, *there_and_back)
     return result
 
 
@@ -95,7 +99,8 @@ def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
 
 def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad.requires_grad:
-        result: Tensor = _SumOver.apply(grad, groups, True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        apply: Any = _SumOver.apply
+        result: Tensor = apply(grad, groups, True)
         return result
     return _sum_over(grad, groups)
 
@@ -133,6 +138,13 @@ def _check_linear(plan: Plan) -> None:
 
 def _axis_lengths(step: Step, sharded: Spec, dim: int) -> tuple[int, ...]:
     """How long each rank's part of ``dim`` is along the step's axis (where ``sharded`` cuts it, innermost)."""
+    found: tuple[int, ...] | None = sharded.variants.get(("lengths", step.axis))
+    if found is None:
+        found = sharded.variants["lengths", step.axis] = _find_axis_lengths(step, sharded, dim)
+    return found
+
+
+def _find_axis_lengths(step: Step, sharded: Spec, dim: int) -> tuple[int, ...]:
     whole = sharded.with_placements(
         tuple(Replicate() if axis == step.axis else p for axis, p in enumerate(sharded.placements))
     ).local_shape[dim]
@@ -155,7 +167,7 @@ def _all_gather(local: Tensor, step: Step) -> Tensor:
     if isinstance(placement, StridedShard):
         return _weave(_gather_parts(local, step, dim, lengths), dim, placement, step)
     if len(set(lengths)) == 1:
-        front = local.transpose(0, dim).contiguous()
+        front = (local.transpose(0, dim) if dim else local).contiguous()
         output = front.new_empty((front.shape[0] * len(lengths), *front.shape[1:]))
         _group(step).all_gather_into_tensor(output, front)
         return output.transpose(0, dim).contiguous() if dim else output
@@ -210,7 +222,7 @@ def _reduce_scatter(local: Tensor, step: Step) -> Tensor:
     lengths = _axis_lengths(step, step.target, after.dim)
     group, op = _group(step), _reduce_op(step)
     if len(set(lengths)) == 1:
-        front = local.transpose(0, after.dim).contiguous()
+        front = (local.transpose(0, after.dim) if after.dim else local).contiguous()
         output = front.new_empty((lengths[0], *front.shape[1:]))
         group.reduce_scatter_tensor(output, front, op)
         return output.transpose(0, after.dim).contiguous() if after.dim else output
