@@ -22,8 +22,6 @@ from phalanx.shard._boxes import Box, intersect, split_box, view_of
 from phalanx.shard._groups import owner_of
 from phalanx.shard._metadata import ShardMetadata
 
-_ON_HOST = ("gloo", "mpi", "threads", "shm", "auto")
-
 
 class Piece(NamedTuple):
     """A box that a rank (of the group) holds."""
@@ -145,9 +143,10 @@ def _carry(
 
 
 def _device(group: Group) -> torch.device:
-    if group.backend in _ON_HOST or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    """Where the buffers live: NCCL moves device memory only, everything else moves host memory."""
+    if group.backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ No metadata travels: every rank knows every layout. A round moves at most ``max_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from phalanx.comm import Group
@@ -15,6 +16,9 @@ from phalanx.shard._boxes import Box
 from phalanx.shard._exchange import Copy, Move, Piece, exchange, pieces_of, plan_copies, split_copies
 from phalanx.shard._metadata import ShardedTensorMetadata
 from phalanx.shard._shard import Shard
+
+if TYPE_CHECKING:
+    from phalanx.shard._tensor import ShardedTensor
 
 ROUND_BYTES = 64 << 20
 
@@ -85,10 +89,7 @@ def gather_state_dict(
     >>> whole = gather_state_dict(model.state_dict())        # doctest: +SKIP
     """
     from phalanx.shard._groups import as_group
-    from phalanx.shard._tensor import (
-        ShardedTensor,
-        empty_whole,
-    )  # it has a gather of its own, which uses this module
+    from phalanx.shard._tensor import ShardedTensor  # its own gather uses this module
 
     sharded = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
     group = (
@@ -97,10 +98,17 @@ def gather_state_dict(
         else next(iter(sharded.values()))._process_group
     )
     wholes = {
-        name: Whole(value.metadata(), value.local_shards(), empty_whole(value) if group.rank == dst else None)
+        name: Whole(
+            value.metadata(), value.local_shards(), _empty_whole(value) if group.rank == dst else None
+        )
         for name, value in sharded.items()
     }
     gather_tensors(group, list(wholes.values()), dst, max_bytes)
     if group.rank != dst:
         return None
     return {name: wholes[name].out if name in wholes else value for name, value in state.items()}
+
+
+def _empty_whole(tensor: ShardedTensor) -> Tensor:
+    """Room for the gathered tensor on the host or device that this rank's shards are on."""
+    return torch.empty(tuple(tensor._metadata.size), dtype=tensor.dtype, device=tensor.device)

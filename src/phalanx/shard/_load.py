@@ -19,7 +19,7 @@ from phalanx.shard._boxes import Box, intersect, view_of
 from phalanx.shard._convert import box_at
 from phalanx.shard._file import DTYPES
 from phalanx.shard._groups import as_group
-from phalanx.shard._index import BLOCK, CheckpointError, StoredShard, StoredTensor, checksum, read_index
+from phalanx.shard._index import BLOCK, CheckpointError, StoredShard, StoredTensor, block_sum, read_index
 from phalanx.shard._spec import ShardingSpec
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor
@@ -102,18 +102,42 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {name!r} has the unknown dtype {stored.dtype!r}")
         for shard in stored.shards:
             common = intersect(shard.box, box)
-            if common is not None:
-                source = self._map(name, shard, dtype, common)
-                view_of(out, common, box.offsets).copy_(view_of(source, common, shard.offsets))
+            if common is None:
+                continue
+            wanted = view_of(out, common, box.offsets)
+            if (
+                common == shard.box
+                and wanted.dtype == dtype
+                and wanted.is_contiguous()
+                and wanted.device.type == "cpu"
+            ):
+                self._read_whole(name, shard, wanted)
+            else:
+                wanted.copy_(view_of(self._map(name, shard, dtype, common), common, shard.offsets))
+
+    def _read_whole(self, name: str, shard: StoredShard, out: Tensor) -> None:
+        """A whole stored shard, straight from the file into the tensor, block by block."""
+        data = out.view(-1).view(torch.uint8).numpy().data
+        self._check_place(name, shard, len(data))
+        with open(self.path / shard.file, "rb", buffering=0) as file:
+            file.seek(shard.begin)
+            for block in range(len(shard.sums)):
+                part = data[block * BLOCK : (block + 1) * BLOCK]
+                filled = 0
+                while filled < len(part):
+                    count = file.readinto(part[filled:])
+                    if not count:
+                        raise CheckpointError(
+                            f"{self.path / shard.file} ends early; {name!r} needs more of it"
+                        )
+                    filled += count
+                self._check(name, shard, data, block, known=False)
 
     def _map(self, name: str, shard: StoredShard, dtype: torch.dtype, common: Box) -> Tensor:
         """The stored shard as a tensor over the mapped file, with the blocks that hold ``common`` checked."""
-        memory = self._open(name, shard.file)
         nbytes = shard.box.volume * dtype.itemsize
-        if shard.begin < 0 or shard.begin + nbytes > len(memory) or len(shard.sums) != -(-nbytes // BLOCK):
-            raise CheckpointError(
-                f"{self.path / shard.file}: {name!r} does not lie inside the file; the index is wrong"
-            )
+        self._check_place(name, shard, nbytes)
+        memory = self._open(shard.file)
         data = memoryview(memory)[shard.begin : shard.begin + nbytes]
         for begin, end in runs(common, shard.box, dtype.itemsize):
             for block in range(begin // BLOCK, -(-end // BLOCK)):
@@ -123,32 +147,39 @@ class Checkpoint:
             raw = raw.clone()  # foreign files may not be aligned
         return raw.view(dtype).view(shard.sizes)
 
-    def _check(self, name: str, shard: StoredShard, data: memoryview, block: int) -> None:
+    def _check(
+        self, name: str, shard: StoredShard, data: memoryview, block: int, *, known: bool = True
+    ) -> None:
+        """Compare a block with its checksum; what is read from the same mapping (``known``) is checked once."""
         key = (shard.file, shard.begin + block * BLOCK)
-        if key in self._checked:
+        if known and key in self._checked:
             return
         part = data[block * BLOCK : (block + 1) * BLOCK]
         self.bytes_read += len(part)
-        if self._verify and checksum(part) != shard.sums[block]:
+        if self._verify and block_sum(part) != shard.sums[block]:
             raise CheckpointError(
                 f"{self.path / shard.file}: {name!r} is damaged: bytes {key[1]} to {key[1] + len(part)} do not have "
                 f"the checksum that the index gives; restore the file or use another checkpoint"
             )
-        self._checked.add(key)
+        if known:
+            self._checked.add(key)
 
-    def _open(self, name: str, file: str) -> mmap.mmap:
+    def _check_place(self, name: str, shard: StoredShard, nbytes: int) -> None:
+        path, wanted = self.path / shard.file, self._index.files.get(shard.file)
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing; {name!r} needs it") from error
+        if found != wanted:
+            raise CheckpointError(
+                f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it"
+            )
+        if shard.begin < 0 or shard.begin + nbytes > found or len(shard.sums) != -(-nbytes // BLOCK):
+            raise CheckpointError(f"{path}: {name!r} does not lie inside the file; the index is wrong")
+
+    def _open(self, file: str) -> mmap.mmap:
         if file not in self._maps:
-            path = self.path / file
-            wanted = self._index.files.get(file)
-            try:
-                found = path.stat().st_size
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{path} is missing; {name!r} needs it") from error
-            if found != wanted:
-                raise CheckpointError(
-                    f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it"
-                )
-            with open(path, "rb") as opened:
+            with open(self.path / file, "rb") as opened:
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.shard import _pointwise
+from phalanx.shard._compatible import check_format, same_layout
 from phalanx.shard._registry import custom_implementation
-from phalanx.shard._tensor import ShardedTensor, check_format, same_layout
+from phalanx.shard._tensor import ShardedTensor
 
 # Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
 _METADATA_TEXT = """

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from phalanx.shard._tensor import ShardedTensor, same_layout
+from phalanx.shard._compatible import same_layout
+from phalanx.shard._tensor import ShardedTensor
 
 
 def named_params_with_sharded_tensor(

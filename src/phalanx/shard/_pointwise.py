@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from phalanx.shard._boxes import Box, view_of
-from phalanx.shard._tensor import ShardedTensor, same_layout
+from phalanx.shard._compatible import same_layout
+from phalanx.shard._tensor import ShardedTensor
 
 _PLAIN_TEXT = """
 abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift

@@ -20,12 +20,13 @@ from phalanx.shard._convert import box_at, is_first_replica
 from phalanx.shard._file import NAMES, layout
 from phalanx.shard._groups import as_group
 from phalanx.shard._index import (
+    BLOCK,
     INDEX,
     CheckpointError,
     Index,
     StoredShard,
     StoredTensor,
-    block_sums,
+    block_sum,
     dump_index,
 )
 from phalanx.shard._tensor import ShardedTensor
@@ -119,10 +120,9 @@ def _write_own(
     with open(partial / file, "wb", buffering=0) as out:
         out.write(head)
         for key, piece in sorted(zip(keys, pieces, strict=True), key=lambda pair: entries[pair[0]].begin):
-            data = _bytes(piece.tensor)
-            _write_all(out, data)
+            sums = _write_blocks(out, _bytes(piece.tensor))
             shards.setdefault(piece.name, []).append(
-                [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, block_sums(data)]
+                [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, sums]
             )
         if sync:
             os.fsync(out.fileno())
@@ -134,10 +134,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _write_all(out: Any, data: memoryview) -> None:
-    """A raw write may take less than it was given."""
-    while len(data):
-        data = data[out.write(data) :]
+def _write_blocks(out: Any, data: memoryview) -> list[int]:
+    """Write, and sum each block while it is still in the cache."""
+    sums = []
+    for begin in range(0, len(data), BLOCK):
+        block = data[begin : begin + BLOCK]
+        sums.append(block_sum(block))
+        while len(block):
+            block = block[out.write(block) :]  # a raw write may take less than it was given
+    return sums
 
 
 def _merge(state: Mapping[str, Any], heard: list[dict[str, Any]]) -> Index:

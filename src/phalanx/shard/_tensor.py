@@ -21,6 +21,7 @@ from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.shard import _local
+from phalanx.shard._compatible import check_format, same_layout
 from phalanx.shard._gather import Whole, check_out, gather_tensors
 from phalanx.shard._groups import as_group, check_rank_in_group, owner_of
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -78,11 +79,8 @@ class ShardedTensor(torch.Tensor):
         kind = dtype or torch.get_default_dtype()
         properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
         metadata = sharding_spec.build_metadata(_local.flatten_size(size), properties)
-        shards = [
-            Shard(_empty(entry, properties), entry)
-            for entry in metadata.shards_metadata
-            if owner_of(entry, group) == group.rank
-        ]
+        mine = [entry for entry in metadata.shards_metadata if owner_of(entry, group) == group.rank]
+        shards = [Shard(_empty(entry, properties), entry) for entry in mine]
         return cls._wrap(shards, metadata, sharding_spec, group)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -131,11 +129,8 @@ class ShardedTensor(torch.Tensor):
         group = as_group(process_group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = sharding_spec.build_metadata(_local.flatten_size(global_size), properties)
-        shards = [
-            Shard(local_tensor, entry)
-            for entry in metadata.shards_metadata
-            if owner_of(entry, group) == group.rank
-        ]
+        mine = [entry for entry in metadata.shards_metadata if owner_of(entry, group) == group.rank]
+        shards = [Shard(local_tensor, entry) for entry in mine]
         if len(shards) > 1:
             raise ValueError(
                 f"rank {group.rank}: {sharding_spec} gives this rank {len(shards)} shards, but there is one "
@@ -402,26 +397,3 @@ def _empty(entry: ShardMetadata, properties: TensorProperties) -> Tensor:
 def _moved(entry: ShardMetadata, device: torch.device) -> ShardMetadata:
     assert entry.placement is not None, "a sharded tensor's shards are placed"
     return ShardMetadata(entry.shard_offsets, entry.shard_sizes, entry.placement.on(device))
-
-
-def check_format(memory_format: torch.memory_format | None) -> None:
-    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
-        raise RuntimeError(
-            f"Only `torch.contiguous_format` or `torch.preserve_format` is supported, got {memory_format}"
-        )
-
-
-def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
-    """Whether the shards of both lie in the same boxes on the same ranks."""
-    if a._metadata.shards_metadata is b._metadata.shards_metadata and a._process_group is b._process_group:
-        return True
-    return (
-        a._metadata.size == b._metadata.size
-        and a._process_group.ranks == b._process_group.ranks
-        and a._metadata.shards_metadata == b._metadata.shards_metadata
-    )
-
-
-def empty_whole(tensor: ShardedTensor) -> Tensor:
-    """Room for the gathered tensor on the host or device that this rank's shards are on."""
-    return torch.empty(tuple(tensor._metadata.size), dtype=tensor.dtype, device=tensor.device)
