@@ -18,7 +18,7 @@ check: $(DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m fast
+	$(PY) -m pytest -m fast -n 2
 
 bench: $(DEV)
 	$(PY) -m benchmarks
