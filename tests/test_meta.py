@@ -195,3 +195,17 @@ def test_files_are_read_in_one_sitting() -> None:
         if (count := len(path.read_text().splitlines())) > 500
     }
     assert not long, f"split by reason to change: {long}"
+
+
+def test_nobody_draws_from_the_generators_of_the_training_script() -> None:
+    """A background thread that did would change the augmentation of whatever sample is being made."""
+    draws = "random|uniform|randint|randrange|getrandbits|choices?|shuffle|sample|gauss|rand|randn|permutation|normal"
+    drawn = re.compile(rf"(?<![\w.])(?:np\.|numpy\.)?random\.(?:{draws})\(")
+    allowed = {"_rng.py"}  # seeds them, which is its purpose
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in python_files(SOURCE)
+        if path.name not in allowed
+        for found in drawn.findall(path.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)

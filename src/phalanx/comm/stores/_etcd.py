@@ -28,6 +28,8 @@ from phalanx.errors import StoreError, StoreTimeout
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
 
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
+
 CLONE_TIMEOUT = 2.0
 """Seconds for another connection to a cluster that answered before."""
 
@@ -89,7 +91,7 @@ class EtcdStore(Store):
             done, entry = self._write_if(key, condition, b"%d" % (now + amount))
             if done:
                 return now + amount
-            time.sleep(random.uniform(0, 0.004))  # others add at the same time: spread out
+            time.sleep(_CHANCE.uniform(0, 0.004))  # others add at the same time: spread out
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         if expected is None:

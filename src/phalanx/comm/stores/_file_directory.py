@@ -23,6 +23,8 @@ from urllib.parse import quote, unquote
 from phalanx.comm.stores._record import ABSENT, Record, Writer, decode
 from phalanx.errors import StoreLost
 
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
+
 STALE = 60.0
 """Seconds after which a temporary file is taken for that of a dead writer."""
 
@@ -74,7 +76,7 @@ class Directory:
                         if time.monotonic() >= deadline:
                             message = f"{self.address}: another process held the lock for {self.timeout:g} s"
                             raise StoreLost(message, address=self.address) from error
-                    time.sleep(random.uniform(0.0001, 0.001))
+                    time.sleep(_CHANCE.uniform(0.0001, 0.001))
                 yield
             finally:
                 os.close(number)  # gives the lock back
@@ -113,7 +115,7 @@ class Directory:
         self._tick()
 
     def _replace(self, path: Path, content: bytes) -> None:
-        temporary = self._temporary / f"{os.getpid()}.{random.getrandbits(64):x}"
+        temporary = self._temporary / f"{os.getpid()}.{_CHANCE.getrandbits(64):x}"
         temporary.write_bytes(content)
         os.replace(temporary, path)
 

@@ -33,6 +33,8 @@ from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, N
 from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, RecordError
 
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
+
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +76,7 @@ class Participant:
         self._refresh_at = 0.0
         self._check_at = 0.0
         # Spread over time, so that the followers of a large job do not all ask in the same instant.
-        self._jitter = random.random() if jitter is None else jitter
+        self._jitter = _CHANCE.random() if jitter is None else jitter
         self._leader: LeaderRecord | None = None
         self._leader_raw: bytes | None = None
         self._leading: Leader | None = None
