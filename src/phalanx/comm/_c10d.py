@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ def _options(kind: Any, op: ReduceOp, **fields: Any) -> Any:
     options.reduceOp = _OPS[op]
     for name, value in fields.items():
         setattr(options, name, value)
+    return options
+
+
+@cache
+def _broadcast_from(src: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = src
     return options
 
 
@@ -109,9 +117,7 @@ class C10dTransport(Transport):
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        return self._start("broadcast", ([self._bytes(tensor)], options), async_op)
+        return self._start("broadcast", ([self._bytes(tensor)], _broadcast_from(src)), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
         sizes = [output.numel() for output in outputs]
