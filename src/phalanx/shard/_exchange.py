@@ -123,7 +123,7 @@ def _carry(
     senders: set[int],
     receivers: set[int],
 ) -> None:
-    device = _device(group)
+    device = buffer_device(group)
     sent = [_packed(views, device) for views in outgoing]
     received = [_room(views, device) for views in incoming]
     if len(senders) == 1:
@@ -142,7 +142,7 @@ def _carry(
         _unpack(buffer, views)
 
 
-def _device(group: Group) -> torch.device:
+def buffer_device(group: Group) -> torch.device:
     """Where the buffers live: NCCL moves device memory only, everything else moves host memory."""
     if group.backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
