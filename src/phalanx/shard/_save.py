@@ -54,8 +54,8 @@ def save(
     """Write a sharded checkpoint. Collective; every rank passes the same names.
 
     ShardedTensors and DTensors are stored shard by shard, plain tensors as rank 0 has them. ``sync`` waits until the
-    disk has the bytes. An existing checkpoint is only replaced with ``overwrite``, after the new one is complete. With a
-    ``secret`` (default: PHALANX_CHECKPOINT_SECRET) the index is signed; ``b""`` means none.
+    disk has the bytes. An existing checkpoint is only replaced with ``overwrite``, after the new one is complete.
+    With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) the index is signed; ``b""`` means none.
 
     >>> save(model.state_dict(), "checkpoints/step-100")        # doctest: +SKIP
 
