@@ -191,16 +191,21 @@ class C10dTransport(Transport):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         # The flat form carries uneven parts on every backend; the list form does not.
-        sent = torch.cat([self._bytes(part).reshape(-1) for part in inputs])
-        received = sent.new_empty(sum(self._bytes(output).numel() for output in outputs))
-        in_splits = [self._bytes(part).numel() for part in inputs]
-        out_splits = [self._bytes(output).numel() for output in outputs]
+        given = [self._bytes(part).view(-1) for part in inputs]
+        wanted = [self._bytes(output).view(-1) for output in outputs]
+        in_splits, out_splits = [part.numel() for part in given], [part.numel() for part in wanted]
+        sent, received = _one_run(given), _one_run(wanted)
+        if sent is None:
+            sent = torch.cat(given)
+        if received is not None:
+            return self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op)
+        room = sent.new_empty(sum(out_splits))
 
         def unpack() -> None:
-            for output, part in zip(outputs, torch.split(received, out_splits), strict=True):
-                self._bytes(output).view(-1).copy_(part)
+            for output, part in zip(wanted, torch.split(room, out_splits), strict=True):
+                output.copy_(part)
 
-        return self._start("alltoall_base", (received, sent, out_splits, in_splits), async_op, after=unpack)
+        return self._start("alltoall_base", (room, sent, out_splits, in_splits), async_op, after=unpack)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         """Point to point, so that sizes may differ without the others knowing them."""
@@ -313,3 +318,17 @@ class C10dTransport(Transport):
         self._failures.stop()
         if holder[0] is not None and self._store is not None:
             _release.drop(holder)
+
+
+def _one_run(parts: Sequence[Tensor]) -> Tensor | None:
+    """The flat parts as one tensor without a copy, if they lie end to end in one memory; empty ones do not count."""
+    filled = [part for part in parts if part.numel()]
+    if len(filled) < 2:
+        return filled[0] if filled else parts[0]
+    begin, storage = filled[0].storage_offset(), filled[0].untyped_storage().data_ptr()
+    end = begin
+    for part in filled:
+        if part.storage_offset() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.numel()
+    return filled[0].as_strided((end - begin,), (1,), begin)
