@@ -198,10 +198,11 @@ def test_sharing_stays_and_disagreeing_specs_for_shared_parameters_are_refused()
     run(2, main)
 
 
-def test_a_large_module_is_sharded_and_gathered_in_few_collectives() -> None:
+@pytest.mark.parametrize("count", [10, 1000])
+def test_modules_of_any_size_are_sharded_and_gathered_in_as_many_collectives(count) -> None:
     def main(group):
         torch.manual_seed(group.rank)
-        module = nn.ParameterDict({f"p{i}": nn.Parameter(torch.rand(4, 3)) for i in range(100)})
+        module = nn.ParameterDict({f"p{i}": nn.Parameter(torch.rand(4, 3)) for i in range(count)})
         whole = {name: p.detach().clone() for name, p in module.items()}
         plan = ShardingPlan({name: chunk(3, i % 2) for i, name in enumerate(module)})
         calls = counted(lambda: shard_module(module, plan))
