@@ -127,6 +127,15 @@ class Reducer:
         self.wants_regroup = False
         self._install(self.members, self.options.caps, None)
 
+    def use_hook(self, hook: CommHook, state: Any) -> None:
+        """Let ``hook`` reduce. A state that comes from an earlier run may know the order that the buckets had there
+        (``bucket_order``): the first pass then cuts them so."""
+        self.comm_hook = (hook, state)
+        order = list(getattr(state, "bucket_order", ()))
+        dense = sorted({*range(len(self.params))} - {*self.plan.sparse})
+        if self._passes == 0 and order and sorted(order) == dense:
+            self._install(self.members, self.options.caps, order)
+
     def propose(self, members: Sequence[Member]) -> None:
         """The module's parameters changed here; the next pass asks all ranks to agree."""
         current = {id(member.param) for member in members}
@@ -308,7 +317,9 @@ class Reducer:
         if self.comm_hook is not None:
             hook, state = self.comm_hook
             params = [self.params[index] for index in self.layout[bucket]]
-            self._handles.append(hook(state, GradBucket(bucket, slab.grads, params, is_last=last)))
+            members = self.layout[bucket]
+            seen = GradBucket(bucket, slab.grads, params, is_last=last, members=members)
+            self._handles.append(hook(state, seen))
         elif last and self.plan.ledger_rides:
             self._entry(current).write(slab.tail)
             self._handles.append(self.group.all_reduce(slab.flat, async_op=True))

@@ -172,7 +172,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
         for hook, state in self._comm_hooks:
             for reducer in self._reducers[:1]:
-                reducer.comm_hook = (hook, state)
+                reducer.use_hook(hook, state)
 
     def regroup(self, group: Any, *, init_sync: bool = False, src: int = 0) -> None:
         """Go on in another group, e.g. after ``PeerLost``: a step under way is dropped, ``.grad`` is as before it.
@@ -318,7 +318,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.reducer is None:
             raise RuntimeError("all parameters are delayed, so there is no bucket for a communication hook")
         self._comm_hooks.append((hook, state))
-        self.reducer.comm_hook = (hook, state)
+        self.reducer.use_hook(hook, state)
 
     # ---- join -------------------------------------------------------------------------------------------------
 
