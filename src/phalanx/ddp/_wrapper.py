@@ -170,6 +170,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 launch_early=False,
             )
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
+        for reducer in self._reducers:
+            reducer.exchange.log = self._log
         for hook, state in self._comm_hooks:
             for reducer in self._reducers[:1]:
                 reducer.use_hook(hook, state)
@@ -231,8 +233,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._notice_changes()
         announcement = Join.notify_join_context(self)
+        active = self.group.size if announcement is None else announcement.count()
         if announcement is not None:
-            self._divide_by_active(announcement.count())
+            self._divide_by_active(active)
+        if self.fingerprint_every and self._will_sync():
+            self._compare_replicas(active, counted=announcement is not None)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -249,8 +254,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.reducer.propose(self._scanner.members)
         for reducer in self._reducers:
             reducer.before_forward()
-        every = self.fingerprint_every
-        if every and self._will_sync() and self._stats.steps and self._stats.steps % every == 0:
+
+    def _compare_replicas(self, active: int, *, counted: bool) -> None:
+        """Look for drift if it is time to. Ranks without data cannot take part: then it waits until after ``join``."""
+        if self._join_config.enable and not counted:
+            raise RuntimeError(
+                f"rank {self.group.rank}: fingerprint_every={self.fingerprint_every} inside Join needs this wrapper to "
+                "be the first of the joinables: only the first learns how many ranks still have data"
+            )
+        steps = self._stats.steps
+        if active == self.group.size and steps and steps % self.fingerprint_every == 0:
             check_drift(self.group, [(m.name, m.param) for m in self._scanner.members])
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
