@@ -181,11 +181,16 @@ def test_the_fingerprint_is_taken_in_join_while_all_ranks_have_data():
                 optimizer.step()
         assert model._stats.steps == 7
         weights = [param.detach().clone() for param in model.parameters()]
-        with pytest.raises(ReplicaDrift) as caught, model.join():
-            for step in range(4):
-                with torch.no_grad():
-                    next(model.parameters()).add_(group.rank)
-                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+
+        def drift():
+            with model.join():
+                for step in range(4):
+                    with torch.no_grad():
+                        next(model.parameters()).add_(group.rank)
+                    cases.loss_of(model(cases.batch(step, group.rank))).backward()
+
+        with pytest.raises(ReplicaDrift) as caught:
+            drift()
         assert caught.value.ranks == (1,)
         return weights
 
@@ -199,8 +204,13 @@ def test_a_fingerprint_in_join_needs_the_first_place():
         first, second = (
             DistributedDataParallel(cases.make(cases.Mlp), fingerprint_every=every) for every in (0, 2)
         )
-        with pytest.raises(RuntimeError, match="first of the joinables"), Join([first, second]):
-            x = cases.batch(0, group.rank)
-            (first(x) + second(x)).sum().backward()
+
+        def both():
+            with Join([first, second]):
+                x = cases.batch(0, group.rank)
+                (first(x) + second(x)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="first of the joinables"):
+            both()
 
     simulate(2).run(main)

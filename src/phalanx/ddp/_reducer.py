@@ -34,7 +34,7 @@ from phalanx.ddp._plan import Plan
 from phalanx.ddp._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
 from phalanx.ddp._roster import Member
 from phalanx.ddp._stats import Stats
-from phalanx.ddp._watch import ArrivalWatch
+from phalanx.ddp._watch import ArrivalWatch, writes_gradients
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -160,26 +160,9 @@ class Reducer:
         """Hook of every output: the backward pass has begun."""
         task = torch._C._current_graph_task_id()
         if (self._pass is None or self._pass.task != task) and not self._stopped:
-            verdict = self._writes_gradients()
+            verdict = writes_gradients(self.params)
             if verdict is not False:
                 self._begin(task, certain=verdict is True)
-
-    def _writes_gradients(self) -> bool | None:
-        """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
-
-        ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
-        """
-        trainable = next((param for param in self.params if param.requires_grad), None)
-        if trainable is None:
-            return None
-        with torch.enable_grad():
-            view = trainable.expand_as(trainable)
-        assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
-        node: Any = view.grad_fn.next_functions[0][0]
-        try:
-            return True if torch._C._will_engine_execute_node(node) else None
-        except RuntimeError:
-            return False  # autograd.grad with respect to this very parameter
 
     @torch.no_grad()
     def _begin(self, task: int, *, certain: bool = True) -> BackwardPass:
@@ -326,8 +309,8 @@ class Reducer:
                     return
                 self.stats.current.backward_end = self.stats.now()
                 as_view, large = self.options.gradient_as_bucket_view, self.plan.large
-                for bucket in range(current.next_launch, len(self.layout)):
-                    current.fill_rest(self.params, self.layout[bucket], bucket, large, as_view=as_view)
+                for bucket, members in list(enumerate(self.layout))[current.next_launch :]:
+                    current.fill_rest(self.params, members, bucket, large, as_view=as_view)
                     self._launch(current)
                 totals, sparse, agreed = self._finish(current)
             except BaseException:

@@ -21,7 +21,7 @@ from phalanx import comm
 from phalanx.ddp import _arguments as arguments
 from phalanx.ddp import _values as values
 from phalanx.ddp._arguments import MixedPrecision
-from phalanx.ddp._attribution import CollectiveLog, check_drift, desync_report, verify_replicas
+from phalanx.ddp._attribution import CollectiveLog, compare_replicas, desync_report, verify_replicas
 from phalanx.ddp._buffers import BufferHook, sync_module_states
 from phalanx.ddp._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp._join_hook import DDPJoinHook
@@ -173,8 +173,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         for reducer in self._reducers:
             reducer.exchange.log = self._log
         for hook, state in self._comm_hooks:
-            for reducer in self._reducers[:1]:
-                reducer.use_hook(hook, state)
+            self._reducers[0].use_hook(hook, state)
 
     def regroup(self, group: Any, *, init_sync: bool = False, src: int = 0) -> None:
         """Go on in another group, e.g. after ``PeerLost``: a step under way is dropped, ``.grad`` is as before it.
@@ -237,7 +236,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if announcement is not None:
             self._divide_by_active(active)
         if self.fingerprint_every and self._will_sync():
-            self._compare_replicas(active, counted=announcement is not None)
+            compare_replicas(self, active, counted=announcement is not None)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -254,17 +253,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.reducer.propose(self._scanner.members)
         for reducer in self._reducers:
             reducer.before_forward()
-
-    def _compare_replicas(self, active: int, *, counted: bool) -> None:
-        """Look for drift if it is time to. Ranks without data cannot take part: then it waits until after ``join``."""
-        if self._join_config.enable and not counted:
-            raise RuntimeError(
-                f"rank {self.group.rank}: fingerprint_every={self.fingerprint_every} inside Join needs this wrapper to "
-                "be the first of the joinables: only the first learns how many ranks still have data"
-            )
-        steps = self._stats.steps
-        if active == self.group.size and steps and steps % self.fingerprint_every == 0:
-            check_drift(self.group, [(m.name, m.param) for m in self._scanner.members])
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -291,10 +279,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 register(reducer.on_output_grad)
             if not tensors:
                 reducer.arm()
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
-        return self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
