@@ -224,6 +224,25 @@ def test_a_large_module_is_sharded_and_gathered_in_few_collectives() -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
 
 
+def test_tensors_of_all_widths_travel_together() -> None:
+    """Odd numbers of bytes for every rank, in one buffer or several."""
+    kinds = (torch.bool, torch.float32, torch.int16, torch.complex128, torch.bfloat16, torch.float64)
+
+    def main(group):
+        module = nn.Module()
+        for i, kind in enumerate(kinds):
+            module.register_buffer(f"b{i}", values(7, 3, dtype=kind))
+        plan = ShardingPlan({f"b{i}": chunk(3, i % 2, [2, 0, 1]) for i in range(len(kinds))})
+        shard_module(module, plan, src_rank=1)
+        for i in range(len(kinds)):
+            getattr(module, f"b{i}").reshard(chunk(3, (i + 1) % 2))
+        return shard.gather_state_dict(dict(module.named_buffers()), dst=2)
+
+    state = run(3, main)[2]
+    for i, kind in enumerate(kinds):
+        assert torch.equal(state[f"b{i}"], values(7, 3, dtype=kind))
+
+
 def test_a_spec_of_ones_own_works_and_may_shard_by_itself() -> None:
     class Halves(shard.ShardingSpec):
         def build_metadata(self, tensor_sizes, tensor_properties):

@@ -23,5 +23,5 @@ ShardMetadata ShardedTensor ShardedTensorMetadata Sharder ShardingPlan ShardingP
 TensorProperties _collect_local_shard _get_current_process_group _reshard_output _shard_tensor
 custom_sharded_op_impl custom_sharding_spec_op empty from_dtensor full gather_state_dict
 init_from_local_shards load_with_process_group ones pre_load_state_dict_hook rand randn shard_module
-shard_parameter state_dict_hook to_dtensor zeros
+plain_inputs shard_parameter state_dict_hook to_dtensor zeros
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from phalanx import shard
 from phalanx.comm import init_device_mesh, observe, simulate
 from phalanx.errors import RankFailed
 from phalanx.shard._boxes import Box
+from phalanx.shard._index import BLOCK, _mac, digest
 from phalanx.shard._load import runs
 from phalanx.tensor import Replicate, Shard, distribute_tensor
 from shard.layouts import chunk, gathered, grid, random_specs, values
@@ -182,6 +184,45 @@ def damage(folder, case):
         outer = json.loads((folder / "index.json").read_text())
         outer["body"] = outer["body"].replace("rank-00001", "rank-00000")
         (folder / "index.json").write_text(json.dumps(outer))
+    elif case == "swapped blocks":
+        file.write_bytes(data[: -2 * BLOCK] + data[-BLOCK:] + data[-2 * BLOCK : -BLOCK])
+    elif (
+        case == "forged checksum"
+    ):  # a CRC could be made to fit again; here the last four bytes are chosen so
+        wanted = zlib.crc32(data[-24:])
+        data[-24] ^= 1
+        file.write_bytes(data[:-4] + fitting_end(bytes(data[-24:-4]), wanted))
+
+
+def fitting_end(start, wanted):
+    """Four bytes after which the CRC is as wanted: each of their bits flips fixed bits of it, so solve for the bits."""
+    empty = zlib.crc32(start + bytes(4))
+    rest, chosen = empty ^ wanted, 0
+    rows = [(zlib.crc32(start + (1 << bit).to_bytes(4, "little")) ^ empty, 1 << bit) for bit in range(32)]
+    for bit in range(32):
+        pivot = next(row for row in rows if row[0] >> bit & 1)
+        rows.remove(pivot)
+        rows = [(r[0] ^ pivot[0], r[1] ^ pivot[1]) if r[0] >> bit & 1 else r for r in rows]
+        if rest >> bit & 1:
+            rest, chosen = rest ^ pivot[0], chosen ^ pivot[1]
+    return chosen.to_bytes(4, "little")
+
+
+def rewrite(folder, secret=None):
+    """Change a byte of a file and make the index fit again, as someone would who knows the format."""
+    file = folder / "rank-00001-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    outer = json.loads((folder / "index.json").read_text())
+    inner = json.loads(outer["body"])
+    stored = inner["tensors"]["layer.weight"]["shards"][1]
+    stored["sums"] = [digest(data[stored["begin"] :])]
+    outer["body"] = json.dumps(inner)
+    outer["checksum"] = digest(outer["body"].encode())
+    if secret is not None:
+        outer["mac"] = _mac(secret, outer["body"])
+    (folder / "index.json").write_text(json.dumps(outer))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +241,66 @@ def test_damage_is_found_and_named(tmp_path, case, message) -> None:
     damage(tmp_path / "one", case)
     with pytest.raises(shard.CheckpointError, match=message):
         shard.load(tmp_path / "one", {"layer.weight": torch.zeros(4, 3)})
+
+
+def test_a_forged_crc_does_not_pass(tmp_path) -> None:
+    save_one(tmp_path / "one", values(4, 3), chunk(2), 2)
+    file = tmp_path / "one" / "rank-00001-of-00002.safetensors"
+    before = file.read_bytes()
+    damage(tmp_path / "one", "forged checksum")
+    after = file.read_bytes()
+    assert after != before
+    assert zlib.crc32(after[-24:]) == zlib.crc32(before[-24:]), "what this test is about"
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "one", {"layer.weight": torch.zeros(4, 3)})
+
+
+def test_swapped_blocks_are_found_by_whoever_reads_them(tmp_path) -> None:
+    whole = values(16, 1 << 17)  # 512 KB per row: two rows are a block
+    save_one(tmp_path / "one", whole, chunk(2), 2)
+    damage(tmp_path / "one", "swapped blocks")
+    saved = shard.Checkpoint(tmp_path / "one")
+    assert torch.equal(saved.read("layer.weight", Box((8, 0), (4, 1 << 17))), whole[8:12])
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        saved.read("layer.weight", Box((13, 0), (1, 4)))
+    with pytest.raises(shard.CheckpointError, match=r"'layer.weight' is damaged"):
+        shard.load(tmp_path / "one", {"layer.weight": torch.zeros(16, 1 << 17)})
+
+
+def test_with_a_secret_a_rewritten_checkpoint_is_found(tmp_path) -> None:
+    state = {"layer.weight": torch.zeros(4, 3)}
+    for name, secret in (("plain", b""), ("signed", b"word"), ("stripped", b"word"), ("other", b"word")):
+        save_one(tmp_path / name, values(4, 3), chunk(2), 2, secret=secret)
+        shard.load(tmp_path / name, state, secret=secret)
+        assert torch.equal(state["layer.weight"], values(4, 3))
+    shard.load(tmp_path / "signed", state, secret=b"")  # damage is found without the secret too
+    with pytest.raises(shard.CheckpointError, match=r"is not signed, but there is a secret; .*secret=b"):
+        shard.Checkpoint(tmp_path / "plain", secret=b"word")
+    with pytest.raises(shard.CheckpointError, match="another secret"):
+        shard.Checkpoint(tmp_path / "signed", secret=b"other word")
+    rewrite(tmp_path / "signed")
+    with pytest.raises(shard.CheckpointError, match="was tampered with"):
+        shard.load(tmp_path / "signed", state, secret=b"word")
+    rewrite(tmp_path / "other", b"guessed")
+    with pytest.raises(shard.CheckpointError, match="was tampered with"):
+        shard.load(tmp_path / "other", state, secret=b"word")
+    outer = json.loads((tmp_path / "stripped" / "index.json").read_text())
+    del outer["mac"]
+    (tmp_path / "stripped" / "index.json").write_text(json.dumps(outer))
+    with pytest.raises(shard.CheckpointError, match="is not signed"):
+        shard.load(tmp_path / "stripped", state, secret=b"word")
+
+
+def test_the_secret_is_the_environments_unless_given(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PHALANX_CHECKPOINT_SECRET", "word")
+    save_one(tmp_path / "one", values(4, 3), chunk(2), 2)
+    shard.Checkpoint(tmp_path / "one")
+    shard.Checkpoint(tmp_path / "one", secret=b"word")
+    monkeypatch.setenv("PHALANX_CHECKPOINT_SECRET", "another")
+    with pytest.raises(shard.CheckpointError, match="another secret"):
+        shard.Checkpoint(tmp_path / "one")
+    monkeypatch.delenv("PHALANX_CHECKPOINT_SECRET")
+    assert torch.equal(shard.Checkpoint(tmp_path / "one").read("layer.weight"), values(4, 3))
 
 
 def test_what_is_not_needed_is_not_looked_at(tmp_path) -> None:

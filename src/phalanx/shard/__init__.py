@@ -21,6 +21,7 @@ from phalanx.shard._load import Checkpoint, load
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard._optim import ShardedOptimizer, named_params_with_sharded_tensor
 from phalanx.shard._placement import RemoteDevice
+from phalanx.shard._plain import plain_inputs
 from phalanx.shard._plan import Sharder, ShardingPlan, ShardingPlanner
 from phalanx.shard._registry import custom_sharded_op_impl, custom_sharding_spec_op
 from phalanx.shard._save import save
@@ -70,6 +71,7 @@ __all__ = [
     "load_with_process_group",
     "named_params_with_sharded_tensor",
     "ones",
+    "plain_inputs",
     "pre_load_state_dict_hook",
     "rand",
     "randn",

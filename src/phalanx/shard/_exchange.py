@@ -1,8 +1,9 @@
 """Moving boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
 
-Phases of ``exchange``: (1) each rank packs what it owes every other rank into one byte buffer per peer; (2) one
-``scatter`` if a single rank sends, one ``gather`` if a single rank receives, else one ``all_to_all``; (3) each rank
-unpacks. What stays on a rank is copied directly. If nothing changes ranks, there is no collective.
+Phases of ``exchange``: (1) each rank packs what it owes the others into one buffer of bytes, or sends from where it
+lies if it is one run of memory; (2) one ``scatter`` if a single rank sends, one ``gather`` if a single rank receives,
+else one ``all_to_all``, and while it is under way what stays on a rank is copied directly; (3) each rank unpacks. If
+nothing changes ranks, there is no collective.
 
 Invariant: every rank makes the same plan from the same metadata, so both sides agree on the order of the bytes.
 Tensors with wide elements travel first: then every piece begins at a multiple of its element size.
@@ -10,7 +11,7 @@ Tensors with wide elements travel first: then every piece begins at a multiple o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from phalanx.comm import Group
 from phalanx.shard._boxes import Box, intersect, split_box, view_of
 from phalanx.shard._groups import owner_of
 from phalanx.shard._metadata import ShardMetadata
+
+_ALIGNMENT = 16  # bytes of the widest element
 
 
 class Piece(NamedTuple):
@@ -93,6 +96,7 @@ def exchange(group: Group, moves: Sequence[Move]) -> None:
     incoming: list[list[Tensor]] = [[] for _ in range(group.size)]
     senders: set[int] = set()
     receivers: set[int] = set()
+    staying: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for move in sorted(moves, key=lambda move: -move.dtype.itemsize):
             for copy in move.copies:
@@ -107,13 +111,16 @@ def exchange(group: Group, moves: Sequence[Move]) -> None:
                 if target.rank == group.rank:
                     wanted = view_of(move.local_targets[copy.target].detach(), copy.box, target.box.offsets)
                 if source.rank == target.rank:
-                    wanted.copy_(given)
+                    staying.append((wanted, given))
                 elif source.rank == group.rank:
                     outgoing[target.rank].append(given)
                 else:
                     incoming[source.rank].append(wanted)
-        if senders:
-            _carry(group, outgoing, incoming, senders, receivers)
+        finish = _carry(group, outgoing, incoming, senders, receivers) if senders else None
+        for wanted, given in staying:
+            wanted.copy_(given)
+        if finish is not None:
+            finish()
 
 
 def _carry(
@@ -122,27 +129,40 @@ def _carry(
     incoming: list[list[Tensor]],
     senders: set[int],
     receivers: set[int],
-) -> None:
-    device = _device(group)
-    sent = [_packed(views, device) for views in outgoing]
-    received = [_room(views, device) for views in incoming]
+) -> Callable[[], None]:
+    """Start the collective; what is returned waits for it and unpacks."""
+    device = buffer_device(group)
+    sent, received = _buffers(outgoing, device), _buffers(incoming, device)
+    for buffer, views in zip(sent, outgoing, strict=True):
+        _copy_parts(buffer, views, pack=True)
     if len(senders) == 1:
         (src,) = senders
-        group.scatter(
-            received[src] if group.rank != src else sent[src], sent if group.rank == src else None, src
+        work = group.scatter(
+            received[src] if group.rank != src else sent[src],
+            sent if group.rank == src else None,
+            src,
+            async_op=True,
         )
     elif len(receivers) == 1:
         (dst,) = receivers
-        group.gather(
-            sent[dst] if group.rank != dst else received[dst], received if group.rank == dst else None, dst
+        work = group.gather(
+            sent[dst] if group.rank != dst else received[dst],
+            received if group.rank == dst else None,
+            dst,
+            async_op=True,
         )
     else:
-        group.all_to_all(received, sent)
-    for buffer, views in zip(received, incoming, strict=True):
-        _unpack(buffer, views)
+        work = group.all_to_all(received, sent, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        for buffer, views in zip(received, incoming, strict=True):
+            _copy_parts(buffer, views, pack=False)
+
+    return finish
 
 
-def _device(group: Group) -> torch.device:
+def buffer_device(group: Group) -> torch.device:
     """Where the buffers live: NCCL moves device memory only, everything else moves host memory."""
     if group.backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -162,26 +182,26 @@ def _nbytes(views: Sequence[Tensor]) -> int:
     return sum(view.numel() * view.element_size() for view in views)
 
 
-def _packed(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    if _direct(views, device):
-        return _bytes(views[0])
-    buffer = torch.empty(_nbytes(views), dtype=torch.uint8, device=device)
+def _buffers(parts: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """A run of bytes per peer: the memory of the views where it can be, else end to end in one buffer.
+
+    With several peers that is one buffer, which a transport can carry as it is, if every run then begins aligned.
+    """
+    if sum(bool(views) for views in parts) == 1 and any(_direct(views, device) for views in parts):
+        return [
+            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device) for views in parts
+        ]
+    sizes = [_nbytes(views) for views in parts]
+    if any(size % _ALIGNMENT for size in sizes):
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    return list(torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
+
+
+def _copy_parts(buffer: Tensor, views: Sequence[Tensor], *, pack: bool) -> None:
+    """Between the views and their buffer, unless that is their own memory."""
     for view, part in _parts(buffer, views):
-        part.copy_(view)
-    return buffer
-
-
-def _room(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    if _direct(views, device):
-        return _bytes(views[0])
-    return torch.empty(_nbytes(views), dtype=torch.uint8, device=device)
-
-
-def _unpack(buffer: Tensor, views: Sequence[Tensor]) -> None:
-    if _direct(views, buffer.device):
-        return  # received in place
-    for view, part in _parts(buffer, views):
-        view.copy_(part)
+        if view.data_ptr() != part.data_ptr():
+            part.copy_(view) if pack else view.copy_(part)
 
 
 def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:

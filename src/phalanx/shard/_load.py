@@ -19,7 +19,15 @@ from phalanx.shard._boxes import Box, intersect, view_of
 from phalanx.shard._convert import box_at
 from phalanx.shard._file import DTYPES
 from phalanx.shard._groups import as_group
-from phalanx.shard._index import BLOCK, CheckpointError, StoredShard, StoredTensor, block_sum, read_index
+from phalanx.shard._index import (
+    BLOCK,
+    CheckpointError,
+    StoredShard,
+    StoredTensor,
+    digest,
+    read_index,
+    resolve_secret,
+)
 from phalanx.shard._spec import ShardingSpec
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor
@@ -32,13 +40,16 @@ class Checkpoint:
 
     >>> saved = Checkpoint("checkpoints/step-100")                              # doctest: +SKIP
     >>> table = saved.load("table.weight", ChunkShardingSpec(0, placements))    # doctest: +SKIP
+
+    With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) only an index that was signed with it is accepted;
+    ``b""`` means none. ``verify=False`` trusts the files' bytes.
     """
 
-    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+    def __init__(self, path: str | Path, *, verify: bool = True, secret: bytes | None = None) -> None:
         self.path = Path(path)
         self.bytes_read = 0
         self._verify = verify
-        self._index = read_index(self.path)
+        self._index = read_index(self.path, resolve_secret(secret))
         self._maps: dict[str, mmap.mmap] = {}
         self._checked: set[tuple[str, int]] = set()
 
@@ -150,16 +161,16 @@ class Checkpoint:
     def _check(
         self, name: str, shard: StoredShard, data: memoryview, block: int, *, known: bool = True
     ) -> None:
-        """Compare a block with its checksum; what is read from the same mapping (``known``) is checked once."""
+        """Compare a block with its digest; what is read from the same mapping (``known``) is checked once."""
         key = (shard.file, shard.begin + block * BLOCK)
         if known and key in self._checked:
             return
         part = data[block * BLOCK : (block + 1) * BLOCK]
         self.bytes_read += len(part)
-        if self._verify and block_sum(part) != shard.sums[block]:
+        if self._verify and digest(part) != shard.sums[block]:
             raise CheckpointError(
                 f"{self.path / shard.file}: {name!r} is damaged: bytes {key[1]} to {key[1] + len(part)} do not have "
-                f"the checksum that the index gives; restore the file or use another checkpoint"
+                f"the digest that the index gives; restore the file or use another checkpoint"
             )
         if known:
             self._checked.add(key)
@@ -211,11 +222,12 @@ def load(
     strict: bool = True,
     verify: bool = True,
     process_group: Any = None,
+    secret: bytes | None = None,
 ) -> None:
     """Fill the tensors of ``state`` in place from a checkpoint saved under any layout and any number of ranks.
 
     Without ``strict``, tensors that the checkpoint does not have stay as they are. No collective, except that with
-    ``process_group`` the ranks wait for one another at the end.
+    ``process_group`` the ranks wait for one another at the end. ``verify`` and ``secret``: see ``Checkpoint``.
 
     >>> load("checkpoints/step-100", model.state_dict())        # doctest: +SKIP
 
@@ -223,7 +235,7 @@ def load(
         CheckpointError: the checkpoint is missing, torn or damaged; the message names file and tensor.
         KeyError: a tensor is not in it. ValueError: one has another size.
     """
-    saved = Checkpoint(path, verify=verify)
+    saved = Checkpoint(path, verify=verify, secret=secret)
     known = set(saved.names())
     for name, target in state.items():
         if name in known or strict:

@@ -1,7 +1,8 @@
 """What happens when a torch function meets a sharded tensor: one table, looked up in a fixed order.
 
-Order: what users registered; what only reads metadata; the handlers below; element by element on the shards
-(``_pointwise``); everything else as a DTensor (``_convert``).
+Order: what users registered; what only reads metadata; the handlers below; with plain tensors that are each rank's own,
+whole on every rank (``_per_rank``); element by element on the shards (``_pointwise``); everything else as a DTensor
+(``_convert``). Before the last two, plain tensors among the arguments are compared across the ranks (``_plain``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.shard import _pointwise
 from phalanx.shard._compatible import check_format, same_layout
+from phalanx.shard._per_rank import run_per_rank
+from phalanx.shard._plain import check_equal, current_policy, plain_tensors
 from phalanx.shard._registry import custom_implementation
 from phalanx.shard._tensor import ShardedTensor
 
@@ -46,6 +49,11 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     handler = _BY_FUNCTION.get(func) or _HANDLERS.get(name)
     if handler is not None:
         return handler(*args, **kwargs)
+    plain = plain_tensors(args, kwargs)
+    if plain and current_policy() == "per_rank":
+        return run_per_rank(func, args, kwargs)
+    if plain and current_policy() == "verify":
+        check_equal(first._process_group, name, plain)
     if name in _pointwise.NAMES:
         result = _pointwise.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
@@ -83,6 +91,9 @@ def _copy(tensor: Any, other: Any, non_blocking: bool = False) -> Any:
     """From the same layout shard by shard, from another layout by resharding a copy, from a plain tensor by slicing."""
     if not isinstance(tensor, ShardedTensor):
         raise TypeError("copy_ of a ShardedTensor into a plain tensor; gather() it into the tensor instead")
+    if not isinstance(other, ShardedTensor) and current_policy() != "equal":
+        # Which rank's values are meant cannot depend on the policy: an element of the result has one owner.
+        check_equal(tensor._process_group, "copy_", plain_tensors((tensor, other), {}))
     if isinstance(other, ShardedTensor) and not same_layout(tensor, other):
         if other.shape != tensor.shape:
             raise RuntimeError(

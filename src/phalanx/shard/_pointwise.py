@@ -1,7 +1,8 @@
 """Element by element on the local shards: no communication when the layouts agree.
 
 Owns the names of the operations that work this way and how their arguments are cut. A plain tensor among the
-arguments stands for the same values on every rank: each shard sees its part of it.
+arguments stands for the same values on every rank: each shard sees its part of it. If such a tensor needs a gradient,
+every shard has a part of that too: then the operation is left to DTensors, which sum the parts.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], firs
     for tensor in tensors:
         if isinstance(tensor, ShardedTensor) and not same_layout(tensor, first):
             return NotImplemented
+    if torch.is_grad_enabled() and any(
+        tensor.requires_grad and not isinstance(tensor, ShardedTensor) for tensor in tensors
+    ):
+        return NotImplemented
     in_place = is_in_place(func.__name__)
     if in_place and args[0] is not first:
         raise TypeError(f"{func.__name__} would write a ShardedTensor into a plain tensor; gather() it first")

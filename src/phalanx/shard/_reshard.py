@@ -77,7 +77,15 @@ def reshard_shards(
     properties = before.tensor_properties
     leaves = not connect_leaves and all(tensor.is_leaf for tensor in tensors)
     if properties.requires_grad and not leaves and torch.is_grad_enabled():
-        results = _differentiable(plan, group, mine, tensors, properties.dtype)
+        _check_busy(group, "after", plan.targets)
+        if not connect_leaves:
+            _check_busy(
+                group, "before", plan.sources
+            )  # it cannot tell whether the others' tensors are leaves
+        # A rank without shards must take part in backward as well: this input makes its results part of the graph.
+        anchor = torch.empty(0, requires_grad=True)
+        applied = _Reshard.apply(plan, group, mine, properties.dtype, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        results = list(applied)
     else:
         results = [_empty(metadata, properties.dtype) for metadata in mine]
         plan.run(group, tensors, results, properties.dtype)
@@ -91,19 +99,14 @@ def _empty(metadata: ShardMetadata, dtype: torch.dtype) -> Tensor:
     return torch.empty(metadata.shard_sizes, dtype=dtype, device=metadata.placement.device())
 
 
-def _differentiable(
-    plan: ReshardPlan, group: Group, mine: list[ShardMetadata], tensors: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    for when, pieces in (("before", plan.sources), ("after", plan.targets)):
-        idle = set(range(group.size)) - {piece.rank for piece in pieces}
-        if idle:
-            raise ValueError(
-                f"rank {group.rank}: resharding a tensor that is part of a computation needs a shard on every rank, or "
-                f"backward would hang; ranks {sorted(idle)} of the group hold none {when} it. "
-                f"detach() first, or change the spec"
-            )
-    results = _Reshard.apply(plan, group, mine, dtype, *tensors)  # type: ignore[no-untyped-call]  # torch's is untyped
-    return list(results)
+def _check_busy(group: Group, when: str, pieces: Sequence[Piece]) -> None:
+    idle = set(range(group.size)) - {piece.rank for piece in pieces}
+    if idle:
+        raise ValueError(
+            f"rank {group.rank}: resharding a tensor that is part of a computation needs a shard on every rank, or "
+            f"backward would hang; ranks {sorted(idle)} of the group hold none {when} it. "
+            f"detach() first, or change the spec"
+        )
 
 
 class _Reshard(torch.autograd.Function):
@@ -114,6 +117,7 @@ class _Reshard(torch.autograd.Function):
         group: Group,
         mine: list[ShardMetadata],
         dtype: torch.dtype,
+        anchor: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.group = plan, group
@@ -127,4 +131,4 @@ class _Reshard(torch.autograd.Function):
         dtype = grads[0].dtype
         results = [torch.zeros(shape, dtype=dtype, device=device) for shape, device in ctx.shapes]
         ctx.plan.reversed().run(ctx.group, [grad.contiguous() for grad in grads], results, dtype)
-        return (None, None, None, None, *results)
+        return (None, None, None, None, None, *results)

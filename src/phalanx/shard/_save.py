@@ -26,8 +26,9 @@ from phalanx.shard._index import (
     Index,
     StoredShard,
     StoredTensor,
-    block_sum,
+    digest,
     dump_index,
+    resolve_secret,
 )
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor
@@ -48,11 +49,13 @@ def save(
     process_group: Any = None,
     overwrite: bool = False,
     sync: bool = True,
+    secret: bytes | None = None,
 ) -> None:
     """Write a sharded checkpoint. Collective; every rank passes the same names.
 
     ShardedTensors and DTensors are stored shard by shard, plain tensors as rank 0 has them. ``sync`` waits until the
     disk has the bytes. An existing checkpoint is only replaced with ``overwrite``, after the new one is complete.
+    With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) the index is signed; ``b""`` means none.
 
     >>> save(model.state_dict(), "checkpoints/step-100")        # doctest: +SKIP
 
@@ -68,7 +71,7 @@ def save(
     result: dict[str, Any] = {}
     if group.rank == 0:
         if not failures:
-            result = _try(lambda: _finish(_merge(state, heard), folder, partial, sync))
+            result = _try(lambda: _finish(_merge(state, heard), folder, partial, sync, secret))
         if failures or "error" in result:
             shutil.rmtree(partial, ignore_errors=True)
     result = group.broadcast_value(result, 0)
@@ -134,12 +137,12 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _write_blocks(out: Any, data: memoryview) -> list[int]:
-    """Write, and sum each block while it is still in the cache."""
+def _write_blocks(out: Any, data: memoryview) -> list[str]:
+    """Write, and digest each block while it is still in the cache."""
     sums = []
     for begin in range(0, len(data), BLOCK):
         block = data[begin : begin + BLOCK]
-        sums.append(block_sum(block))
+        sums.append(digest(block))
         while len(block):
             block = block[out.write(block) :]  # a raw write may take less than it was given
     return sums
@@ -157,12 +160,12 @@ def _merge(state: Mapping[str, Any], heard: list[dict[str, Any]]) -> Index:
     return Index(tensors, {entry["file"]: entry["nbytes"] for entry in heard})
 
 
-def _finish(index: Index, folder: Path, partial: Path, sync: bool) -> dict[str, Any]:
+def _finish(index: Index, folder: Path, partial: Path, sync: bool, secret: bytes | None) -> dict[str, Any]:
     for stray in partial.iterdir():
         if stray.name not in index.files:  # of an earlier save that died
             stray.unlink()
     with open(partial / INDEX, "w") as out:
-        out.write(dump_index(index))
+        out.write(dump_index(index, resolve_secret(secret)))
         out.flush()
         if sync:
             os.fsync(out.fileno())

@@ -31,8 +31,8 @@ from phalanx.shard._shard import Shard
 from phalanx.shard._spec import ShardingSpec, infer_spec
 
 _NO_RPC = (
-    "ShardedTensor: there is no RPC framework here, so no RRefs to remote shards (init_rrefs); "
-    "use gather() or reshard() to bring shards to a rank"
+    "ShardedTensor: no RRefs to remote shards (init_rrefs): RPC unpickles what comes from the network, which nothing "
+    "here does; use gather() or reshard() to bring shards to a rank"
 )
 
 
