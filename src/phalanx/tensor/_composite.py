@@ -17,6 +17,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._through import run_through, through
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
@@ -41,6 +42,27 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         return total / counted.sum()
     safe = torch.where(counted, target, torch.zeros_like(target))
     return total / (F.embedding(safe, weight.unsqueeze(1)).squeeze(-1) * counted).sum()
+
+
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
+_LOSS_NAMES = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+
+
+def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.cross_entropy`` without its Python body, which only renames the reduction."""
+    given = {**dict(zip(_LOSS_NAMES, args, strict=False)), **(kwargs or {})}
+    reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
+    old_names = given.get("size_average") is not None or given.get("reduce") is not None
+    if old_names or reduction is None or len(args) > len(_LOSS_NAMES) or not given.keys() <= set(_LOSS_NAMES):
+        return run_through(_cross_entropy_body, func, args, kwargs)
+    values = (given.get("ignore_index", -100), given.get("label_smoothing", 0.0))
+    first, target, weight = (given.get(name) for name in _LOSS_NAMES[:3])
+    return cross_entropy(torch._C._nn.cross_entropy_loss, (first, target, weight, reduction, *values), None)
+
+
+_cross_entropy_body: Any = through(F.cross_entropy)
 
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,6 +187,7 @@ _NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
 COMPOSITE = {
     "layer_norm": layer_norm,
     "embedding": embedding,
+    "cross_entropy": functional_cross_entropy,
     "cross_entropy_loss": cross_entropy,
     "linalg_vector_norm": vector_norm,
     "scaled_dot_product_attention": attention,

@@ -84,7 +84,8 @@ RULES: dict[str, Rule] = {
     "cross_entropy_loss": layers.cross_entropy,
 }
 
-# Functions of torch.nn.functional written in Python that have a rule under the same name with the same arguments.
+# Functions of torch.nn.functional written in Python that have a rule, or a handler in ``_composite.py``, under their
+# name: their body need not run.
 DIRECT_PYTHON: frozenset[Any] = frozenset(
     {
         F.softmax,
@@ -98,5 +99,8 @@ DIRECT_PYTHON: frozenset[Any] = frozenset(
         F.mish,
         F.celu,
         F.selu,
+        F.embedding,
+        F.layer_norm,
+        F.cross_entropy,
     }
 )
