@@ -38,7 +38,7 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     return _class_loss(func, args, kwargs, [None, _MEAN, -100])
 
 
-def _class_loss(func: Any, args: Any, kwargs: Any, defaults: list[Any]) -> Any:
+def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[Any]) -> Any:
     first, target, weight, reduction, ignored, *rest = [*args, *defaults[len(args) - 2 :]]
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
