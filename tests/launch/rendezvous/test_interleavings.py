@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from phalanx.comm.stores import MemoryStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._leader import end_generation
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, Members, members_key
 
 LEASE = 8.0
