@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cluster import PRELOAD, SCRIPT, Cluster
 from elastic_training import make_job, train
+from tests.comm.stores.conftest import etcd_cluster
 
 from phalanx.elastic import RunOptions
 from phalanx.elastic.audit import check_directory
@@ -31,35 +34,71 @@ def test_a_function_under_elastic_launch():
     assert set(elastic_launch(config, run_function)(5).values()) == {run_function(5)}
 
 
-def start_agent(directory: Path, rendezvous: Path, num_steps: int) -> subprocess.Popen[bytes]:
+def start_agent(directory: Path, backend: str, endpoint: str, num_steps: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "phalanx", "run", "--nnodes=1:2", "--nproc-per-node=1", "--on-failure=heal",
-        "--rdzv-backend=file", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=two", "--rdzv-conf=lease=3",
+        f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--rdzv-conf=lease=3",
         f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03",
     ]  # fmt: skip
     with (directory / "output").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
 
 
-def test_a_whole_node_dies_and_the_other_goes_on(tmp_path):
-    """Two agents with one worker each; one agent gets SIGKILL, and its worker dies with it."""
+@contextmanager
+def rendezvous(backend: str, directory: Path) -> Iterator[str]:
+    """The endpoint of a rendezvous that no agent hosts."""
+    if backend == "file":
+        yield str(directory)
+        return
+    directory.mkdir()
+    with etcd_cluster(1, directory) as (server,):
+        yield server.url.removeprefix("etcd://")
+
+
+def ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    while pid > 1:
+        found.add(pid)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "seat"),
+    [
+        ("file", 1),
+        ("etcd", 0),
+        pytest.param("file", 0, marks=pytest.mark.soak),
+        pytest.param("etcd", 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_whole_node_dies_and_the_other_goes_on(tmp_path, backend, seat):
+    """Two agents with one worker each; the agent of rank ``seat`` gets SIGKILL, and its worker dies with it.
+
+    Rank 0's agent is the one that hosts the job's store where the rendezvous itself is not one.
+    """
     directory, num_steps = tmp_path / "job", 40
     directory.mkdir()
     cluster = Cluster.__new__(Cluster)  # only for its eyes: there are two agents here
     cluster.directory, cluster.output = directory, (directory / "output").open("wb")
-    agents = [start_agent(directory, tmp_path / "rendezvous", num_steps) for _ in range(2)]
-    cluster.process = agents[0]
-    try:
-        cluster.wait_workers(2)
-        cluster.wait_step(8)
-        agents[1].send_signal(signal.SIGKILL)
-        assert agents[0].wait(100) == 0, cluster.text()[-4000:]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                agent.kill()
-            agent.wait()
-        cluster.output.close()
+    with rendezvous(backend, tmp_path / "rendezvous") as endpoint:
+        agents = [start_agent(directory, backend, endpoint, num_steps) for _ in range(2)]
+        cluster.process = agents[0]
+        try:
+            cluster.wait_workers(2)
+            cluster.wait_step(8)
+            seated = max(cluster.events("regrouped"), key=lambda r: (r["generation"], r["round"]))["workers"]
+            above = ancestors(cluster.pids()[seated[seat]])
+            victim = next(agent for agent in agents if agent.pid in above)
+            survivor = next(agent for agent in agents if agent is not victim)
+            victim.send_signal(signal.SIGKILL)
+            assert survivor.wait(100) == 0, cluster.text()[-4000:]
+        finally:
+            for agent in agents:
+                if agent.poll() is None:
+                    agent.kill()
+                agent.wait()
+            cluster.output.close()
     assert check_directory(directory / "logs").problems == []
     alone = make_job(run=RunOptions(progress=False))
     train(alone, max_steps=num_steps)

@@ -66,6 +66,8 @@ def test_history(logs):
     assert {life.worker: life.end for life in history.lives} == {
         "w.0": "finished", "w.1": "died", "w.2": "left", "w.3": "finished",
     }  # fmt: skip
+    died = next(life for life in history.lives if life.end == "died")
+    assert died.seen == history.steps[4].time, "it took part in the steps that another worker wrote down"
     changes = [(mark.round, mark.joined, mark.left, mark.step) for mark in history.rounds]
     assert changes[1:] == [((1, 0), (), ("w.1",), 5), ((1, 1), ("w.3",), (), 8)]
     assert history.rounds[2].seconds == 0.02, "how long the newcomer took to start is not the regroup"

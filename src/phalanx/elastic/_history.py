@@ -94,6 +94,11 @@ def read_history(log_dir: Path) -> History:
     history.lives = sorted(lives.values(), key=lambda life: life.born)
     history.steps = [steps[number] for number in sorted(steps)]
     history.rounds = [_round(key, told) for key, told in sorted(rounds.items())]
+    members = {mark.round: mark.workers for mark in history.rounds}
+    for step in history.steps:  # one worker wrote it down; all of its round were there
+        for worker in members.get(step.round, ()):
+            if worker in lives:
+                lives[worker].seen = max(lives[worker].seen, step.time)
     return history
 
 

@@ -44,7 +44,9 @@ class Axes:
         for i in range(5):
             x = self.x0 + (self.x1 - self.x0) * i / 4
             px, py = self.place(x, self.y0)
-            parts.append(f'<text x="{px}" y="{py + 18}" text-anchor="middle">{x:.3g} {unit}</text>')
+            anchor = "end" if i == 4 else "middle"
+            label = f"{x:.1f} {unit}" if unit else f"{x:.0f}"
+            parts.append(f'<text x="{px}" y="{py + 18}" text-anchor="{anchor}">{label}</text>')
             if label_y:
                 y = self.y0 + (self.y1 - self.y0) * i / 4
                 px, py = self.place(self.x0, y)
