@@ -143,7 +143,7 @@ def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
 def test_a_job_with_a_secret_heals_and_is_scaled_only_by_who_knows_it(
     launcher, out, tmp_path, wait_for, monkeypatch, capsys
 ):
-    """Agents and workers sign and verify: the secret's file is named to the agent alone, its workers get it from there."""
+    """Agents and workers sign and verify: only the agent is told the secret's file, its workers get it from there."""
     secret = tmp_path / "secret"
     secret.write_text("hush")
     secret.chmod(0o600)
