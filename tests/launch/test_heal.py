@@ -48,6 +48,7 @@ def out(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.again
 @pytest.mark.parametrize(
     "faults",
     [["0:5:kill"], ["1:5:raise"], ["1:5:kill", "2:5:kill"]],
