@@ -27,7 +27,7 @@ from phalanx.comm._shm._regions import span
 pytestmark = pytest.mark.fast
 
 
-@given(size=st.integers(1, 16), slots=st.integers(2, 8), slot_kb=st.integers(1, 64))
+@given(size=st.integers(1, 16), slots=st.integers(4, 8), slot_kb=st.integers(1, 64))
 def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: int) -> None:
     layout = Layout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
     spans = [(0, L.HEADER_WORDS * 8)]

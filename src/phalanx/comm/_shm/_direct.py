@@ -151,27 +151,15 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
         return
     through_slots.take_parts(w, n, 0, outputs, expected)
     w.took(n)
-    yield from _rest_of_all_to_all(w, outputs, expected, inputs, sent, max(map(max, rows)))
-
-
-def _rest_of_all_to_all(
-    w: Window,
-    outputs: Sequence[Tensor],
-    expected: Sequence[int],
-    inputs: Sequence[Tensor],
-    sent: Sequence[int],
-    longest: int,
-) -> Steps:
-    for i in range(1, through_slots.num_pieces(longest, w.piece_bytes)):
-        n = w.claim()
-        while token := w.busy(n):
-            yield token
-        through_slots.put_parts(w, n, i, inputs, sent)
-        w.post(n)
-        while token := w.missing(n):
-            yield token
-        through_slots.take_parts(w, n, i, outputs, expected)
-        w.took(n)
+    rest = through_slots.num_pieces(max(map(max, rows)), w.piece_bytes) - 1
+    if rest:
+        yield from through_slots.stream(
+            w,
+            call,
+            rest,
+            lambda n, i: through_slots.put_parts(w, n, i + 1, inputs, sent),
+            lambda n, i: through_slots.take_parts(w, n, i + 1, outputs, expected),
+        )
 
 
 def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:
