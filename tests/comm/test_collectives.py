@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -82,6 +84,11 @@ def all_reduce_of_bools_is_or_and_and(group: Group) -> None:
         assert tensor.item() is expected, op
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls this layout a beta, once
+    _COMPRESSED = torch.ones(1, 2).to_sparse_csr()
+
+
 def meaningless_reductions_are_refused(group: Group) -> None:
     for dtype, op in [
         (torch.int64, "avg"),
@@ -95,8 +102,29 @@ def meaningless_reductions_are_refused(group: Group) -> None:
         group.all_reduce(torch.ones(2), "summ")
     with pytest.raises(TypeError, match="dense"):
         group.all_reduce(torch.ones(2, 2).to_sparse())
-    with pytest.raises(TypeError, match=r"expected a torch.Tensor"):
-        group.all_reduce([1.0])  # type: ignore[arg-type]
+    whole, part = torch.ones(group.size, 2), torch.ones(1, 2)
+    with pytest.raises(TypeError, match="dense"):
+        group.reduce_scatter_tensor(_COMPRESSED, whole)
+    for convert in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn):
+        for sparse in (convert(part), convert(whole)):
+            with pytest.raises(TypeError, match="dense"):
+                group.all_reduce(sparse)
+            with pytest.raises(TypeError, match="dense"):
+                group.broadcast(sparse, 0)
+        for big, small in ((convert(whole), part), (whole, convert(part))):
+            with pytest.raises(TypeError, match="dense"):
+                group.all_gather_into_tensor(big, small)
+            with pytest.raises(TypeError, match="dense"):
+                group.reduce_scatter_tensor(small, big)
+    for call in (
+        lambda: group.all_reduce([1.0]),  # type: ignore[arg-type]
+        lambda: group.broadcast([1.0], 0),  # type: ignore[arg-type]
+        lambda: group.all_gather_into_tensor([1.0], part),  # type: ignore[arg-type]
+        lambda: group.reduce_scatter_tensor(part, [1.0]),  # type: ignore[arg-type]
+        lambda: group.reduce_scatter_tensor([1.0], whole),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"expected a torch.Tensor"):
+            call()
 
 
 def non_contiguous_tensors_work_in_place(group: Group) -> None:

@@ -5,12 +5,11 @@ waiting thread nor closes connections; dropping the last reference to the backen
 the peers see at once, but blocks while an operation is in flight; ``wait(timeout)`` that times out harms nothing.
 
 Guarantees: a dead peer raises ``PeerLost`` in every survivor, from the call in flight or the next one; a silent peer
-raises ``PeerTimeout`` after the group's timeout; ``abort`` returns at once and wakes waiters within ``_SLICE``.
+raises ``PeerTimeout`` after the group's timeout; ``abort`` returns at once and wakes waiters within a slice.
 How: waiting is cut into slices, between which the transport's cause of death is looked at. The first rank that fails
 drops its backend (in a thread of its own, since that may block), which closes its connections, so that ranks which
 wait for *it* fail too: the news runs through the group without anyone's help.
-A peer that exits after its last collective must not fail an operation that is about to finish: death seen by the
-watcher fails the operation in flight only after ``_GRACE``, and the next one at once.
+What is under way is in ``_c10d_work``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -29,14 +27,27 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm import _release
+from phalanx.comm._c10d_work import SLICE, C10dWork, PointToPoint, Several, all_of
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
 
-_SLICE = timedelta(milliseconds=20)
-_GRACE = 0.2
 _DONE = Done()
 _POINT_TO_POINT = ("send", "recv")
 _GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
+
+# What gloo carries in every collective that only moves data.
+_GLOO_MOVES = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
 
 _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -98,7 +109,7 @@ class C10dTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
-        if tensor.dtype is torch.int16 and self._sliced:  # gloo has no int16
+        if self._sliced and tensor.dtype is torch.int16:  # gloo has no int16
             wide = tensor.to(torch.int32)
             args = ([wide], _ALL_REDUCE[op])
             return self._start("allreduce", args, async_op, after=lambda: tensor.copy_(wide))
@@ -142,8 +153,11 @@ class C10dTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         if not output.numel():
             return self._nothing()
-        args = (_flat(self._bytes(output)), _flat(self._bytes(tensor)))
-        return self._start("_allgather_base", args, async_op)
+        if self._sliced and output.dtype not in _GLOO_MOVES:
+            output, tensor = self._bytes(output), self._bytes(tensor)
+        if output.dim() != 1 or tensor.dim() != 1:
+            output, tensor = output.view(-1), tensor.view(-1)
+        return self._start("_allgather_base", (output, tensor), async_op)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
@@ -157,7 +171,7 @@ class C10dTransport(Transport):
             return self.reduce_scatter_tensor(output, whole, op, async_op=async_op)
         start = sum(sizes[: self.rank])
         own = whole[start : start + sizes[self.rank]]
-        work = _Several([self.all_reduce(whole, op, async_op=async_op)], lambda: output.view(-1).copy_(own))
+        work = Several([self.all_reduce(whole, op, async_op=async_op)], lambda: output.view(-1).copy_(own))
         if not async_op:
             work.wait()
         return work
@@ -165,14 +179,15 @@ class C10dTransport(Transport):
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
-        if tensor.dtype is torch.int16 and self._sliced:
-            wide = output.to(torch.int32)
-            args = (wide.view(-1), tensor.to(torch.int32).view(-1), _REDUCE_SCATTER[op])
-            return self._start("_reduce_scatter_base", args, async_op, after=lambda: output.copy_(wide))
-        # gloo reduces in the input's own memory, hence the copy.
-        source = tensor.clone() if self._sliced else tensor
-        args = (_flat(output), _flat(source), _REDUCE_SCATTER[op])
-        return self._start("_reduce_scatter_base", args, async_op)
+        if self._sliced:
+            if tensor.dtype is torch.int16:
+                wide = output.to(torch.int32)
+                args = (wide.view(-1), tensor.to(torch.int32).view(-1), _REDUCE_SCATTER[op])
+                return self._start("_reduce_scatter_base", args, async_op, after=lambda: output.copy_(wide))
+            tensor = tensor.clone()  # gloo reduces in the input's own memory
+        if output.dim() != 1 or tensor.dim() != 1:
+            output, tensor = output.view(-1), tensor.view(-1)
+        return self._start("_reduce_scatter_base", (output, tensor, _REDUCE_SCATTER[op]), async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         # The flat form carries uneven parts on every backend; the list form does not.
@@ -195,7 +210,7 @@ class C10dTransport(Transport):
         assert outputs is not None, "Group passes outputs on dst"
         outputs[dst].copy_(tensor)
         works = [self.recv(outputs[r], r, tag, async_op=True) for r in range(self.size) if r != dst]
-        return _all(works, async_op)
+        return all_of(works, async_op)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
         tag = self._next_gather_tag()
@@ -204,7 +219,7 @@ class C10dTransport(Transport):
         assert inputs is not None, "Group passes inputs on src"
         output.copy_(inputs[src])
         works = [self.send(inputs[r], r, tag, async_op=True) for r in range(self.size) if r != src]
-        return _all(works, async_op)
+        return all_of(works, async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
         return self._start("send", ([self._bytes(tensor)], dst, tag), async_op)
@@ -240,8 +255,11 @@ class C10dTransport(Transport):
         inner = None
         try:
             inner = getattr(self._engine, name)(*args)
-            if not async_op and name not in _POINT_TO_POINT:  # the common case needs no handle
-                inner.wait(_SLICE) if self._sliced else inner.wait()
+            if not (async_op or name in _POINT_TO_POINT):  # the common case needs no handle
+                if self._sliced:
+                    inner.wait(SLICE)
+                else:
+                    inner.wait()
                 if after is not None:
                     after()
                 return _DONE
@@ -252,7 +270,7 @@ class C10dTransport(Transport):
                 raise self._fail(error) from error
             error.__traceback__ = None  # see C10dWork.wait
         work = C10dWork(
-            self, _PointToPoint(inner) if self._sliced and name in _POINT_TO_POINT else inner, after
+            self, PointToPoint(inner) if self._sliced and name in _POINT_TO_POINT else inner, after
         )
         inner = None
         if async_op:
@@ -295,146 +313,3 @@ class C10dTransport(Transport):
         self._failures.stop()
         if holder[0] is not None and self._store is not None:
             _release.drop(holder)
-
-
-class C10dWork(Work):
-    """A c10d operation under way, with what is left to do when it is done."""
-
-    def __init__(
-        self, transport: C10dTransport, inner: Any, after: Callable[[], object] | None = None
-    ) -> None:
-        self._transport = transport
-        self._inner = inner
-        self._after = after
-        self._finished = False
-
-    def detach(self) -> Any:
-        """Let go of the operation (its memory keeps the connections open); ``wait`` raises the cause from now on."""
-        inner, self._inner = self._inner, None
-        return inner
-
-    def is_done(self) -> bool:
-        inner = self._inner
-        return self._finished or inner is None or inner.is_completed()
-
-    def wait(self, timeout: float | None = None) -> None:
-        if self._finished:
-            return
-        transport = self._transport
-        inner = self._inner
-        if inner is None:
-            transport._check_alive()
-            raise transport._fail(None)
-        try:
-            if transport._sliced:
-                self._wait_sliced(inner, timeout)
-            else:
-                inner.wait()
-        except RuntimeError as error:
-            if not transport._failures.is_fault(error):
-                raise
-            # Whatever still refers to the operation keeps its connections open and the peers waiting.
-            inner = self._inner = error.__traceback__ = None
-            raise transport._fail(error) from error
-        self._finished = True
-        self._inner = None
-        transport._pending.discard(self)
-        if self._after is not None:
-            after, self._after = self._after, None
-            after()
-
-    def _wait_sliced(self, inner: Any, timeout: float | None) -> None:
-        transport = self._transport
-        # gloo ends the operation by itself after the group's timeout; ours is a backstop behind it.
-        deadline = time.monotonic() + (transport._timeout + 2.0 if timeout is None else timeout)
-        while True:
-            try:
-                inner.wait(_SLICE)
-                return
-            except RuntimeError as caught:
-                error = caught.with_traceback(None)
-            if inner.is_completed():
-                inner.wait(_SLICE)  # it may have succeeded just after the slice ended
-                return
-            now = time.monotonic()
-            dead_since = transport._dead_since
-            if transport._failures.cause is not None or (
-                dead_since is not None and now - dead_since > _GRACE
-            ):
-                raise error
-            if now > deadline:
-                raise error if timeout is None else transport._failures.timed_out(timeout)
-
-
-class _PointToPoint:
-    """A gloo send or receive, waited for in a thread.
-
-    A wait of gloo's that times out on these closes every connection of the group, so it cannot be cut into slices;
-    and an operation whose handle is dropped is cancelled. The thread keeps the handle and waits once.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._done = threading.Event()
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, args=(inner,), name="phalanx-p2p", daemon=True).start()
-
-    def _run(self, inner: Any) -> None:
-        try:
-            inner.wait()
-        except RuntimeError as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout: timedelta) -> None:
-        if not self._done.wait(timeout.total_seconds()):
-            raise RuntimeError("operation timed out")
-        if self._error is not None:
-            raise self._error
-
-
-# What gloo carries in every collective that only moves data.
-_GLOO_MOVES = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-class _Several(Work):
-    """Several operations as one."""
-
-    def __init__(self, works: Sequence[Work], after: Callable[[], object] | None = None) -> None:
-        self._works = works
-        self._after = after
-
-    def wait(self, timeout: float | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout)
-        if self._after is not None:
-            after, self._after = self._after, None
-            after()
-
-    def is_done(self) -> bool:
-        return all(work.is_done() for work in self._works)
-
-
-def _all(works: Sequence[Work], async_op: bool) -> Work:
-    several = _Several(works)
-    if not async_op:
-        several.wait()
-    return several

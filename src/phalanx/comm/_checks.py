@@ -31,12 +31,16 @@ _BOOL_AS: dict[ReduceOp, ReduceOp] = {
 
 
 _OPS = {member: member for member in ReduceOp}
-# What is reduced as it is; one lookup decides for nearly every call. Keys may be asked for with the op's name.
-PLAIN: dict[tuple[ReduceOp | str, torch.dtype], ReduceOp] = {
-    (op, dtype): op
+# What any transport moves without a second look; others (quantized ones, for example) are looked at closely.
+MOVED = _FLOATS | _INTEGERS | {torch.bool}
+# What is reduced as it is, by the op (or its name) and the dtype; two lookups decide for nearly every call.
+PLAIN: dict[str, dict[torch.dtype, ReduceOp]] = {
+    op.value: {
+        dtype: op
+        for dtype in _FLOATS | _INTEGERS
+        if not (op in _BITWISE and dtype in _FLOATS) and not (op is ReduceOp.AVG and dtype in _INTEGERS)
+    }
     for op in ReduceOp
-    for dtype in _FLOATS | _INTEGERS
-    if not (op in _BITWISE and dtype in _FLOATS) and not (op is ReduceOp.AVG and dtype in _INTEGERS)
 }
 
 

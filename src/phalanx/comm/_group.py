@@ -5,7 +5,7 @@ observers, the optional cross-rank check (``PHALANX_DEBUG=collectives``), and th
 carried by a ``Transport``. Ranks in the arguments are ranks of this group; ``ranks`` maps them to the root group's.
 
 Invariants: a group belongs to one job and one generation; after the first failure every call raises it again; a
-collective is issued through ``_issue`` and nowhere else.
+collective calls ``_enter`` before the transport, once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.comm import _context, _observe, _values
 from phalanx.comm._checks import (
+    MOVED,
     PLAIN,
     check_flat,
     check_list,
@@ -46,6 +47,7 @@ Interrupt = Callable[[], "BaseException | None"]
 SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
 DEFAULT_TIMEOUT = 1800.0
 _TENSORS = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 class Group:
@@ -87,6 +89,7 @@ class Group:
         self._subgroups: list[Group] = []
         self._on_end: list[Callable[[], None]] = []
         self._ended: BaseException | None = None
+        self._guarded = checker is not None
         self._lock = threading.Lock()
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -188,15 +191,18 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by the reduction over all ranks."""
-        kind = PLAIN.get((op, tensor.dtype)) if type(tensor) in _TENSORS else None
-        if kind is not None and tensor.layout is torch.strided and tensor.is_contiguous():
-            return self._issue(
-                "all_reduce", (tensor,), kind, self._transport.all_reduce, (tensor, kind), async_op
-            )
+        try:
+            plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS else None
+        except (KeyError, TypeError):
+            plain = None
+        if plain is not None and tensor.layout is _STRIDED and tensor.is_contiguous():
+            self._enter("all_reduce", (tensor,), plain)
+            return self._transport.all_reduce(tensor, plain, async_op=async_op)
         check_tensor("all_reduce", tensor)
         view, kind = reducible("all_reduce", tensor, parse_op(op))
         staged = view.contiguous()
-        work = self._issue("all_reduce", (view,), kind, self._transport.all_reduce, (staged, kind), async_op)
+        self._enter("all_reduce", (view,), kind)
+        work = self._transport.all_reduce(staged, kind, async_op=async_op)
         return copy_back(work, [(view, staged)], async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
@@ -205,49 +211,42 @@ class Group:
         check_tensor("reduce", tensor)
         view, kind = reducible("reduce", tensor, parse_op(op))
         staged = view.contiguous()
-        work = self._issue("reduce", (view,), kind, self._transport.reduce, (staged, kind, dst), async_op)
+        self._enter("reduce", (view,), kind, root=dst)
+        work = self._transport.reduce(staged, kind, dst, async_op=async_op)
         return copy_back(work, [(view, staged)] if self.rank == dst else [], async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by that of ``src``."""
         check_rank(self, "broadcast", "src", src)
+        if _is_plain(tensor):
+            self._enter("broadcast", (tensor,), root=src)
+            return self._transport.broadcast(tensor, src, async_op=async_op)
         check_tensor("broadcast", tensor)
         staged = tensor.contiguous()
-        work = self._issue("broadcast", (tensor,), None, self._transport.broadcast, (staged, src), async_op)
-        return (
-            work
-            if staged is tensor
-            else copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
-        )
+        self._enter("broadcast", (tensor,), root=src)
+        work = self._transport.broadcast(staged, src, async_op=async_op)
+        return copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
         """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
         check_list(self, "all_gather", "outputs", outputs, like=tensor)
         check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
         staged = [output.contiguous() for output in outputs]
-        work = self._issue(
-            "all_gather",
-            (outputs,),
-            None,
-            self._transport.all_gather,
-            (staged, tensor.contiguous()),
-            async_op,
-        )
+        self._enter("all_gather", (outputs,))
+        work = self._transport.all_gather(staged, tensor.contiguous(), async_op=async_op)
         return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
         """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
+        if type(output) in _TENSORS and output.dtype in MOVED and self._fit(output, tensor):
+            if self._guarded or _observe._observers:
+                self._enter("all_gather_into_tensor", (output,))
+            return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
         check_flat(self, "all_gather_into_tensor", output, tensor)
         staged = output.contiguous()
-        work = self._issue(
-            "all_gather_into_tensor",
-            (output,),
-            None,
-            self._transport.all_gather_into_tensor,
-            (staged, tensor.contiguous()),
-            async_op,
-        )
-        return work if staged is output else copy_back(work, [(output, staged)], async_op)
+        self._enter("all_gather_into_tensor", (output,))
+        work = self._transport.all_gather_into_tensor(staged, tensor.contiguous(), async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
@@ -259,29 +258,30 @@ class Group:
         view, kind = reducible("reduce_scatter", output, parsed)
         staged = view.contiguous()
         parts = [reducible("reduce_scatter", part, parsed)[0].contiguous() for part in inputs]
-        work = self._issue(
-            "reduce_scatter", (inputs,), kind, self._transport.reduce_scatter, (staged, parts, kind), async_op
-        )
+        self._enter("reduce_scatter", (inputs,), kind)
+        work = self._transport.reduce_scatter(staged, parts, kind, async_op=async_op)
         return copy_back(work, [(view, staged)], async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
     ) -> Work:
         """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
+        try:
+            plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS else None
+        except (KeyError, TypeError):
+            plain = None
+        if plain is not None and self._fit(tensor, output):
+            if self._guarded or _observe._observers:
+                self._enter("reduce_scatter_tensor", (tensor,), plain)
+            return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
         check_flat(self, "reduce_scatter_tensor", tensor, output)
         parsed = parse_op(op)
         view, kind = reducible("reduce_scatter_tensor", output, parsed)
         source, _ = reducible("reduce_scatter_tensor", tensor, parsed)
         staged = view.contiguous()
-        work = self._issue(
-            "reduce_scatter_tensor",
-            (tensor,),
-            kind,
-            self._transport.reduce_scatter_tensor,
-            (staged, source.contiguous(), kind),
-            async_op,
-        )
-        return work if staged is view else copy_back(work, [(view, staged)], async_op)
+        self._enter("reduce_scatter_tensor", (tensor,), kind)
+        work = self._transport.reduce_scatter_tensor(staged, source.contiguous(), kind, async_op=async_op)
+        return copy_back(work, [(view, staged)], async_op)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
@@ -291,9 +291,8 @@ class Group:
         check_list(self, "all_to_all", "outputs", outputs, like=inputs[0])
         staged = [output.contiguous() for output in outputs]
         sent = [tensor.contiguous() for tensor in inputs]
-        work = self._issue(
-            "all_to_all", (outputs, inputs), None, self._transport.all_to_all, (staged, sent), async_op
-        )
+        self._enter("all_to_all", (outputs, inputs))
+        work = self._transport.all_to_all(staged, sent, async_op=async_op)
         return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
     def all_to_all_single(
@@ -309,17 +308,10 @@ class Group:
         check_tensor("all_to_all_single", output)
         check_tensor("all_to_all_single", tensor)
         staged = output.contiguous()
-        work = self._issue(
-            "all_to_all_single",
-            (output, tensor),
-            None,
-            self._transport.all_to_all,
-            (
-                split_parts(self, "all_to_all_single", "output_splits", staged, output_splits),
-                split_parts(self, "all_to_all_single", "input_splits", tensor.contiguous(), input_splits),
-            ),
-            async_op,
-        )
+        received = split_parts(self, "all_to_all_single", "output_splits", staged, output_splits)
+        sent = split_parts(self, "all_to_all_single", "input_splits", tensor.contiguous(), input_splits)
+        self._enter("all_to_all_single", (output, tensor))
+        work = self._transport.all_to_all(received, sent, async_op=async_op)
         return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
     def gather(
@@ -333,13 +325,9 @@ class Group:
             check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
         wanted = list(outputs or ()) if self.rank == dst else []
         staged = [output.contiguous() for output in wanted]
-        work = self._issue(
-            "gather",
-            (tensor, wanted),
-            None,
-            self._transport.gather,
-            (staged if self.rank == dst else None, tensor.contiguous(), dst),
-            async_op,
+        self._enter("gather", (tensor, wanted), root=dst)
+        work = self._transport.gather(
+            staged if self.rank == dst else None, tensor.contiguous(), dst, async_op=async_op
         )
         return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
 
@@ -354,35 +342,30 @@ class Group:
             check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
         given = [tensor.contiguous() for tensor in inputs or ()] if self.rank == src else []
         staged = output.contiguous()
-        work = self._issue(
-            "scatter",
-            (output, given),
-            None,
-            self._transport.scatter,
-            (staged, given if self.rank == src else None, src),
-            async_op,
-        )
+        self._enter("scatter", (output, given), root=src)
+        work = self._transport.scatter(staged, given if self.rank == src else None, src, async_op=async_op)
         return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send to one rank; it must ``recv`` the same size with the same tag."""
         check_peer(self, "send", "dst", dst)
         check_tensor("send", tensor)
-        return self._issue(
-            "send", (tensor,), None, self._transport.send, (tensor.contiguous(), dst, tag), async_op
-        )
+        self._enter("send", (tensor,), root=dst)
+        return self._transport.send(tensor.contiguous(), dst, tag, async_op=async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive from one rank into ``tensor``."""
         check_peer(self, "recv", "src", src)
         check_tensor("recv", tensor)
         staged = tensor.contiguous()
-        work = self._issue("recv", (tensor,), None, self._transport.recv, (staged, src, tag), async_op)
+        self._enter("recv", (tensor,), root=src)
+        work = self._transport.recv(staged, src, tag, async_op=async_op)
         return copy_back(work, [(tensor, staged)], async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return when every rank has called it."""
-        return self._issue("barrier", (), None, self._transport.barrier, (), async_op)
+        self._enter("barrier", ())
+        return self._transport.barrier(async_op=async_op)
 
     def broadcast_value(self, value: Any, src: int = 0) -> Any:
         """``src``'s value on every rank. The value is JSON: None, bool, numbers, text, lists, dicts with text keys."""
@@ -427,6 +410,7 @@ class Group:
             if self._ended is not None:
                 return
             self._ended = cause
+            self._guarded = True
             children, self._subgroups = self._subgroups, []
             callbacks, self._on_end = self._on_end, []
         for child in children:
@@ -440,26 +424,48 @@ class Group:
 
     # -- the one place ----------------------------------------------------------------------------------------
 
-    def _issue(
+    def _enter(
         self,
         name: str,
         sides: Sequence[Tensor | Sequence[Tensor]],
-        op: ReduceOp | None,
-        start: Callable[..., Work],
-        args: tuple[Any, ...],
-        async_op: bool,
-    ) -> Work:
+        op: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> None:
+        """What precedes every collective: is the group alive, who looks, do the ranks agree."""
         if self._ended is not None:
             raise self._ended
         if _observe._observers:
             _observe.emit(self, name, sides, "" if op is None else op.value)
         if self._checker is not None:
-            self._checker.check(name, sides, "" if op is None else op.value, args)
-        return start(*args, async_op=async_op)
+            self._checker.check(name, sides, "" if op is None else op.value, root)
+
+    def _fit(self, whole: Tensor, part: Tensor) -> bool:
+        """Whether ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
+        try:
+            return (
+                type(part) in _TENSORS
+                and part.dtype is whole.dtype
+                and whole.is_contiguous()
+                and part.is_contiguous()
+                and whole.numel() == part.numel() * self.size
+                and whole.layout is _STRIDED
+                and part.layout is _STRIDED
+            )
+        except RuntimeError:  # from is_contiguous, which some sparse layouts lack
+            return False
 
     def _check_alive(self) -> None:
         if self._ended is not None:
             raise self._ended
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _TENSORS
+        and tensor.layout is _STRIDED
+        and tensor.dtype in MOVED
+        and tensor.is_contiguous()
+    )
 
 
 def _seconds(timeout: float | timedelta) -> float:

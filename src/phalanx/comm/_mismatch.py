@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,17 +30,16 @@ def collectives_checked() -> bool:
     return "collectives" in os.environ.get("PHALANX_DEBUG", "").split(",")
 
 
-def signature(name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, args: Sequence[Any]) -> str:
+def signature(name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, root: int | None = None) -> str:
     """What must be the same on every rank, as a person would read it."""
     tensors = [tensor for side in sides for tensor in ([side] if isinstance(side, Tensor) else side)]
-    root = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]
     parts = [str(tensors[0].dtype).removeprefix("torch.")] if tensors else []
     if tensors and name not in _UNEVEN:
         parts.append(str(list(tensors[0].shape)))
     if op:
         parts.append(op)
-    if root:
-        parts.append(f"root {root[0]}")
+    if root is not None:
+        parts.append(f"root {root}")
     return f"{name}({', '.join(parts)})"
 
 
@@ -57,13 +56,11 @@ class CallChecker:
     def for_subgroup(self, members: tuple[int, ...], key: str) -> CallChecker:
         return CallChecker(self._store.namespace(key), members.index(self._rank), len(members), self._timeout)
 
-    def check(
-        self, name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, args: Sequence[Any]
-    ) -> None:
+    def check(self, name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, root: int | None) -> None:
         if name in _POINT_TO_POINT:
             return
         number, self._count = self._count, self._count + 1
-        mine = signature(name, sides, op, args)
+        mine = signature(name, sides, op, root)
         self._store.set(f"{number}/{self._rank}", json.dumps(mine).encode())
         keys = [f"{number}/{rank}" for rank in range(self._size)]
         try:

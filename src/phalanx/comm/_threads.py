@@ -84,13 +84,13 @@ class ThreadTransport(Transport):
             for each in tensors:
                 each.copy_(result)
 
-        return self._meet(signature("all_reduce", [tensor], op.value, ()), tensor, meet, async_op)
+        return self._meet(signature("all_reduce", [tensor], op.value), tensor, meet, async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         def meet(tensors: list[Tensor]) -> None:
             tensors[dst].copy_(tree_reduce(tensors, op))
 
-        return self._meet(signature("reduce", [tensor], op.value, [dst]), tensor, meet, async_op)
+        return self._meet(signature("reduce", [tensor], op.value, dst), tensor, meet, async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         def meet(tensors: list[Tensor]) -> None:
@@ -98,7 +98,7 @@ class ThreadTransport(Transport):
                 if rank != src:
                     each.copy_(tensors[src])
 
-        return self._meet(signature("broadcast", [tensor], "", [src]), tensor, meet, async_op)
+        return self._meet(signature("broadcast", [tensor], "", src), tensor, meet, async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
         def meet(brought: list[tuple[Sequence[Tensor], Tensor]]) -> None:
@@ -107,7 +107,7 @@ class ThreadTransport(Transport):
                 for rank, (out, part) in enumerate(zip(outs, sent, strict=True)):
                     _deliver("all_gather", out, part, rank, receiver)
 
-        return self._meet(signature("all_gather", [tensor], "", ()), (outputs, tensor), meet, async_op)
+        return self._meet(signature("all_gather", [tensor], ""), (outputs, tensor), meet, async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         def meet(brought: list[tuple[Tensor, Tensor]]) -> None:
@@ -115,7 +115,7 @@ class ThreadTransport(Transport):
             for out, _ in brought:
                 out.view(-1).copy_(whole)
 
-        call = signature("all_gather_into_tensor", [tensor], "", ())
+        call = signature("all_gather_into_tensor", [tensor], "")
         return self._meet(call, (output, tensor), meet, async_op)
 
     def reduce_scatter(
@@ -131,7 +131,7 @@ class ThreadTransport(Transport):
             for (out, _), result in zip(brought, results, strict=True):
                 out.copy_(result.view(out.shape))
 
-        call = signature("reduce_scatter", [output], op.value, ())
+        call = signature("reduce_scatter", [output], op.value)
         return self._meet(call, (output, inputs), meet, async_op)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
@@ -140,7 +140,7 @@ class ThreadTransport(Transport):
             for (out, _), part in zip(brought, result.chunk(len(brought)), strict=True):
                 out.view(-1).copy_(part)
 
-        call = signature("reduce_scatter_tensor", [tensor], op.value, ())
+        call = signature("reduce_scatter_tensor", [tensor], op.value)
         if not tensor.numel():
             return self._meet(call, None, _nothing, async_op)
         return self._meet(call, (output, tensor), meet, async_op)
@@ -152,7 +152,7 @@ class ThreadTransport(Transport):
                 for rank, out in enumerate(outs):
                     _deliver("all_to_all", out, sent[rank][receiver], rank, receiver)
 
-        return self._meet(signature("all_to_all", inputs, "", ()), (outputs, inputs), meet, async_op)
+        return self._meet(signature("all_to_all", inputs, ""), (outputs, inputs), meet, async_op)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         def meet(brought: list[tuple[Sequence[Tensor] | None, Tensor]]) -> None:
@@ -161,7 +161,7 @@ class ThreadTransport(Transport):
             for rank, (out, (_, part)) in enumerate(zip(outs, brought, strict=True)):
                 _deliver("gather", out, part, rank, dst)
 
-        return self._meet(signature("gather", [tensor], "", [dst]), (outputs, tensor), meet, async_op)
+        return self._meet(signature("gather", [tensor], "", dst), (outputs, tensor), meet, async_op)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
         def meet(brought: list[tuple[Tensor, Sequence[Tensor] | None]]) -> None:
@@ -170,7 +170,7 @@ class ThreadTransport(Transport):
             for receiver, ((out, _), part) in enumerate(zip(brought, parts, strict=True)):
                 _deliver("scatter", out, part, src, receiver)
 
-        return self._meet(signature("scatter", [output], "", [src]), (output, inputs), meet, async_op)
+        return self._meet(signature("scatter", [output], "", src), (output, inputs), meet, async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
         self._check_alive()
