@@ -39,9 +39,7 @@ def call_on(kind: str, transport: Transport, nbytes: int) -> Callable[[], object
             transport.barrier(async_op=False),
         ),
         "all_gather": lambda: transport.all_gather_into_tensor(whole, own, async_op=False),
-        "reduce_scatter": lambda: transport.reduce_scatter_tensor(
-            own, whole, ReduceOp.SUM, async_op=False
-        ),
+        "reduce_scatter": lambda: transport.reduce_scatter_tensor(own, whole, ReduceOp.SUM, async_op=False),
     }
     return run[kind]
 

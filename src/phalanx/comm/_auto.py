@@ -82,7 +82,9 @@ def connect_auto(
         log.info("generation %d, rank %d: gloo, since %s", place.generation, place.rank, error)
         return make_c10d(place, identities)
     if transport.name == choice.kind:
-        log.info("generation %d, rank %d: %s, since %s", place.generation, place.rank, choice.kind, choice.why)
+        log.info(
+            "generation %d, rank %d: %s, since %s", place.generation, place.rank, choice.kind, choice.why
+        )
     return transport
 
 
@@ -114,7 +116,9 @@ def _connect_two_level(
         local = _shared_by_all_hosts(place, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
         if local is None:
             log.info(
-                "generation %d, rank %d: gloo, since a host has no shared memory", place.generation, place.rank
+                "generation %d, rank %d: gloo, since a host has no shared memory",
+                place.generation,
+                place.rank,
             )
             return flat
         made.append(local)

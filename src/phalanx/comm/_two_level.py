@@ -163,7 +163,9 @@ class TwoLevelTransport(Transport):
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
     ) -> Work:
         if not self._pays("reduce_scatter", *inputs):
-            return self._start(lambda: self._flat.reduce_scatter(output, inputs, op, async_op=False), async_op)
+            return self._start(
+                lambda: self._flat.reduce_scatter(output, inputs, op, async_op=False), async_op
+            )
 
         def call() -> None:
             inner = ReduceOp.SUM if op is ReduceOp.AVG else op

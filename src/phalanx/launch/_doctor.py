@@ -196,8 +196,14 @@ def check_transport() -> Iterator[Finding]:
         yield Finding("bad", f"cannot tell how workers here would exchange tensors: {last}")
         return
     kind, _, why = answer.stdout.strip().partition(" ")
-    advice = "" if kind == "shm" else "; workers of this machine will use loopback TCP, which is several times slower"
-    yield Finding("ok" if kind == "shm" else "warn", f"transport between workers here: {kind}, since {why}{advice}")
+    advice = (
+        ""
+        if kind == "shm"
+        else "; workers of this machine will use loopback TCP, which is several times slower"
+    )
+    yield Finding(
+        "ok" if kind == "shm" else "warn", f"transport between workers here: {kind}, since {why}{advice}"
+    )
 
 
 def check_files() -> Iterator[Finding]:

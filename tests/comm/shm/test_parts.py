@@ -152,3 +152,5 @@ def test_parts_of_one_tensor_are_one_span() -> None:
     whole = torch.arange(10.0)
     assert span(torch.split(whole, [3, 0, 7])) == (whole.data_ptr(), 40)
     assert span([whole[:3], whole[4:]]) is None
+    assert span([torch.empty(0), whole[2:4], whole[4:6]]) == (whole.data_ptr() + 8, 16)
+    assert span([torch.empty(0)]) == (0, 0)

@@ -142,7 +142,8 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
     rows = [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
     for rank in range(w.size):
         through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
-    copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
+    if outputs[w.rank].data_ptr() != inputs[w.rank].data_ptr():
+        copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
     if all(place.entry for place in places):
         w.took(n)
         for rank in w.peers:
