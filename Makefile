@@ -29,6 +29,7 @@ soak: $(DEV)
 # Every operator sample of torch on distributed tensors, under many placements; some minutes.
 coverage: $(DEV)
 	$(PY) -W ignore tests/tensor/coverage.py
+	$(PY) -W ignore tests/tensor/coverage.py --shape 3
 	$(PY) -W ignore tests/tensor/coverage.py --shape 2x2 --samples 3 --layouts 4
 
 format: $(DEV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from ddp import cases
-from phalanx.comm import simulate
+from phalanx.comm import simulate, use_group
 from phalanx.ddp import DistributedDataParallel, GradBucket
 from phalanx.ddp.hooks import (
     DDPCommHookType,
@@ -270,6 +271,96 @@ def test_the_averaging_optimizer_saves_its_step():
         again = make()
         again.load_state_dict(optimizer.state_dict())
         assert again.averager.step == 3
+
+    simulate(2).run(main)
+
+
+class Split(nn.Module):
+    """Parameters are registered in an order that backward does not follow, and are spread over several buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.third, self.first = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def _steps(model, optimizer, group, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        cases.loss_of(model(cases.batch(step, group.rank))).backward()
+        optimizer.step()
+
+
+def _resumed_and_not(group, state, hook, cap):
+    """Weights after 12 steps in one go, and with state, model and optimizer saved after 6 and loaded elsewhere."""
+    results = []
+    for interrupted in (False, True):
+        model = DistributedDataParallel(cases.make(Split), process_group=group, bucket_cap_mb=cap)
+        current = state()
+        model.register_comm_hook(current, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        _steps(model, optimizer, group, range(6))
+        if interrupted:
+            saved = pickle.dumps((current, model.module.state_dict(), optimizer.state_dict()))
+            current, weights, moments = pickle.loads(saved)
+            if isinstance(current, post_local_sgd.PostLocalSGDState):
+                current.subgroup = group
+            model = DistributedDataParallel(cases.make(Split, seed=9), process_group=group, bucket_cap_mb=cap)
+            model.module.load_state_dict(weights)
+            model.register_comm_hook(current, hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer.load_state_dict(moments)
+        _steps(model, optimizer, group, range(6, 12))
+        assert current.iter == (4 if hook is post_local_sgd.post_localSGD_hook else 12)
+        results.append({name: tensor.clone() for name, tensor in model.module.state_dict().items()})
+    return results
+
+
+@pytest.mark.parametrize("cap", [None, 0.001])
+@pytest.mark.parametrize("kind", ["powersgd", "same shapes together", "batched", "post-local"])
+def test_saved_hook_state_continues_bit_for_bit(kind, cap):
+    def main(group):
+        if kind == "post-local":
+            hook, state = (
+                post_local_sgd.post_localSGD_hook,
+                lambda: post_local_sgd.PostLocalSGDState(None, group, 4),
+            )
+        else:
+            hook = powersgd.batched_powerSGD_hook if kind == "batched" else powersgd.powerSGD_hook
+            options = {"start_powerSGD_iter": 3, "min_compression_rate": 1}
+            state = lambda: powersgd.PowerSGDState(  # noqa: E731
+                None, 2, batch_tensors_with_same_shape=kind.startswith("same"), **options
+            )
+        with use_group(group):
+            whole, resumed = _resumed_and_not(group, state, hook, cap)
+        for name, tensor in whole.items():
+            torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=0, msg=name)
+
+    simulate(2).run(main)
+
+
+def test_powersgd_forgets_rather_than_misapplies_what_it_knew_of_other_parameters():
+    state = powersgd.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))]
+    buckets = [
+        GradBucket(0, torch.zeros(8), params, is_last=True, members=order) for order in ((0, 1), (1, 0))
+    ]
+    state.recall(buckets[0])
+    state.error_dict[0] = torch.ones(8)
+    state.recall(buckets[0])
+    assert 0 in state.error_dict
+    state.recall(buckets[1])
+    assert 0 not in state.error_dict
+
+
+def test_a_restored_post_local_state_asks_for_its_subgroup():
+    def main(group):
+        state = pickle.loads(pickle.dumps(post_local_sgd.PostLocalSGDState(group, group, 0)))
+        bucket = GradBucket(0, torch.ones(1), [nn.Parameter(torch.zeros(1))], is_last=True)
+        with pytest.raises(RuntimeError, match=r"set state\.subgroup"):
+            post_local_sgd.post_localSGD_hook(state, bucket)
 
     simulate(2).run(main)
 

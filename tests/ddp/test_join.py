@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp import cases
 from phalanx.comm import simulate
-from phalanx.ddp import DistributedDataParallel, Join, Joinable, JoinHook
+from phalanx.ddp import DistributedDataParallel, Join, Joinable, JoinHook, ReplicaDrift
 from phalanx.errors import RankFailed
 
 pytestmark = pytest.mark.fast
@@ -168,3 +168,49 @@ def test_ranks_that_never_join_the_context_deadlock_is_reported_not_hidden():
 
     with pytest.raises((RankFailed, RuntimeError)):
         simulate(2).run(main)
+
+
+def test_the_fingerprint_is_taken_in_join_while_all_ranks_have_data():
+    def main(group):
+        model = DistributedDataParallel(cases.make(cases.Mlp), fingerprint_every=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(4 + 3 * group.rank):
+                optimizer.zero_grad()
+                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+                optimizer.step()
+        assert model._stats.steps == 7
+        weights = [param.detach().clone() for param in model.parameters()]
+
+        def drift():
+            with model.join():
+                for step in range(4):
+                    with torch.no_grad():
+                        next(model.parameters()).add_(group.rank)
+                    cases.loss_of(model(cases.batch(step, group.rank))).backward()
+
+        with pytest.raises(ReplicaDrift) as caught:
+            drift()
+        assert caught.value.ranks == (1,)
+        return weights
+
+    first, second = simulate(2).run(main)
+    for left, right in zip(first, second, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_fingerprint_in_join_needs_the_first_place():
+    def main(group):
+        first, second = (
+            DistributedDataParallel(cases.make(cases.Mlp), fingerprint_every=every) for every in (0, 2)
+        )
+
+        def both():
+            with Join([first, second]):
+                x = cases.batch(0, group.rank)
+                (first(x) + second(x)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="first of the joinables"):
+            both()
+
+    simulate(2).run(main)

@@ -78,3 +78,11 @@ def test_small_buckets_are_chosen_when_they_overlap_and_large_ones_when_latency_
     assert cheap.sizes[-1] <= 4 * MIB
     at_once = choose_caps([0.0] * 21, nbytes, CommCost(latency=1.0, bandwidth=1e9))
     assert at_once.sizes[-1] == 100 * MIB
+
+
+def test_without_spare_cores_only_large_buckets_are_considered():
+    nbytes, spread = [4 * MIB] * 21, [0.1 * k for k in range(21)]
+    cost = CommCost(latency=1e-5, bandwidth=1e9)
+    assert choose_caps(spread, nbytes, cost, spare_cores=False).sizes == (25 * MIB,)
+    dear = CommCost(latency=1.0, bandwidth=1e9)
+    assert choose_caps([0.0] * 21, nbytes, dear, spare_cores=False).sizes == (100 * MIB,)

@@ -1,6 +1,6 @@
 """Join, optimizers in backward, buffers and errors, against PyTorch's in the same gloo processes.
 
-Mixed precision is not here: it is compared with casting by hand in test_wrapper.py.
+Mixed precision is in test_parity_mixed.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _join(worker):
         for model in models:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with model.join(divide_by_initial_world_size=initial):
-                for step in range(4 + 3 * worker.rank):
+                for step in range(20 - 3 * worker.rank):
                     optimizer.zero_grad()
                     cases.loss_of(model(cases.batch(step, worker.rank))).backward()
                     optimizer.step()
@@ -71,7 +71,7 @@ def _optimizers(worker):
         models = [kind(cases.make(cases.Mlp)) for kind in BOTH]
         for model in models:
             model._register_fused_optim(optim, **kwargs)
-            for step in range(8):
+            for step in range(20):
                 model.zero_grad()
                 cases.loss_of(model(cases.batch(step, worker.rank))).backward()
         # torch's functional optimizers do the same arithmetic in another order.
@@ -82,7 +82,7 @@ def _optimizers(worker):
     model = DistributedDataParallel(module)
     plain = DistributedDataParallel(cases.make(cases.Mlp))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(8):
+    for step in range(20):
         for one in (model, plain):
             one.zero_grad()
             cases.loss_of(one(cases.batch(step, worker.rank))).backward()
@@ -144,7 +144,7 @@ def _buffers(worker):
     for options in ({}, {"forward_sync_buffers": False}):
         models = [kind(cases.make(cases.ConvNet, seed=worker.rank), **options) for kind in BOTH]
         for model in models:
-            for step in range(4):
+            for step in range(20):
                 model.zero_grad()
                 cases.loss_of(model(cases.batch(step, worker.rank))).backward()
         _agree(models, worker.size == 2, f"buffers {options}")
@@ -155,6 +155,11 @@ def _everything(worker):
         function(worker)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (3, 4))])
 def test_features_behave_alike(size):
     run_processes(size, _on_torchs_group, _everything)
+
+
+@pytest.mark.parametrize(("size", "feature"), [(3, _join), (4, _optimizers)])
+def test_a_sample_of_features_on_more_ranks(size, feature):
+    run_processes(size, _on_torchs_group, feature)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp import cases
-from phalanx.comm import simulate, use_group
+from phalanx.comm import CommEvent, simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
     ReplicaDrift,
@@ -333,6 +333,21 @@ def test_the_desync_report_names_each_ranks_last_collectives():
     assert first == second
     assert "rank 0: #1 broadcast of" in first
     assert "rank 1: #1 broadcast of" in first
+
+    def one_sends_more(group):
+        model = DistributedDataParallel(cases.make(cases.Mlp), keep_log=True, bucket_cap_mb=0.02)
+        for step in range(3):
+            model(cases.batch(step, group.rank)).sum().backward()
+        if group.rank:
+            model._log(CommEvent("barrier", 0, group))
+        return model.desync_report()
+
+    report = simulate(2).run(one_sends_more)[0].splitlines()
+    assert all(line.count("all_reduce of") >= 4 for line in report), report
+    assert "barrier" not in report[0]
+    assert report[1].endswith("barrier of 0 bytes (generation 0)")
+    # Only the last five are told, numbered, so that ranks that are at different places can be told apart.
+    assert [line.count("#") for line in report] == [5, 5]
     with pytest.raises(RankFailed, match="keep_log=True"):
         simulate(1).run(lambda group: DistributedDataParallel(nn.Linear(2, 2)).desync_report())
 

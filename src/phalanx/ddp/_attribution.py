@@ -18,6 +18,7 @@ from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.comm import CommEvent, Group
+    from phalanx.ddp._wrapper import DistributedDataParallel
 
 
 class ReplicaMismatch(PhalanxError, RuntimeError):
@@ -67,6 +68,21 @@ def check_drift(group: Group, named: Sequence[tuple[str, Tensor]]) -> None:
                 parameter=name,
                 ranks=odd,
             )
+
+
+def compare_replicas(ddp: DistributedDataParallel, active: int, *, counted: bool) -> None:
+    """Look for drift if it is time to. Ranks without data cannot take part: then it waits until after ``join``.
+
+    ``active`` ranks still have data; ``counted`` says that a join context told so.
+    """
+    group, every, steps = ddp.group, ddp.fingerprint_every, ddp._stats.steps
+    if ddp._join_config.enable and not counted:
+        raise RuntimeError(
+            f"rank {group.rank}: fingerprint_every={every} inside Join needs this wrapper to be the first of the "
+            "joinables: only the first learns how many ranks still have data"
+        )
+    if active == group.size and steps and steps % every == 0:
+        check_drift(group, [(member.name, member.param) for member in ddp._scanner.members])
 
 
 class CollectiveLog:

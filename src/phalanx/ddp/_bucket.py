@@ -21,11 +21,20 @@ class GradBucket:
     ...     return future
     """
 
-    def __init__(self, index: int, buffer: Tensor, params: Sequence[nn.Parameter], *, is_last: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        params: Sequence[nn.Parameter],
+        *,
+        is_last: bool,
+        members: Sequence[int] = (),
+    ) -> None:
         self._index = index
         self._buffer = buffer
         self._params = list(params)
         self._is_last = is_last
+        self._members = tuple(members)
 
     def index(self) -> int:
         """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
@@ -49,6 +58,10 @@ class GradBucket:
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self._params)
+
+    def members(self) -> tuple[int, ...]:
+        """Places of the parameters in the module's order: the same on all ranks and in a later run."""
+        return self._members
 
     def is_last(self) -> bool:
         """Whether it is the last bucket of this step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +109,7 @@ class BackwardPass:
         slab, pending = self.slabs[bucket], self.pending[bucket]
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
         views = [slab.views[place_of[index]] for index in pending]
-        if self.stash or any(
-            grad is None or grad.is_sparse or grad.dtype != slab.flat.dtype for grad in grads
-        ):
+        if self.stash or not _all_plain(grads, slab.flat.dtype):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
         elif views:
@@ -122,11 +121,28 @@ class BackwardPass:
                     torch._foreach_mul_(views, self.prescale)
         self.pending[bucket] = []
 
-    def pend_rest(self, members: Sequence[int], bucket: int) -> None:
-        """At the end of backward, queue every member that is not in its slab yet, with whatever it has."""
-        if self.missing[bucket]:
-            queued = self.in_slab.union(self.pending[bucket])
-            self.pending[bucket] += [index for index in members if index not in queued]
+    def fill_rest(
+        self,
+        params: Sequence[nn.Parameter],
+        members: Sequence[int],
+        bucket: int,
+        large: Sequence[bool],
+        *,
+        as_view: bool,
+    ) -> None:
+        """At the end of backward, take every member that is not in its slab yet, with whatever it has.
+
+        Large gradients go at once, so that their memory is back before the next bucket takes its own.
+        """
+        if not self.missing[bucket]:
+            return
+        queued = self.in_slab.union(self.pending[bucket])
+        for place, index in enumerate(members):
+            if index not in queued:
+                if large[index] and params[index].grad is not None:
+                    self.fill_now(params[index], index, bucket, place, as_view)
+                else:
+                    self.pending[bucket].append(index)
 
     def unstash(self, params: Sequence[nn.Parameter], arrived: Sequence[int]) -> None:
         """Gradients that came before the pass was known to have begun are new ones, not ones of before."""
@@ -180,6 +196,11 @@ class BackwardPass:
             for index, view in zip(members, slab.views, strict=True):
                 params[index].grad = view
             return
+        if not (as_views or self.stash or skip or self.in_slab) and all(used):
+            own_grads = [params[index].grad for index in members]
+            if _all_own(own_grads):
+                torch._foreach_copy_(own_grads, slab.views)
+                return
         targets, sources = [], []
         for place, index in enumerate(members):
             param, view, before = params[index], slab.views[place], self.stash.get(index)
@@ -208,6 +229,19 @@ class BackwardPass:
                     sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def _all_own(grads: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
+    """Whether all are small dense tensors that autograd made, which can take the result as they are."""
+    return all(
+        grad is not None and grad.nbytes < LARGE_BYTES and not (grad.is_sparse or grad.requires_grad)
+        for grad in grads
+    )
+
+
+def _all_plain(grads: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    """Whether all are there, dense, and of ``dtype``."""
+    return all(grad is not None and grad.dtype is dtype and not grad.is_sparse for grad in grads)
 
 
 def _dense(grad: Tensor | None) -> Tensor | None:

@@ -6,6 +6,8 @@ that all ranks share (the number of passes, the ledger's totals).
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +63,19 @@ def _agree_on_caps(
     dense = [index for index in order if not infos[index].sparse]
     times = list(ready[: len(dense)]) or [0.0]
     times += [times[-1]] * (len(dense) - len(times))  # what never arrived is ready when backward ends
-    caps = choose_caps([t - times[0] for t in times], [infos[index].nbytes for index in dense], cost)
+    sizes = [infos[index].nbytes for index in dense]
+    spare = has_spare_cores(group, infos[0].device)
+    caps = choose_caps([t - times[0] for t in times], sizes, cost, spare_cores=spare)
     return Caps(tuple(group.broadcast_value(list(caps.sizes), src=0)), False)
+
+
+def has_spare_cores(group: Group, device: torch.device) -> bool:
+    """Whether this host has cores that its ranks' backward passes leave free. Collective."""
+    hosts = group.all_gather_values(socket.gethostname())
+    if device.type != "cpu":
+        return True
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > hosts.count(socket.gethostname()) * torch.get_num_threads()
 
 
 def measure_cost(group: Group, rounds: int = 3) -> CommCost:

@@ -27,21 +27,17 @@ from torch import Tensor, nn
 
 from phalanx.ddp import _ledger as ledger
 from phalanx.ddp import _rebuild as rebuild
-from phalanx.ddp._bucket import GradBucket
+from phalanx.ddp._exchange import CommHook, Exchange
 from phalanx.ddp._layout import Caps
 from phalanx.ddp._pass import BackwardPass
 from phalanx.ddp._plan import Plan
 from phalanx.ddp._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
 from phalanx.ddp._roster import Member
-from phalanx.ddp._sparse import SparseReduction
 from phalanx.ddp._stats import Stats
-from phalanx.ddp._watch import ArrivalWatch
+from phalanx.ddp._watch import ArrivalWatch, writes_gradients
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
-
-CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
-BucketReady = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +49,19 @@ class ReducerOptions:
 
 
 class Reducer:
-    """See the module's text. ``on_bucket_ready(index, flat)``, if set, hears of every bucket before it is launched."""
+    """See the module's text."""
 
     def __init__(
         self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats
     ) -> None:
-        self.group = group
         self.options = options
         self.stats = stats
-        self.divisor = group.size
-        self.comm_hook: tuple[CommHook, Any] | None = None
-        self.on_bucket_ready: BucketReady | None = None
+        self.exchange = Exchange(group, options.reduce)
         self.after_pass: list[Callable[[], None]] = []
         self.step_weight: float | None = None
         self.wants_regroup = False
         self.totals: ledger.Totals | None = None
-        self.sparse = SparseReduction()
         self._pass: BackwardPass | None = None
-        self._handles: list[Any] = []
-        self._awaited: list[Any] = []
         self._lock = threading.RLock()
         self._watch = ArrivalWatch(self._progress)
         self._local: set[int] = set()
@@ -94,6 +84,10 @@ class Reducer:
             self._passes = 0
             self._repeated: set[int] = set()
         self._watch.follow(self.params, self._must_watch())
+
+    @property
+    def group(self) -> Group:
+        return self.exchange.group
 
     @property
     def members(self) -> list[Member]:
@@ -122,10 +116,18 @@ class Reducer:
     def regroup(self, group: Group) -> None:
         """Go on in another group. A pass under way is dropped; the plan starts from registration order again."""
         self.discard()
-        self.group = group
-        self.divisor = group.size
+        self.exchange.use_group(group)
         self.wants_regroup = False
         self._install(self.members, self.options.caps, None)
+
+    def use_hook(self, hook: CommHook, state: Any) -> None:
+        """Let ``hook`` reduce. A state that comes from an earlier run may know the order that the buckets had there
+        (``bucket_order``): the first pass then cuts them so."""
+        self.exchange.comm_hook = (hook, state)
+        order = list(getattr(state, "bucket_order", ()))
+        dense = sorted({*range(len(self.params))} - {*self.plan.sparse})
+        if self._passes == 0 and order and sorted(order) == dense:
+            self._install(self.members, self.options.caps, order)
 
     def propose(self, members: Sequence[Member]) -> None:
         """The module's parameters changed here; the next pass asks all ranks to agree."""
@@ -158,26 +160,9 @@ class Reducer:
         """Hook of every output: the backward pass has begun."""
         task = torch._C._current_graph_task_id()
         if (self._pass is None or self._pass.task != task) and not self._stopped:
-            verdict = self._writes_gradients()
+            verdict = writes_gradients(self.params)
             if verdict is not False:
                 self._begin(task, certain=verdict is True)
-
-    def _writes_gradients(self) -> bool | None:
-        """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
-
-        ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
-        """
-        trainable = next((param for param in self.params if param.requires_grad), None)
-        if trainable is None:
-            return None
-        with torch.enable_grad():
-            view = trainable.expand_as(trainable)
-        assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
-        node: Any = view.grad_fn.next_functions[0][0]
-        try:
-            return True if torch._C._will_engine_execute_node(node) else None
-        except RuntimeError:
-            return False  # autograd.grad with respect to this very parameter
 
     @torch.no_grad()
     def _begin(self, task: int, *, certain: bool = True) -> BackwardPass:
@@ -189,7 +174,7 @@ class Reducer:
             task,
             len(self.params),
             self.plan.num_buckets,
-            self._prescale(),
+            self.exchange.prescale(self.step_weight),
             self.options.reduce == "mean",
             self.step_weight if self.options.reduce == "weighted" else None,
             frozenset(self._local),
@@ -199,21 +184,10 @@ class Reducer:
         busy = {grad.untyped_storage()._cdata for grad in current.stash.values() if not grad.is_sparse}
         current.slabs = self.plan.writable_slabs(busy)
         current.missing = self.plan.member_counts()
-        self._pass, self._handles = current, []
+        self._pass = current
+        self.exchange.drop()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
-
-    def _prescale(self) -> float | None:
-        if self.comm_hook is not None or self.options.reduce == "sum":
-            return None
-        if self.options.reduce == "weighted":
-            if self.step_weight is None:
-                raise ValueError(
-                    f"rank {self.group.rank}: reduce='weighted' needs this step's weight before backward: "
-                    "call set_step_weight(...), e.g. with the number of tokens of this rank's batch"
-                )
-            return self.step_weight
-        return None if self.divisor == 1 else 1.0 / self.divisor
 
     def _note_local(self) -> None:
         """Arrivals outside a synchronised pass (``no_sync``) are gradients that the other ranks have not seen."""
@@ -248,31 +222,34 @@ class Reducer:
         return current
 
     def _take_in(self, current: BackwardPass) -> None:
-        plan = self.plan
+        # Runs once per parameter and step: names are local, what is rare comes last.
+        plan, arrived, missing, pending = self.plan, current.arrived, current.missing, current.pending
+        bucket_of, large, repeated, note = plan.bucket_of, plan.large, self._repeated, current.order.append
+        learning, timing = self._passes == 0, self._passes < TUNE_AFTER
         for index in self._watch.drain():
             if index < 0:
                 continue  # a parameter that is not agreed yet: see rebuild.reduce_late
-            if current.arrived[index]:
+            if arrived[index]:
                 self._arrived_again(index)
                 continue
-            current.arrived[index] = 1
-            current.order.append(index)
-            if self._passes < TUNE_AFTER:
+            arrived[index] = 1
+            note(index)
+            if timing:
                 self.stats.current.ready.append(self.stats.now())
-            if self._passes == 0 or index in self._repeated:
+            if learning or index in repeated:
                 continue
-            bucket = plan.bucket_of[index]
+            bucket = bucket_of[index]
             if bucket < 0:  # sparse
-                if current.missing:
-                    current.missing[-1] -= 1
+                if missing:
+                    missing[-1] -= 1
                 continue
-            current.missing[bucket] -= 1
+            missing[bucket] -= 1
             current.last_arrival[bucket] = index
-            if plan.large[index]:
+            if large[index]:
                 as_view = self.options.gradient_as_bucket_view
                 current.fill_now(self.params[index], index, bucket, plan.place_of[index], as_view)
             else:
-                current.pending[bucket].append(index)
+                pending[bucket].append(index)
 
     def _arrived_again(self, index: int) -> None:
         """Reentrant checkpointing accumulates shared weights several times: such ones wait for the end."""
@@ -291,30 +268,24 @@ class Reducer:
         self._watch.inbox.clear()
         if current is not None:
             current.restore(self.params, self._dropped)
-            self._handles = []
+            self.exchange.drop()
             self.plan.forget_memory()
 
     # ---- launching and finishing ------------------------------------------------------------------------------
 
     def _launch(self, current: BackwardPass) -> None:
         """Send the next bucket."""
-        bucket = current.next_launch
-        slab, last = current.slabs[bucket], bucket == len(self.layout) - 1
-        current.fill_pending(self.params, bucket, self.plan.place_of)
-        if not bucket:
+        if not current.next_launch:
             self.stats.current.first_launch = self.stats.now()
-        if self.on_bucket_ready is not None:
-            self.on_bucket_ready(bucket, slab.grads)
-        if self.comm_hook is not None:
-            hook, state = self.comm_hook
-            params = [self.params[index] for index in self.layout[bucket]]
-            self._handles.append(hook(state, GradBucket(bucket, slab.grads, params, is_last=last)))
-        elif last and self.plan.ledger_rides:
-            self._entry(current).write(slab.tail)
-            self._handles.append(self.group.all_reduce(slab.flat, async_op=True))
-        else:
-            self._handles.append(self.group.all_reduce(slab.grads, async_op=True))
-        current.next_launch += 1
+        with self.exchange.logged():
+            self.exchange.launch(self.plan, current, partial(self._entry, current))
+
+    def _finish(self, current: BackwardPass) -> tuple[ledger.Totals, list[Tensor], Agreement | None]:
+        """Everything that needs the other ranks, in one order on all."""
+        with self.exchange.logged():
+            totals = self.exchange.finish(self.plan, current, partial(self._entry, current))
+            sparse = self.exchange.reduce_sparse(self.plan, current, totals)
+            return totals, sparse, self._agree(current, totals)
 
     def _entry(self, current: BackwardPass) -> ledger.Entry:
         if current.mirrors:
@@ -337,57 +308,19 @@ class Reducer:
                     current.restore(self.params, self._dropped)
                     return
                 self.stats.current.backward_end = self.stats.now()
-                while current.next_launch < len(self.layout):
-                    current.pend_rest(self.layout[current.next_launch], current.next_launch)
+                as_view, large = self.options.gradient_as_bucket_view, self.plan.large
+                for bucket, members in list(enumerate(self.layout))[current.next_launch :]:
+                    current.fill_rest(self.params, members, bucket, large, as_view=as_view)
                     self._launch(current)
-                totals = self._finish(current)
-                sparse = self._reduce_sparse(current, totals)
-                agreed = self._agree(current, totals)
+                totals, sparse, agreed = self._finish(current)
             except BaseException:
                 self.discard()
                 raise
             # From here on nothing can fail for lack of a peer.
             self._deliver(current, totals, sparse)
-            self._pass, self._handles = None, []
+            self._pass = None
+            self.exchange.drop()
             self._close_books(current, totals, agreed)
-
-    def _finish(self, current: BackwardPass) -> ledger.Totals:
-        """Wait for everything that was launched."""
-        for bucket, handle in enumerate(self._handles):
-            result = handle.wait()
-            if self.comm_hook is not None:
-                current.take_result(bucket, result, self.group.rank)
-        carrier = current.slabs[-1].tail if self.plan.ledger_rides and self.comm_hook is None else None
-        if carrier is None:
-            # After the buckets: a hook's callbacks may start collectives from other threads until its future is done.
-            carrier = torch.zeros(ledger.length(len(self.params)), device=self.params[0].device)
-            self._entry(current).write(carrier)
-            self.group.all_reduce(carrier)
-        awaited, self._awaited = self._awaited, []
-        for future in awaited:
-            future.wait()
-        totals = ledger.Totals.read(carrier)
-        if self.options.reduce == "weighted":
-            if totals.weight == 0:
-                raise ValueError(f"rank {self.group.rank}: the weights of all ranks sum to 0 in this step")
-            for slab in current.slabs:
-                slab.grads.div_(totals.weight)
-        return totals
-
-    def _reduce_sparse(self, current: BackwardPass, totals: ledger.Totals) -> list[Tensor]:
-        factor = self._factor(totals)
-        sums = []
-        for index in self.plan.sparse:
-            param = self.params[index]
-            grad = None if current.mirrors else current.sparse_contribution(param, index)
-            sums.append(self.sparse.reduce(self.group, self.members[index].name, param, grad) * factor)
-        return sums
-
-    def _factor(self, totals: ledger.Totals) -> float:
-        """What turns a sum over ranks of (weighted) gradients into the result."""
-        if self.options.reduce == "weighted":
-            return 1.0 / totals.weight
-        return 1.0 / self.divisor if self.options.reduce == "mean" else 1.0
 
     def _deliver(self, current: BackwardPass, totals: ledger.Totals, sparse: Sequence[Tensor]) -> None:
         used, as_views = totals.used_anywhere, self.options.gradient_as_bucket_view
@@ -402,9 +335,9 @@ class Reducer:
         passes = self._passes + 1
         if totals.roster_changed:
             members = self.members if self._proposed is None else self._proposed
-            factor, caps = self._factor(totals), self.options.caps
+            factor, caps = self.exchange.factor(totals), self.options.caps
             return rebuild.agree_on_change(self.group, self.plan, members, caps, factor, current.weight)
-        tune = passes == TUNE_AFTER and not self.plan.caps.chosen_by_user and self.comm_hook is None
+        tune = passes == TUNE_AFTER and not self.plan.caps.chosen_by_user and self.exchange.comm_hook is None
         if passes == REBUILD_AFTER or tune:
             ready = self.stats.current.ready if tune else None
             return rebuild.agree_on_order(self.group, self.plan, current.order, self._repeated, ready)
@@ -436,23 +369,17 @@ class Reducer:
 
     # ---- for others -------------------------------------------------------------------------------------------
 
-    def await_after_backward(self, futures: Sequence[Any]) -> None:
-        """Wait for these too at the end of the next synchronised backward."""
-        self._awaited.extend(futures)
-
     @torch.no_grad()
     def mirror_pass(self) -> None:
         """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
         current = BackwardPass(-1, len(self.params), self.plan.num_buckets, None, True, None, frozenset())
         current.mirrors = True
         current.slabs = self.plan.writable_slabs(set())
-        self._handles = []
+        self.exchange.drop()
         for slab in current.slabs:
             slab.grads.zero_()
         while current.next_launch < len(self.layout):
             self._launch(current)
-        totals = self._finish(current)
-        self._reduce_sparse(current, totals)
-        agreed = self._agree(current, totals)
-        self._handles = []
+        totals, _, agreed = self._finish(current)
+        self.exchange.drop()
         self._close_books(current, totals, agreed)

@@ -174,7 +174,7 @@ class TorchNames:
         futures = self.buffer_hook.hook(self.buffer_hook.state, self.named_module_buffers)
         if futures is not None:
             waiting = list(futures) if isinstance(futures, list | tuple) else [futures]
-            self._reducers[0].await_after_backward(waiting)
+            self._reducers[0].exchange.await_after_backward(waiting)
 
     def _default_broadcast_coalesced(
         self: Any,
@@ -200,7 +200,7 @@ class TorchNames:
 
     def _divide_by_active(self: Any, active: int) -> None:
         for reducer in self._reducers:
-            reducer.divisor = self.group.size if self._divide_by_initial_world_size else active
+            reducer.exchange.divisor = self.group.size if self._divide_by_initial_world_size else active
 
     def _find_common_rank(self: Any, input_rank: int, rank_cond: bool) -> int:
         """The highest rank for which ``rank_cond`` holds, agreed by all."""
@@ -272,7 +272,7 @@ class TorchNames:
 
     def _set_sparse_metadata(self: Any, global_unique_ids: dict[str, Tensor]) -> None:
         """Rows that any rank touches, by parameter name: then only their values travel."""
-        self.reducer.sparse.set_metadata(global_unique_ids)
+        self.reducer.exchange.sparse.set_metadata(global_unique_ids)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepted: outputs are never cloned here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -80,3 +81,21 @@ class ArrivalWatch:
     def _note_and_call(self, param: nn.Parameter) -> None:
         self.inbox.append(param)
         self._on_arrival()
+
+
+def writes_gradients(params: Sequence[nn.Parameter]) -> bool | None:
+    """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
+
+    ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
+    """
+    trainable = next((param for param in params if param.requires_grad), None)
+    if trainable is None:
+        return None
+    with torch.enable_grad():
+        view = trainable.expand_as(trainable)
+    assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
+    node: Any = view.grad_fn.next_functions[0][0]
+    try:
+        return True if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:
+        return False  # autograd.grad with respect to this very parameter

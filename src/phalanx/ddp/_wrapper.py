@@ -21,7 +21,7 @@ from phalanx import comm
 from phalanx.ddp import _arguments as arguments
 from phalanx.ddp import _values as values
 from phalanx.ddp._arguments import MixedPrecision
-from phalanx.ddp._attribution import CollectiveLog, check_drift, desync_report, verify_replicas
+from phalanx.ddp._attribution import CollectiveLog, compare_replicas, desync_report, verify_replicas
 from phalanx.ddp._buffers import BufferHook, sync_module_states
 from phalanx.ddp._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp._join_hook import DDPJoinHook
@@ -170,9 +170,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 launch_early=False,
             )
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
+        for reducer in self._reducers:
+            reducer.exchange.log = self._log
         for hook, state in self._comm_hooks:
-            for reducer in self._reducers[:1]:
-                reducer.comm_hook = (hook, state)
+            self._reducers[0].use_hook(hook, state)
 
     def regroup(self, group: Any, *, init_sync: bool = False, src: int = 0) -> None:
         """Go on in another group, e.g. after ``PeerLost``: a step under way is dropped, ``.grad`` is as before it.
@@ -231,8 +232,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._notice_changes()
         announcement = Join.notify_join_context(self)
+        active = self.group.size if announcement is None else announcement.count()
         if announcement is not None:
-            self._divide_by_active(announcement.count())
+            self._divide_by_active(active)
+        if self.fingerprint_every and self._will_sync():
+            compare_replicas(self, active, counted=announcement is not None)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -249,9 +253,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.reducer.propose(self._scanner.members)
         for reducer in self._reducers:
             reducer.before_forward()
-        every = self.fingerprint_every
-        if every and self._will_sync() and self._stats.steps and self._stats.steps % every == 0:
-            check_drift(self.group, [(m.name, m.param) for m in self._scanner.members])
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -278,10 +279,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 register(reducer.on_output_grad)
             if not tensors:
                 reducer.arm()
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
-        return self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -318,7 +315,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.reducer is None:
             raise RuntimeError("all parameters are delayed, so there is no bucket for a communication hook")
         self._comm_hooks.append((hook, state))
-        self.reducer.comm_hook = (hook, state)
+        self.reducer.use_hook(hook, state)
 
     # ---- join -------------------------------------------------------------------------------------------------
 

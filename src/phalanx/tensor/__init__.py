@@ -8,7 +8,7 @@ functions that seed, save and restore random state (so that they include that of
 from __future__ import annotations
 
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.tensor import _function, _grouping, _log, _random
+from phalanx.tensor import _function, _grouping, _log, _operators, _random
 from phalanx.tensor._distribute import distribute_module, distribute_tensor
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
@@ -25,6 +25,7 @@ from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
 
 _function.install()
 _grouping.install()
+_operators.install()
 _random.install()
 _log.configure()
 

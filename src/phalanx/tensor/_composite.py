@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.tensor._dispatch import run_rule
+from phalanx.tensor._distribute import redistribute_input
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
-from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor._names import op_name
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, StridedShard
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._through import run_through, through
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
@@ -27,13 +30,21 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
 
     The mean is a sum divided by the weight of the targets that count, each over all shards.
     """
-    given = list(args) + [None, _MEAN, -100, 0.0][len(args) - 2 :]
-    first, target, weight, reduction, ignored, smoothing = given
+    return _class_loss(func, args, kwargs, [None, _MEAN, -100, 0.0])
+
+
+def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """``nll_loss_nd(input, target, weight, reduction, ignore_index)``, which F.nll_loss calls."""
+    return _class_loss(func, args, kwargs, [None, _MEAN, -100])
+
+
+def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[Any]) -> Any:
+    first, target, weight, reduction, ignored, *rest = [*args, *defaults[len(args) - 2 :]]
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:
-        return run_rule(func, (first, target, weight, reduction, ignored, smoothing), None)
-    total = run_rule(func, (first, target, weight, _SUM, ignored, smoothing), None)
+        return run_rule(func, (first, target, weight, reduction, ignored, *rest), None)
+    total = run_rule(func, (first, target, weight, _SUM, ignored, *rest), None)
     if target.is_floating_point():
         return total / (first.numel() // first.shape[1])
     counted = target != ignored
@@ -41,6 +52,27 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         return total / counted.sum()
     safe = torch.where(counted, target, torch.zeros_like(target))
     return total / (F.embedding(safe, weight.unsqueeze(1)).squeeze(-1) * counted).sum()
+
+
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
+_LOSS_NAMES = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+
+
+def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.cross_entropy`` without its Python body, which only renames the reduction."""
+    given = {**dict(zip(_LOSS_NAMES, args, strict=False)), **(kwargs or {})}
+    reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
+    old_names = given.get("size_average") is not None or given.get("reduce") is not None
+    if old_names or reduction is None or len(args) > len(_LOSS_NAMES) or not given.keys() <= set(_LOSS_NAMES):
+        return run_through(_cross_entropy_body, func, args, kwargs)
+    values = (given.get("ignore_index", -100), given.get("label_smoothing", 0.0))
+    first, target, weight = (given.get(name) for name in _LOSS_NAMES[:3])
+    return cross_entropy(torch._C._nn.cross_entropy_loss, (first, target, weight, reduction, *values), None)
+
+
+_cross_entropy_body: Any = through(F.cross_entropy)
 
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -93,6 +125,75 @@ def _without_partial(x: DTensor) -> DTensor:
     if not any(isinstance(p, Partial) for p in x.placements):
         return x
     return x.redistribute(placements=[REPLICATE if isinstance(p, Partial) else p for p in x.placements])
+
+
+def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """argmax, argmin over a cut dim: each rank's candidate, then the best of the candidates (the first of equals)."""
+    given = {**dict(zip(("x", "dim", "keepdim"), args, strict=False)), **(kwargs or {})}
+    x, dim, keepdim = args[0], given.get("dim"), bool(given.get("keepdim", False))
+    if (
+        not isinstance(x, DTensor)
+        or not isinstance(dim, int)
+        or not -x.ndim <= dim < x.ndim
+        or "out" in given
+    ):
+        return run_rule(func, args, kwargs)
+    spec, dim = x._spec, dim % x.ndim
+    axes = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == dim]
+    odd = [p for p in spec.placements if isinstance(p, Partial) or type(p) is StridedShard]
+    if not axes or odd or spec.shape_at([n - 1 for n in spec.mesh.shape])[dim] == 0:
+        return run_rule(func, args, kwargs)
+    pick = torch.max if op_name(func).base == "argmax" else torch.min
+    values, indices = pick(x._local.detach(), dim, keepdim=True)
+    shape = list(spec.shape)
+    shape[dim] = math.prod(spec.mesh.shape[axis] for axis in axes)
+    parts = Spec.of(spec.mesh, spec.placements, shape, spec.dtype)
+    gathered = [REPLICATE if axis in axes else p for axis, p in enumerate(spec.placements)]
+
+    def candidates(local: torch.Tensor) -> torch.Tensor:
+        mine = wrap(local, parts.with_dtype(local.dtype))
+        return redistribute_input(mine, mine._spec.with_placements(gathered), op_name(func).base)
+
+    best = func(candidates(values), dim, True)
+    found = candidates(indices + spec.local_offset(dim)).gather(dim, best)
+    shape[dim] = 1
+    if keepdim:
+        return wrap(found, Spec.of(spec.mesh, gathered, shape, found.dtype))
+    outer = [p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in gathered]
+    return wrap(found.squeeze(dim), Spec.of(spec.mesh, outer, shape[:dim] + shape[dim + 1 :], found.dtype))
+
+
+def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)``.
+
+    Statistics of a batch whose batch or space is cut are sums over the ranks: two small reductions, where gathering
+    would move the batch. Everything else is the rule's.
+    """
+    x, weight, bias, running_mean, running_var, training, momentum, eps = args[:8]
+    given = [t for t in args[:5] if isinstance(t, torch.Tensor)]
+    if (
+        kwargs
+        or not training
+        or x.ndim < 2
+        or not all(isinstance(t, DTensor) and t.dtype in (torch.float32, torch.float64) for t in given)
+        or not any(isinstance(p, Shard) and p.dim != 1 for p in x.placements)
+        or x.numel() <= x.shape[1]
+    ):
+        return run_rule(func, args, kwargs)
+    dims = [d for d in range(x.ndim) if d != 1]
+    count = x.numel() // x.shape[1]
+    across = [1, -1, *[1] * (x.ndim - 2)]
+    mean = _without_partial(x.mean(dims, keepdim=True))
+    centred = x - mean
+    var = _without_partial((centred * centred).mean(dims, keepdim=True))
+    with torch.no_grad():
+        for running, batch in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+            if running is not None:
+                running.mul_(1 - momentum).add_(batch.detach().reshape(-1), alpha=momentum)
+    result = centred * torch.rsqrt(var + eps)
+    if weight is not None:
+        result = result * weight.reshape(across)
+    return result if bias is None else result + bias.reshape(across)
 
 
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -165,7 +266,11 @@ _NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
 COMPOSITE = {
     "layer_norm": layer_norm,
     "embedding": embedding,
+    "cross_entropy": functional_cross_entropy,
     "cross_entropy_loss": cross_entropy,
+    "nll_loss_nd": nll_loss,
+    "batch_norm": batch_norm,
+    **dict.fromkeys(("argmax", "argmin"), arg_extreme),
     "linalg_vector_norm": vector_norm,
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),

@@ -34,7 +34,7 @@ from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding, tensors_in
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._through import through
+from phalanx.tensor._through import run_through, through
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
 CACHE_LIMIT = 20_000
@@ -364,24 +364,6 @@ def rule_of(name: OpName) -> Any:
     )  # a rule may have been taken away since the handler was found
 
 
-def _run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
-    kwargs = kwargs or {}
-    if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):
-        args, kwargs = promote(op_name(func).base, args, kwargs)
-    previous, settings.implicit_replication = settings.implicit_replication, True
-    try:
-        return body(*args, **kwargs)
-    finally:
-        settings.implicit_replication = previous
-
-
-def _is_plain(arg: Any) -> bool:
-    if isinstance(arg, (list, tuple)):
-        return any(map(_is_plain, arg))
-    return isinstance(arg, Tensor) and type(arg) is not DTensor
-
-
 def find_handler(func: Any) -> Any:
     """Decide once how a torch function is handled."""
     from phalanx.tensor._special import special_handler
@@ -392,7 +374,7 @@ def find_handler(func: Any) -> Any:
     if handler is None:
         body = None if func in DIRECT_PYTHON else through(func)
         if body is not None:
-            handler = functools.partial(_run_through, body)
+            handler = functools.partial(run_through, body)
         elif name.base in RULES:
             handler = run_rule
         else:

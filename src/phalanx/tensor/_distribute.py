@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from phalanx.comm import DeviceMesh
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._execute import redistribute_local, start_plan
 from phalanx.tensor._modes import check_explicit_move
+from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
+from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
 
 
@@ -170,6 +172,7 @@ def redistribute(
     placements: Sequence[Placement] | None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
 ) -> DTensor:
     """See ``DTensor.redistribute``."""
     spec = tensor._spec
@@ -188,11 +191,18 @@ def redistribute(
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
     if target is spec:
         return tensor if local is tensor._local else wrap(local, spec)
-    moved = redistribute_local(local, spec, target)
-    if backward_dtype is not None and moved.requires_grad:
-        cast: Any = _CastGrad.apply
-        moved = cast(moved, backward_dtype)
-    return wrap(moved, target)
+    if async_op and plan_redistribute(spec, target).communicates:
+        complete = start_plan(local, plan_redistribute(spec, target))
+        return pending(target, lambda: _cast_gradient(complete(), backward_dtype))
+    return wrap(_cast_gradient(redistribute_local(local, spec, target), backward_dtype), target)
+
+
+def _cast_gradient(local: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not local.requires_grad:
+        return local
+    cast: Any = _CastGrad.apply
+    result: Tensor = cast(local, dtype)
+    return result
 
 
 class _CastGrad(torch.autograd.Function):

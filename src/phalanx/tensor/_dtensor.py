@@ -108,11 +108,21 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same tensor laid out by ``placements``; ``*_dtype`` is what travels and what comes out.
 
-        The plan that runs is ``self.plan(placements)``. ``async_op`` is accepted; the result is complete on return.
+        The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
+        collective is under way, and waits for it when its data is first used.
         """
-        from phalanx.tensor._distribute import redistribute
-
-        return redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+        spec = self._spec
+        if (
+            placements is not None
+            and device_mesh is None
+            and not async_op
+            and forward_dtype is None
+            and backward_dtype is None
+        ):  # nothing unusual: straight to the plan, if there is one already
+            target = spec.variants.get(tuple(placements))
+            if target is not None and target is not spec:
+                return wrap(redistribute_local(self._local, spec, target), target)
+        return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor."""
@@ -349,6 +359,12 @@ def _find_handler(func: Any) -> Any:
     from phalanx.tensor._dispatch import find_handler
 
     return find_handler(func)
+
+
+def _redistribute(*args: Any) -> DTensor:
+    from phalanx.tensor._distribute import redistribute
+
+    return redistribute(*args)
 
 
 __all__ = ["DTensor", "Partial", "Shard", "wrap"]

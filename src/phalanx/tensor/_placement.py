@@ -18,7 +18,8 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 class Placement:
     """How one mesh axis holds a tensor; see ``Shard``, ``Replicate``, ``Partial``."""
 
-    __slots__ = ()
+    __slots__ = ("_hash",)
+    _hash: int
 
     def is_shard(self, dim: int | None = None) -> bool:
         return False
@@ -36,7 +37,11 @@ class Placement:
         return self is other or (type(self) is type(other) and self._fields() == other._fields())
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *self._fields()))
+        try:
+            return self._hash
+        except AttributeError:  # asked for the first time; layouts are looked up in every operation
+            object.__setattr__(self, "_hash", hash((type(self).__name__, *self._fields())))
+            return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._fields()

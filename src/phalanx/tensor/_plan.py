@@ -16,7 +16,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
@@ -73,6 +74,9 @@ class Plan:
     source: Spec
     target: Spec
     steps: tuple[Step, ...]
+    actions: list[Any] = field(
+        default_factory=list, compare=False, repr=False
+    )  # the executor's, see _steps.py
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Running torch's Python-written functions *through*: their body runs, and the operations inside are intercepted.
 
-Owns ``through``. Such a function begins with a check for overrides that would hand it straight back to us, so it is run
-from a copy whose module globals answer "no override" to that check; everything it calls still checks for real.
+Owns ``through`` and ``run_through``. Such a function begins with a check for overrides that would hand it straight back
+to us, so it is run from a copy whose module globals answer "no override" to that check; everything it calls still
+checks for real.
 """
 
 from __future__ import annotations
@@ -9,6 +10,13 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+
+from phalanx.tensor._arguments import promote
+from phalanx.tensor._dtensor import DTensor
+from phalanx.tensor._modes import settings
+from phalanx.tensor._names import op_name
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -33,3 +41,21 @@ def through(func: Any) -> Callable[..., Any] | None:
     copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__ = inner.__kwdefaults__
     return copy
+
+
+def run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
+    kwargs = kwargs or {}
+    if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):
+        args, kwargs = promote(op_name(func).base, args, kwargs)
+    previous, settings.implicit_replication = settings.implicit_replication, True
+    try:
+        return body(*args, **kwargs)
+    finally:
+        settings.implicit_replication = previous
+
+
+def _is_plain(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_is_plain, arg))
+    return isinstance(arg, Tensor) and type(arg) is not DTensor

@@ -22,12 +22,16 @@ from phalanx.ddp.hooks.default import mean_over
 
 logger = logging.getLogger(__name__)
 
+# Stands for a subgroup that pickling could not keep.
+LOST = "lost by pickling"
+
 
 class PostLocalSGDState:
     """Global averaging for ``start_localSGD_iter`` steps, then within ``subgroup``.
 
     ``subgroup`` None: no other rank, i.e. purely local gradients between two averagings of the models.
     ``post_local_gradient_allreduce=False`` also means purely local gradients.
+    A pickled one leaves its groups out: the current group is used, and ``subgroup`` must be set again if it had one.
     """
 
     def __init__(
@@ -42,6 +46,14 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "process_group"}
+        return {**state, "subgroup": None if self.subgroup is None else LOST}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.process_group = None
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count steps: the last bucket ends one."""
@@ -59,6 +71,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         return mean_over(state.process_group, buffer)
     if not state.post_local_gradient_allreduce or state.subgroup is None:
         return finished(buffer)
+    if isinstance(state.subgroup, str):
+        raise RuntimeError("the restored PostLocalSGDState had a subgroup: set state.subgroup to it again")
     return mean_over(state.subgroup, buffer)
 
 

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 class PowerSGDState:
     """Settings, and what is remembered between steps. A pickled one leaves its group out: the current one is used.
 
+    To resume, give each rank its own state back before the first step: buckets then start in the order they had, so
+    training goes on as if it had not stopped. What is remembered of a bucket is dropped once it holds other parameters.
+
     >>> state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)   # doctest: +SKIP
     >>> ddp.register_comm_hook(state, powerSGD_hook)                                         # doctest: +SKIP
 
@@ -73,6 +76,7 @@ class PowerSGDState:
         self.error_dict: dict[int, Tensor] = {}
         self.p_memory_dict: dict[int, Tensor] = {}
         self.q_memory_dict: dict[int, Tensor] = {}
+        self.layouts: dict[int, tuple[int, ...]] = {}
         self.iter = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
@@ -85,6 +89,21 @@ class PowerSGDState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.process_group = None
+
+    @property
+    def bucket_order(self) -> list[int]:
+        """Parameters in the order of the buckets that are remembered; empty before compression began."""
+        return [member for index in sorted(self.layouts) for member in self.layouts[index]]
+
+    def recall(self, bucket: GradBucket) -> int:
+        """The key of what is remembered of this bucket. Memory of other parameters is dropped, never misapplied."""
+        index, members = bucket.index(), bucket.members()
+        if self.layouts.get(index, members) != members:
+            logger.info("PowerSGD forgets what it knew of bucket %d: its parameters changed", index)
+            for name in self._REMEMBERED:
+                getattr(self, name).pop(index, None)
+        self.layouts[index] = members
+        return index
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count steps: the last bucket ends one."""
@@ -143,10 +162,9 @@ class PowerSGDState:
 
     def draw(self, matrices: Sequence[Tensor]) -> None:
         """Fill with numbers that are the same on all ranks and differ from step to step."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(self.rng.randint(1_000_000_000)))
-            for matrix in matrices:
-                matrix.copy_(torch.randn(*matrix.shape, dtype=matrix.dtype))
+        generator = torch.Generator().manual_seed(int(self.rng.randint(1_000_000_000)))
+        for matrix in matrices:
+            matrix.copy_(torch.randn(*matrix.shape, dtype=matrix.dtype, generator=generator))
 
 
 def orthogonalize(matrices: Tensor, epsilon: float = 0) -> None:
@@ -200,7 +218,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return mean_over(group, buffer)
-    wanted = state.add_error(bucket.index(), buffer)
+    index = state.recall(bucket)
+    wanted = state.add_error(index, buffer)
 
     def rank_of(n: int, m: int) -> int:
         return min(n, m, state.matrix_approximation_rank)
@@ -220,7 +239,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     shapes = [(len(stack), *stack.shape[1:], rank_of(*stack.shape[1:])) for stack, _ in batches]
     p_sizes = [count * n * r for count, n, m, r in shapes]
     q_sizes = [count * m * r for count, n, m, r in shapes]
-    all_p, all_q, is_new = state.memory(bucket.index(), sum(p_sizes), sum(q_sizes), buffer)
+    all_p, all_q, is_new = state.memory(index, sum(p_sizes), sum(q_sizes), buffer)
     thin = [
         _Thin(stack, originals, p.view(count, n, r), q.view(count, m, r))
         for (stack, originals), (count, n, m, r), p, q in zip(
@@ -252,7 +271,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
             torch.bmm(part.p, part.q.transpose(1, 2), out=part.matrices)
             for original, matrix in zip(part.originals, part.matrices, strict=False):
                 original.copy_(matrix)
-        state.keep_error(bucket.index(), wanted, buffer)
+        state.keep_error(index, wanted, buffer)
         state.maybe_increase_iter(bucket)
         return buffer
 
@@ -273,9 +292,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     state.count(buffer.numel(), 2 * side * rank)
     state.report(bucket)
     padded = torch.nn.functional.pad(buffer, (0, side * side - buffer.numel()))
-    wanted = state.add_error(bucket.index(), padded)
+    index = state.recall(bucket)
+    wanted = state.add_error(index, padded)
     matrix = padded.view(1, side, side)
-    flat_p, flat_q, is_new = state.memory(bucket.index(), side * rank, side * rank, buffer)
+    flat_p, flat_q, is_new = state.memory(index, side * rank, side * rank, buffer)
     p, q = flat_p.view(1, side, rank), flat_q.view(1, side, rank)
     if is_new:
         state.draw([q[0]])
@@ -290,7 +310,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         group.all_reduce(flat_q)
         flat_q.div_(group.size)
         torch.bmm(p, q.transpose(1, 2), out=matrix)
-        state.keep_error(bucket.index(), wanted, padded)
+        state.keep_error(index, wanted, padded)
         state.maybe_increase_iter(bucket)
         return buffer.copy_(padded[: buffer.numel()])
 

@@ -81,10 +81,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), layers.pooling),
     "scaled_dot_product_attention": layers.attention,
     **dict.fromkeys(("mse_loss", "l1_loss"), layers.elementwise_loss),
-    "cross_entropy_loss": layers.cross_entropy,
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), layers.cross_entropy),
+    "batch_norm": layers.batch_norm,
 }
 
-# Functions of torch.nn.functional written in Python that have a rule under the same name with the same arguments.
+# Functions of torch.nn.functional written in Python that have a rule, or a handler in ``_composite.py``, under their
+# name: their body need not run.
 DIRECT_PYTHON: frozenset[Any] = frozenset(
     {
         F.softmax,
@@ -98,5 +100,8 @@ DIRECT_PYTHON: frozenset[Any] = frozenset(
         F.mish,
         F.celu,
         F.selu,
+        F.embedding,
+        F.layer_norm,
+        F.cross_entropy,
     }
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from phalanx.tensor._placement import REPLICATE, Partial, Shard
 from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty, norm_dim
 from phalanx.tensor.rules.pointwise import broadcast_shape, shard_choices
@@ -149,7 +151,41 @@ def getitem(call: Call) -> Sharding | None:
     if len(call.inputs) == 1:
         mapping = basic_index(one.shape, keys)
         return None if mapping is None else dim_map(call, mapping, local=_index_local)
-    return None
+    return _index_by_tensors(call, one, keys)
+
+
+def _index_by_tensors(call: Call, one: In, keys: Sequence[Any]) -> Sharding | None:
+    """``x[:, i, j]`` with integer tensors: dims taken whole keep their cut; the indices' own dims come first among the
+    results', or stand where the indices stood if those are neighbours.
+    """
+    if any(not (isinstance(k, In) or k is Ellipsis or isinstance(k, slice)) for k in keys):
+        return None
+    indices = [k for k in keys if isinstance(k, In)]
+    used = sum(k is not Ellipsis for k in keys)
+    if (
+        any(i.dtype not in (torch.int64, torch.int32) for i in indices)
+        or sum(k is Ellipsis for k in keys) > 1
+    ):
+        return None
+    at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    full = [*keys[:at], *[slice(None)] * (one.ndim - used), *keys[at + 1 :]]
+    places = [d for d, k in enumerate(full) if isinstance(k, In)]
+    broad = len(broadcast_shape([i.shape for i in indices]))
+    front = 0 if places[-1] - places[0] >= len(places) else places[0]
+    choices = []
+    for d, k in enumerate(full):
+        if isinstance(k, slice) and k.indices(one.shape[d]) == (0, one.shape[d], 1):
+            before = sum(isinstance(other, slice) for other in full[:d])
+            onto = before if before < front else before + broad
+            choices.append(Choice((Shard(d), *(REPLICATE,) * len(indices)), (Shard(onto),)))
+    if len(indices) == 1:
+        choices += [Choice((REPLICATE, Shard(d)), (Shard(front + d),)) for d in range(indices[0].ndim)]
+    for p in dict.fromkeys(one.spec.placements):
+        if isinstance(p, Partial) and p.reduce_op in ("sum", "avg"):
+            choices.append(Choice((p, *(REPLICATE,) * len(indices)), (p,)))
+    have = one.spec.placements
+    ordered = sorted(choices, key=lambda c: c.inputs[0] not in have)
+    return Sharding([*ordered, all_replicated(call, 1)])
 
 
 def _index_local(run: LocalRun, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._placement import MASK_PARTIAL, PARTIAL_SUM, REPLICATE, Placement, Shard
-from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated
+from phalanx.tensor._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty
 
 
 def batch_dims(
@@ -43,6 +43,26 @@ def _before_normalized(call: Call) -> int:
 
 
 layer_norm = batch_dims(0, _before_normalized)
+
+
+def batch_norm(call: Call) -> Sharding | None:
+    """Channels may be cut; in evaluation every dim. Running statistics are written in place, so they never move."""
+    first, *channels = call.inputs
+    training = bool(call.arg(5, "training", True))
+    if call.args[0] is not first or first.ndim < 2 or any(one.ndim != 1 for one in channels):
+        return None
+    whole = (REPLICATE,) * len(channels)
+    choices = [Choice((Shard(1), *(Shard(0),) * len(channels)), (Shard(1),))]
+    if not training:
+        choices += [Choice((Shard(d), *whole), (Shard(d),)) for d in range(first.ndim) if d != 1]
+    written = [one for one in call.args[3:5] if isinstance(one, In)] if training else []
+
+    def valid(placements: Any) -> bool:
+        return none_empty(call, placements) and all(
+            tuple(placements[one.index]) == one.spec.placements for one in written
+        )
+
+    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)], valid=valid)
 
 
 def group_norm(call: Call) -> Sharding | None:
