@@ -150,8 +150,6 @@ class C10dTransport(Transport):
         return self._start("_allgather_base", args, async_op, after=unpack)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
-        if not output.numel():
-            return self._nothing()
         if self._sliced and output.dtype not in _GLOO_MOVES:
             output, tensor = self._bytes(output), self._bytes(tensor)
         if output.dim() != 1 or tensor.dim() != 1:
@@ -176,8 +174,6 @@ class C10dTransport(Transport):
         return work
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        if not tensor.numel():
-            return self._nothing()
         if self._sliced:
             if tensor.dtype is torch.int16:
                 wide = output.to(torch.int32)
