@@ -178,6 +178,19 @@ def test_with_shared_memory_the_log_says_so_in_one_line() -> None:
         assert f"rank {rank}: shm, since all 2 ranks share host" in lines[0]
 
 
+def ask_for_gloo(worker) -> tuple[str, str, float, int]:
+    group = worker.group(backend="gloo")
+    tensor = torch.ones(1 << 20)
+    group.all_reduce(tensor)
+    group.barrier()
+    return group.backend, type(group._transport).__name__, tensor[-1].item(), footprint()[1]
+
+
+def test_gloo_by_name_is_gloo_also_where_memory_could_be_shared() -> None:
+    for outcome in run_processes(2, ask_for_gloo):
+        assert outcome.value == ("gloo", "C10dTransport", 2.0, 0)
+
+
 @pytest.mark.fast
 def test_the_doctor_foresees_what_workers_here_will_get(monkeypatch: pytest.MonkeyPatch) -> None:
     before = footprint()
