@@ -10,7 +10,8 @@ import torch
 
 from comm.shm.test_random import TINY, on_threads
 from phalanx.comm import Group
-from phalanx.comm._shm import _channel, _engine, _syscalls, _window
+from phalanx.comm._shm import _channel, _engine, _memory, _syscalls, _window
+from phalanx.ddp import DistributedDataParallel
 from processes import run_processes
 from shm_random import run_random
 
@@ -122,6 +123,39 @@ def test_asynchronous_collectives_run_in_order_while_backward_goes_on() -> None:
         assert events == ["started", "3 ended while computing", "backward over"]
         assert ended == [0, 1, 2]
         assert threads == {"phalanx-shm"}
+
+
+def train_with_large_buckets(worker) -> tuple[int, bool, bool]:
+    """Bytes copied into slots during one backward, where the gradient lies, and whether it is the mean."""
+    group = worker.group(backend="auto", timeout=60.0)
+    torch.manual_seed(0)
+    net = torch.nn.Linear(1000, 1000, bias=False)
+    model = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+    inputs = torch.full((4, 1000), worker.rank + 1.0)
+    model(inputs).sum().backward()  # the first may still arrange its buckets
+    model.zero_grad()
+    window = group._transport._window
+    put, sizes = window.put, []
+
+    def counted(n: int, address: int, nbytes: int, offset: int = 0) -> None:
+        sizes.append(nbytes)
+        put(n, address, nbytes, offset)
+
+    window.put = counted
+    model(inputs).sum().backward()
+    del window.put
+    gradient = net.weight.grad
+    in_place = _memory.find(gradient.data_ptr(), 4 * gradient.numel()) is not None
+    group.barrier()
+    return sum(sizes), in_place, bool(gradient.eq(4.0 * (group.size + 1) / 2).all())
+
+
+def test_buckets_of_ddp_are_reduced_in_place() -> None:
+    for outcome in run_processes(2, train_with_large_buckets):
+        copied, in_place, right = outcome.value
+        assert right
+        assert in_place, "the gradient is a view of a bucket in shared memory"
+        assert copied < 64 * 1024, f"{copied} of 4,000,000 bytes went through slots"
 
 
 @pytest.mark.fast
