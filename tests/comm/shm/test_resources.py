@@ -21,9 +21,8 @@ from processes import run_processes
 
 def footprint() -> tuple[int, int, int]:
     """Open descriptors, mapped segments, threads of this process."""
-    for (
-        thread
-    ) in threading.enumerate():  # abort() does not wait for it, and it keeps the segment until it ends
+    # abort() does not wait for the background thread, which keeps the segment until it ends
+    for thread in threading.enumerate():
         if thread.name == "phalanx-shm":
             thread.join(60)
     gc.collect()
