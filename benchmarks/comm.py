@@ -1,16 +1,17 @@
 """What Group costs over the bare c10d call, and how long survivors need from a kill to their next collective.
 
 Overhead: on torch's fake backend, so that no network hides it; both sides interleaved call by call, medians.
-Recovery: real processes, SIGKILL to one of them, until the first collective of the next generation has finished on
-all survivors.
+Recovery: real processes, SIGKILL to one of them, until the survivors get ``PeerLost``, and until the first collective
+of the next generation has finished on all of them; for gloo and for shared memory.
 Same host: gloo, shared memory, shared memory on shared buffers and one memcpy, interleaved (``_same_host``).
 
-    python -m benchmarks.comm
+    python -m benchmarks.comm [--faults]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,9 @@ from benchmarks import _same_host
 from phalanx.comm import Group, observe
 from phalanx.comm.stores import TCPStore, connect
 from phalanx.errors import PeerLost
+
+PAUSE = 0.005
+"""Seconds between two collectives of ranks that are mostly elsewhere; it counts towards what they need to notice."""
 
 
 def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -77,22 +81,28 @@ def overhead(rounds: int) -> None:
         )
 
 
-def _survive(rank: int, size: int, url: str, pipe: object) -> None:
+def _survive(rank: int, size: int, url: str, backend: str, doing: str, pipe: object) -> None:
+    """Reduce until a peer is lost, then once more without it."""
     torch.set_num_threads(1)
     store = connect(url)
-    group = Group.create(store, rank, size, backend="gloo", timeout=60, job="bench", generation=0)
+    group = Group.create(store, rank, size, backend=backend, timeout=60, job="bench", generation=0)
+    assert group.backend == ("shm" if backend == "auto" else backend), group.backend
     tensor = torch.ones(1000)
+    group.all_reduce(tensor, "max")
+    pipe.send("ready")  # type: ignore[attr-defined]  # a Connection
+    if doing == "blocked" and rank == size - 1:
+        signal.pause()
     try:
         while True:
+            if doing == "between":
+                time.sleep(PAUSE)
             group.all_reduce(tensor, "max")
-            pipe.send(("ready", 0.0)) if tensor[0] == 1 else None  # type: ignore[attr-defined]  # a Connection
-            tensor[0] = 2
     except PeerLost:
         noticed = time.time()
         group.abort()
     survivors = [r for r in range(size) if r != size - 1]
     group = Group.create(
-        store, survivors.index(rank), len(survivors), backend="gloo", timeout=60, job="bench", generation=1
+        store, survivors.index(rank), len(survivors), backend=backend, timeout=60, job="bench", generation=1
     )
     group.all_reduce(tensor, "max")
     pipe.send((noticed, time.time()))  # type: ignore[attr-defined]  # a Connection
@@ -100,7 +110,8 @@ def _survive(rank: int, size: int, url: str, pipe: object) -> None:
     os._exit(0)
 
 
-def recovery(size: int, rounds: int) -> None:
+def recovery(size: int, rounds: int, backend: str, doing: str) -> None:
+    """Kill the last of ``size`` ranks while the others are busy reducing, blocked in a collective or between two."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "phalanx.comm"])
     noticed, working = [], []
@@ -109,13 +120,15 @@ def recovery(size: int, rounds: int) -> None:
         pipes, workers = [], []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_survive, args=(rank, size, store.address, theirs), daemon=True)
+            process = context.Process(
+                target=_survive, args=(rank, size, store.address, backend, doing, theirs), daemon=True
+            )
             process.start()
             pipes.append(ours)
             workers.append(process)
         for pipe in pipes:
             pipe.recv()
-        time.sleep(0.05)
+        time.sleep(0.2)  # long enough for those who wait to take their longest naps
         killed = time.time()
         os.kill(workers[-1].pid or 0, signal.SIGKILL)
         for pipe in pipes[:-1]:
@@ -126,9 +139,10 @@ def recovery(size: int, rounds: int) -> None:
             process.join(10)
         store.close()
     print(
-        f"{size} ranks, one killed, {rounds} rounds, ms from SIGKILL: "
-        f"noticed median {statistics.median(noticed):.1f} max {max(noticed):.1f}; "
-        f"next generation's first collective median {statistics.median(working):.1f} max {max(working):.1f}"
+        f"{'shm' if backend == 'auto' else backend:5s} {size} ranks, one killed, others {doing:8s} {rounds} rounds, ms "
+        f"from SIGKILL: noticed median {statistics.median(noticed):.1f} max {max(noticed):.1f}; "
+        f"next generation's first collective median {statistics.median(working):.1f} max {max(working):.1f}",
+        flush=True,
     )
 
 
@@ -139,12 +153,17 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds and sizes of the same-host comparison"
     )
+    parser.add_argument("--faults", action="store_true", help="only how long survivors of a kill need")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    overhead(options.rounds)
+    if not options.faults:
+        overhead(options.rounds)
     for size in (3, 5):
-        recovery(size, options.kills)
-    _same_host.main(["--quick"] if options.quick else [])
+        recovery(size, options.kills, "gloo", "busy")
+    for size, doing in itertools.product((2, 3, 4), ("busy", "blocked", "between")):
+        recovery(size, options.kills, "auto", doing)
+    if not options.faults:
+        _same_host.main(["--quick"] if options.quick else [])
 
 
 if __name__ == "__main__":

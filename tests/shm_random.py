@@ -15,7 +15,17 @@ from torch import Tensor
 from phalanx.comm import Group, ReduceOp
 from phalanx.comm._reduce import tree_reduce
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16, torch.int64, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 OPS = ["sum", "max", "min", "sum", "sum"]
 
 
@@ -58,6 +68,8 @@ def issue(draw: Draw, number: int) -> tuple[list, Check]:
     size, me = group.size, group.rank
     kind = rng.choice(KINDS)
     dtype, op, root = rng.choice(DTYPES), rng.choice(OPS), rng.randrange(size)
+    if dtype.is_complex:  # they have no order
+        op = "sum"
     background = rng.random() < 0.3
     shared_by = (
         [rng.random() < 0.5] * size if rng.random() < 0.8 else [rng.random() < 0.5 for _ in range(size)]

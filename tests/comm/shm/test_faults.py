@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from phalanx.comm._shm import _engine
+from phalanx.comm._shm import _layout as L
 from phalanx.errors import CollectiveMismatch, GroupAborted, PeerLost, PeerTimeout
 from processes import run_processes
 
@@ -79,6 +81,28 @@ def test_a_killed_rank_is_lost_and_the_rest_regroups(doing: str) -> None:
     outcomes = run_processes(3, survive_a_death, doing)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert [outcomes[r].value for r in (0, 2)] == [(1,), (1,)]
+
+
+def be_rung_by_a_death(worker) -> bool:
+    """Rank 1 dies when rank 0 sleeps, for far longer than it is given: only a ring can wake it in time."""
+    group = worker.group(backend="auto", timeout=10 * TIMEOUT)
+    group.barrier()
+    engine, store = group._transport._engine, worker.store()
+    asleep = engine.segment.layout.block(0) + L.ASLEEP
+    if worker.rank == 1:
+        store.wait(["about to sleep"], 60.0)
+        while not engine.words[asleep]:
+            time.sleep(0.001)
+        die()
+    _engine.nap_length = lambda naps: 5 * TIMEOUT
+    engine.words[asleep] = 0  # it may tell of an earlier nap
+    store.set("about to sleep", b"")
+    took, error = loss_of(lambda: group.recv(torch.ones(1), src=1))
+    return took < TIMEOUT and error.ranks == (1,)
+
+
+def test_a_death_wakes_who_sleeps_long() -> None:
+    assert [o.value for o in run_processes(2, be_rung_by_a_death)] == [True, None]
 
 
 def meet_a_stopped_rank(worker) -> tuple[str, tuple[int, ...]]:

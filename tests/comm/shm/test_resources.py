@@ -21,6 +21,10 @@ from processes import run_processes
 
 def footprint() -> tuple[int, int, int]:
     """Open descriptors, mapped segments, threads of this process."""
+    # abort() does not wait for the background thread, which keeps the segment until it ends
+    for thread in threading.enumerate():
+        if thread.name == "phalanx-shm":
+            thread.join(60)
     gc.collect()
     with open("/proc/self/maps") as maps:
         segments = sum("memfd:phalanx" in line for line in maps)
@@ -176,6 +180,19 @@ def test_with_shared_memory_the_log_says_so_in_one_line() -> None:
         assert (backend, total) == ("shm", 2.0)
         assert len(lines) == 1
         assert f"rank {rank}: shm, since all 2 ranks share host" in lines[0]
+
+
+def ask_for_gloo(worker) -> tuple[str, str, float, int]:
+    group = worker.group(backend="gloo")
+    tensor = torch.ones(1 << 20)
+    group.all_reduce(tensor)
+    group.barrier()
+    return group.backend, type(group._transport).__name__, tensor[-1].item(), footprint()[1]
+
+
+def test_gloo_by_name_is_gloo_also_where_memory_could_be_shared() -> None:
+    for outcome in run_processes(2, ask_for_gloo):
+        assert outcome.value == ("gloo", "C10dTransport", 2.0, 0)
 
 
 @pytest.mark.fast

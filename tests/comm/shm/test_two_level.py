@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 
@@ -13,6 +14,7 @@ from comm.test_collectives import CASES, WORLD
 from phalanx.comm import _liveness
 from phalanx.comm._auto import choose
 from phalanx.comm._liveness import Identity
+from phalanx.comm._shm import _join
 from phalanx.comm._two_level import PAYS_UP_TO
 from phalanx.errors import PeerLost
 from processes import run_processes
@@ -83,6 +85,34 @@ def test_two_levels_where_the_table_says_so_and_the_same_bits_on_all_ranks(hosts
         outcomes = [o.value for o in run_processes(len(hosts), count_levels, list(hosts), kind, nbytes)]
         assert len({bits for _, bits in outcomes}) == 1, "ranks differ"
         assert all((count > 0) == (nbytes <= limit) for count, _ in outcomes), (kind, nbytes, outcomes)
+
+
+def do_without_on_one_host(worker) -> tuple[str, float, list[str]]:
+    pretend(worker.rank, ["a", "a", "b", "b"])
+    if worker.rank == 3:
+
+        def fail(*_: object) -> int:
+            raise OSError(1, "Operation not permitted")
+
+        _join.open_file_of = fail
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda item: lines.append(item.getMessage())
+    logging.getLogger("phalanx.comm").addHandler(handler)
+    logging.getLogger("phalanx.comm").setLevel(logging.INFO)
+    group = worker.group(backend="auto", timeout=60.0)
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    group.barrier()
+    return group.backend, tensor[0].item(), lines
+
+
+def test_one_host_without_shared_memory_makes_all_use_gloo() -> None:
+    for outcome in run_processes(4, do_without_on_one_host):
+        backend, total, lines = outcome.value
+        assert (backend, total) == ("gloo", 4.0)
+        assert len(lines) == 1
+        assert "gloo, since a host has no shared memory" in lines[0]
 
 
 def lose_a_rank_of_another_host(worker) -> bool:
