@@ -3,6 +3,7 @@
 Usage: healing.py DIRECTORY STEPS [FAULT...]; writes lines "generation step rank size sum" to DIRECTORY/<worker id>.
 Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv, leave or hang.
 A file DIRECTORY/end ends all at the same step.
+Who has finished says so in the store: a replacement of one that died after that has nobody to join and goes away.
 """
 
 from __future__ import annotations
@@ -91,14 +92,23 @@ def main() -> None:
                 group.close()
                 if step < steps:
                     generation += 1
+            except Finished:
+                return
             except (CommError, StoreTimeout) as error:
                 print("lost", generation, type(error).__name__, file=out)
                 store.wait([m.broken_key(generation)], 60)
                 generation += 1
+        store.set("finished", b"{}")
         print("finished", generation, file=out)
 
 
-def _over(store, generation: int) -> PeerLost | None:
+class Finished(Exception):
+    """The job is done."""
+
+
+def _over(store, generation: int) -> Exception | None:
+    if store.get("finished") is not None:
+        return Finished()
     return PeerLost("broken") if store.get(m.broken_key(generation)) is not None else None
 
 
