@@ -245,10 +245,10 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
 def _finish(decision: Decision, result: Any, first: DTensor, tensors: Any) -> Any:
     if decision.form == "self":
         return first
-    if decision.form == "one" and not decision.moves:
+    if decision.form == "one" and not (decision.is_view and (decision.moves or first._stale is not None)):
         return wrap(result, decision.outputs[0])
     wrapped = wrap_all(result, iter(decision.outputs))
-    if decision.is_view and decision.moves:
+    if decision.is_view and (decision.moves or first._stale is not None):
         for view in tensors_in(wrapped):
             mark_copied_view(view, tensors[0], decision.name)
     return wrapped
