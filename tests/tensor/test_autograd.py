@@ -286,10 +286,9 @@ def test_no_use_of_a_copied_view_sees_old_values(use: str) -> None:
         for view in views.values():
             USES_OF_A_VIEW[use](view)
         x.mul_(0.5)
-        for name, view in views.items():
+        for view in views.values():
             with pytest.raises(RuntimeError, match="out of date"):
                 USES_OF_A_VIEW[use](view)
-                pytest.fail(f"{name}: {use} gave old values")
 
     on_mesh(body, (2,))
 
@@ -308,10 +307,9 @@ def test_no_write_to_a_copied_view_is_lost() -> None:
 
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
-        for index, write in enumerate(writes):
+        for write in writes:
             with pytest.raises(RuntimeError, match="would not reach its base"):
                 write(x[2:7])
-                pytest.fail(f"write {index} was lost")
         with torch.inference_mode():
             y = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
             with pytest.raises(RuntimeError, match="would not reach its base"):

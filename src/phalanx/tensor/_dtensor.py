@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
@@ -124,9 +124,13 @@ class DTensor(torch.Tensor):
             and forward_dtype is None
             and backward_dtype is None
         ):  # nothing unusual: straight to the plan, if there is one already
-            target = spec.variants.get(tuple(placements))
-            if target is not None and target is not spec:
-                return wrap(redistribute_local(self._local, spec, target), target)
+            route = spec.routes.get(tuple(placements))
+            if route is not None:
+                target, plan, both_ways = route
+                local = self._local
+                if not (local.requires_grad and torch.is_grad_enabled()):
+                    return wrap(run_plan(local.detach() if local.requires_grad else local, plan), target)
+                return wrap(_apply_move(local, *(both_ways or there_and_back(plan))), target)
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
-from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, fresh
 
@@ -42,17 +41,19 @@ def _all_alike(func: Any, args: Any) -> tuple[list[Any], list[Spec]] | None:
         return None
     first = args[0]
     specs = [t._spec for t in first if type(t) is DTensor and t._stale is None]
-    if len(specs) != len(first) or any(_is_partial(spec) for spec in set(specs)):
+    if len(specs) != len(first) or any(spec.is_partial for spec in set(specs)):
         return None
     local_args: list[Any] = [[t._local for t in first]]
     for arg in args[1:]:
         if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor):
-            if (
-                any(type(t) is not DTensor or t._stale is not None for t in arg)
-                or [t._spec for t in arg] != specs
-            ):
+            found = [
+                t._local
+                for t, spec in zip(arg, specs, strict=True)
+                if type(t) is DTensor and t._spec is spec and t._stale is None
+            ]
+            if len(found) != len(specs):
                 return None
-            arg = [t._local for t in arg]
+            arg = found
         elif isinstance(arg, DTensor):
             return None
         local_args.append(arg)
@@ -67,7 +68,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
         return _one_by_one(base, first, args[1:], kwargs)
     specs = [t._spec if type(t) is DTensor else None for t in first]
     odd = any(spec is None for spec in specs) or any(
-        _is_partial(spec) for spec in specs if base not in _LINEAR
+        spec.is_partial for spec in specs if spec is not None and base not in _LINEAR
     )
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs)
@@ -86,10 +87,6 @@ def _same_shapes(value: Any, first: list[Any]) -> bool:
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
         return True
     return all(not t.dim() or t.shape == other.shape for t, other in zip(value, first, strict=True))
-
-
-def _is_partial(spec: Spec | None) -> bool:
-    return spec is not None and any(isinstance(p, Partial) for p in spec.placements)
 
 
 def _locals(value: Any, specs: list[Spec | None]) -> Any:
@@ -161,7 +158,7 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
         )
     specs: list[Spec | None] = [t._spec for t in first]
-    if any(_is_partial(spec) for spec in specs):
+    if any(t._spec.is_partial for t in first):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
     for tensor in first:
         check_writable(tensor, func.__name__)
