@@ -56,8 +56,8 @@ def contenders(kind: str, nbytes: int, gloo: Any, group: Group) -> dict[str, Cal
     calls: dict[str, dict[str, Callable[[], object]]] = {
         "all_reduce": {
             "gloo": lambda: gloo.allreduce([whole]).wait(),
-            "shm": lambda: group.all_reduce(whole, "max"),
-            "shared": lambda: group.all_reduce(shared, "max"),
+            "shm": lambda: group.all_reduce(whole),
+            "shared": lambda: group.all_reduce(shared),
         },
         "broadcast": {
             "gloo": lambda: gloo.broadcast([whole], broadcast).wait(),
@@ -71,8 +71,8 @@ def contenders(kind: str, nbytes: int, gloo: Any, group: Group) -> dict[str, Cal
         },
         "reduce_scatter": {
             "gloo": lambda: gloo._reduce_scatter_base(small, whole).wait(),
-            "shm": lambda: group.reduce_scatter_tensor(small, whole, "max"),
-            "shared": lambda: group.reduce_scatter_tensor(small, shared, "max"),
+            "shm": lambda: group.reduce_scatter_tensor(small, whole),
+            "shared": lambda: group.reduce_scatter_tensor(small, shared),
         },
         "all_to_all": {
             "gloo": lambda: gloo.alltoall_base(other, whole, [], []).wait(),

@@ -27,6 +27,10 @@ ENV_WORKER_ID = "PHALANX_WORKER_ID"
 ENV_ON_FAILURE = "PHALANX_ON_FAILURE"
 """``heal`` or ``restart``."""
 
+ENV_SECRET = "PHALANX_JOB_SECRET"
+ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
+"""With either, agents and workers sign all records and refuse those that are not signed."""
+
 
 def job_prefix(job: str) -> str:
     return f"phalanx/{job}"
@@ -65,6 +69,18 @@ def progress_key(worker_id: str) -> str:
 def wish_key(node_id: str) -> str:
     """How many workers a node should run, as decimal text; its agent grows or shrinks the node accordingly."""
     return f"wish/{node_id}"
+
+
+_COUNTERS = frozenset({"tickets", "bells", "num_ready", "num_leaving", "crossed"})
+
+
+def is_counter(key: str) -> bool:
+    """Whether a key holds a counter, which the store itself changes, and not a record.
+
+    >>> is_counter("rdzv/bells"), is_counter("elastic/3/crossed/0"), is_counter("gen/3/members")
+    (True, True, False)
+    """
+    return not _COUNTERS.isdisjoint(key.split("/"))
 
 
 class RecordError(ValueError):

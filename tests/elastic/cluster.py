@@ -25,7 +25,8 @@ class Cluster:
     ) -> None:
         self.directory = directory
         self.size = num_workers
-        directory.mkdir(parents=True, exist_ok=True)
+        self.scratch = directory / "tmp"
+        self.scratch.mkdir(parents=True, exist_ok=True)
         flags = [
             f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
         ]
@@ -35,6 +36,7 @@ class Cluster:
             [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}", "--on-failure=heal",
              f"--preload={PRELOAD}", *flags, str(SCRIPT), str(directory), str(num_steps), str(pace), *script_flag],
             stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
+            env={**os.environ, "TMPDIR": str(self.scratch)},
         )  # fmt: skip
 
     # -- looking ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ def lines(path: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.again
 @pytest.mark.parametrize("fault", ["0:2:kill", "1:2:kill", "1:2:raise", "1:2:segv"])
 def test_restart_after_a_fault_runs_everybody_again(launcher, tmp_path, fault):
     agent = launcher.run("--nproc-per-node", 3, "--max-restarts", 2, "summing.py", tmp_path, 4, fault)
@@ -26,6 +27,7 @@ def test_restart_after_a_fault_runs_everybody_again(launcher, tmp_path, fault):
     launcher.wait_until_empty()
 
 
+@pytest.mark.again
 def test_two_at_once_cost_one_restart(launcher, tmp_path):
     agent = launcher.run(
         "--nproc-per-node", 3, "--max-restarts", 1, "summing.py", tmp_path, 4, "0:2:kill", "2:2:kill"
@@ -73,6 +75,7 @@ def test_a_failing_import_is_not_retried(launcher, tmp_path):
     assert "ModuleNotFoundError" in agent.output.partition("Root cause")[2]
 
 
+@pytest.mark.again
 def test_early_exit_with_0_is_success_when_the_others_succeed(launcher, tmp_path):
     script = tmp_path / "early.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(0.3)\n")
@@ -80,12 +83,14 @@ def test_early_exit_with_0_is_success_when_the_others_succeed(launcher, tmp_path
     assert agent.wait() == 0, agent.output
 
 
+@pytest.mark.again
 def test_early_exit_with_0_while_others_need_it_is_reported_by_those(launcher, tmp_path):
     agent = launcher.run("--nproc-per-node", 2, "summing.py", tmp_path, 3, "1:1:exit0")
     assert agent.wait() == 1
     assert re.search(r"rank +: 0", agent.output.partition("Root cause")[2]), agent.output
 
 
+@pytest.mark.again
 def test_killed_agent_takes_everything_with_it(launcher, tmp_path, wait_for):
     agent = launcher.run("--nproc-per-node", 2, "children.py", tmp_path)
     wait_for(lambda: len(lines(tmp_path / "pids")) == 4, "two workers and their children", agent)
@@ -112,6 +117,7 @@ def test_children_of_a_dead_worker_are_killed(launcher, tmp_path, wait_for):
     launcher.wait_until_empty()
 
 
+@pytest.mark.again
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_agent_is_passed_on_and_ends_all(launcher, tmp_path, wait_for, signum):
     agent = launcher.run("--nproc-per-node", 2, "signals.py", tmp_path, "polite")

@@ -48,6 +48,7 @@ def out(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.again
 @pytest.mark.parametrize(
     "faults",
     [["0:5:kill"], ["1:5:raise"], ["1:5:kill", "2:5:kill"]],
@@ -138,3 +139,36 @@ def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
     assert set(dumps) == {"0", "1"}
     assert "in fault" in dumps["1"]  # the very function that hangs
     assert len(Story(out).finished()) == 2
+
+
+def test_a_job_with_a_secret_heals_and_is_scaled_only_by_who_knows_it(
+    launcher, out, tmp_path, wait_for, monkeypatch, capsys
+):
+    """Agents and workers sign and verify: only the agent is told the secret's file, its workers get it from there."""
+    secret = tmp_path / "secret"
+    secret.write_text("hush")
+    secret.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "secretive")
+    agent = launcher.run(
+        "--nproc-per-node", 2, "--rdzv-backend", "c10d", *endpoint, "--rdzv-conf", f"secret_file={secret}", *FLAGS,
+        "healing.py", out, 100000, "1:5:kill",
+    )  # fmt: skip
+
+    def sizes() -> set[int]:
+        story = Story(out)
+        return {story.steps(worker_id)[-1][3] for worker_id in story.lines if len(story.steps(worker_id)) > 8}
+
+    wait_for(lambda: len(Story(out).lines) == 3 and sizes() == {2}, "the dead worker to be replaced", agent)
+    assert scale_main([*endpoint, "--nproc", "3"]) == 2
+    assert "set PHALANX_JOB_SECRET" in capsys.readouterr().err
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "guessed")
+    assert scale_main([*endpoint, "--nproc", "3"]) == 2
+    assert "no job 'secretive'" in capsys.readouterr().err
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "hush")
+    assert scale_main([*endpoint, "--nproc", "3"]) == 0
+    wait_for(lambda: 3 in sizes(), "three workers", agent)
+    os.kill(agent.pid, signal.SIGTERM)
+    assert agent.wait() == 128 + signal.SIGTERM
+    launcher.wait_until_empty()

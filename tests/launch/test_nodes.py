@@ -49,6 +49,7 @@ def test_root_cause_is_reported_on_every_node(launcher, tmp_path, endpoint):
         assert "rank      : 1" in report, agent.output
 
 
+@pytest.mark.again
 @pytest.mark.parametrize("policy", ["restart", "heal"])
 def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait_for, policy):
     """A whole node of three dies; the job forms again with the two that are left."""
@@ -77,6 +78,7 @@ def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait
     launcher.wait_until_empty()
 
 
+@pytest.mark.again
 def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(
     launcher, tmp_path, endpoint, wait_for
 ):
@@ -139,6 +141,7 @@ def _is_listening(pid: int, endpoint: tuple[str, ...]) -> bool:
     return False
 
 
+@pytest.mark.again
 def test_the_job_goes_on_when_the_etcd_leader_is_killed(launcher, tmp_path, wait_for):
     """Three etcd members, two agents; the member that leads is killed, then a worker: the job still heals."""
     (tmp_path / "etcd").mkdir()

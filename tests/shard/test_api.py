@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from phalanx import shard
-from phalanx.comm import observe, simulate
+from phalanx.comm import simulate
 from phalanx.errors import RankFailed
 from phalanx.shard import Sharder, ShardingPlan, ShardingPlanner, shard_module, shard_parameter
 from shard.layouts import chunk, gathered, grid, values
 
 pytestmark = pytest.mark.fast
-CALLS = ("all_gather", "all_gather_into_tensor", "broadcast")
 
 
 def run(num_ranks, function, *args):
@@ -21,13 +20,6 @@ def run(num_ranks, function, *args):
         return simulate(num_ranks).run(function, *args)
     except RankFailed as failed:
         raise failed.__cause__ from None
-
-
-def counted(function):
-    events = []
-    with observe(lambda event: events.append(event.name)):
-        function()
-    return events
 
 
 def test_a_parameter_becomes_the_source_ranks_data() -> None:
@@ -196,32 +188,6 @@ def test_sharing_stays_and_disagreeing_specs_for_shared_parameters_are_refused()
             shard_module(net, ShardingPlan({"fc2.weight": chunk(2), "fc22.weight": chunk(2, 1)}))
 
     run(2, main)
-
-
-def test_a_large_module_is_sharded_and_gathered_in_few_collectives() -> None:
-    def main(group):
-        torch.manual_seed(group.rank)
-        module = nn.ParameterDict({f"p{i}": nn.Parameter(torch.rand(4, 3)) for i in range(100)})
-        whole = {name: p.detach().clone() for name, p in module.items()}
-        plan = ShardingPlan({name: chunk(3, i % 2) for i, name in enumerate(module)})
-        calls = counted(lambda: shard_module(module, plan))
-        assert sum(name in CALLS for name in calls) == 2
-        assert len(calls) == 3
-        assert counted(
-            lambda: shard_module(nn.ParameterDict(whole), ShardingPlan({"p1": chunk(3)}), verify=False)
-        ) == ["scatter"]
-        state = None
-
-        def gather():
-            nonlocal state
-            state = shard.gather_state_dict(module.state_dict())
-
-        assert counted(gather) == ["gather"]
-        return state, whole
-
-    (state, whole), (nothing, _), _ = run(3, main)
-    assert nothing is None
-    assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
 
 
 def test_tensors_of_all_widths_travel_together() -> None:

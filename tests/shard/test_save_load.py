@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -319,6 +322,57 @@ def test_wrong_names_and_sizes_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"has size \(4, 3\)"):
         shard.load(tmp_path / "one", {"layer.weight": torch.zeros(4, 4)})
     assert shard.Checkpoint(tmp_path / "one").names() == ["layer.weight", "step"]
+
+
+def test_files_and_folders_are_on_the_disk_before_their_names_change(tmp_path, monkeypatch) -> None:
+    """The order of what survives a power cut: data, index, the folder's names, the new name, its parent."""
+    done, real_sync, real_rename = [], os.fsync, os.rename
+
+    def sync(fd):
+        done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        real_sync(fd)
+
+    def rename(source, target):
+        done.append(f"{Path(source).name} -> {Path(target).name}")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_one(tmp_path / "one", values(4, 3), chunk(2), 2)
+    first = [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert sorted(done[:2]) == first
+    assert done[2:] == ["index.json", "one.partial", "one.partial -> one", tmp_path.name]
+    done.clear()
+    save_one(tmp_path / "one", values(4, 3), chunk(2), 2, overwrite=True)
+    assert done[2:] == [
+        "index.json",
+        "one.partial",
+        "one -> one.old",
+        "one.partial -> one",
+        tmp_path.name,
+    ]
+
+
+def test_large_shards_are_handed_to_the_disk_early_and_come_back(tmp_path, monkeypatch) -> None:
+    from phalanx.shard import _save
+
+    started, whole = [], torch.arange(9 << 18, dtype=torch.int64).view(9, -1)  # 18 MB
+    real = _save.start_writing
+    monkeypatch.setattr(_save, "start_writing", lambda *call: (started.append(call[1:]), real(*call)))
+    save_one(tmp_path / "one", whole, chunk(1), 1)
+    assert len(started) == 4
+    assert started[0][0] == 0
+    assert all(begin + count == after for (begin, count), (after, _) in pairwise(started))
+    assert torch.equal(shard.Checkpoint(tmp_path / "one").read("layer.weight"), whole)
+
+
+def test_saving_works_where_the_disk_cannot_be_told_early(tmp_path, monkeypatch) -> None:
+    from phalanx.shard import _file
+
+    monkeypatch.setattr(_file, "_sync_file_range", lambda: None)
+    whole = torch.arange(5 << 20, dtype=torch.uint8).view(5, -1)
+    save_one(tmp_path / "one", whole, chunk(1), 1)
+    assert torch.equal(shard.Checkpoint(tmp_path / "one").read("layer.weight"), whole)
 
 
 def test_saving_many_tensors_costs_a_fixed_number_of_collectives(tmp_path) -> None:

@@ -2,7 +2,7 @@
 
 Owns the decision, a pure function of where the ranks are, so that all of them decide alike, and the fallback: whatever
 keeps the ranks of one host from sharing memory is found by all of them together, said in one log line, and gloo takes
-over.
+over. Every group says in one log line (``phalanx.comm``, INFO) what it got and why.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.comm._liveness import Identity
-from phalanx.comm._shm import ShmTransport, ShmUnavailable
+from phalanx.comm._liveness import Identity, own_identity
+from phalanx.comm._shm import ShmTransport, ShmUnavailable, trial
 from phalanx.comm._transport import ReduceOp, Transport
 from phalanx.comm._two_level import Hosts, TwoLevelTransport
 
@@ -58,6 +58,14 @@ def choose(identities: Mapping[int, Identity]) -> Choice:
     return Choice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
 
 
+def foresee() -> Choice:
+    """What would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
+    trouble = trial()
+    if trouble is not None:
+        return Choice("gloo", trouble)
+    return choose({0: own_identity(), 1: own_identity()})
+
+
 def connect_auto(
     place: Place, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
 ) -> Transport:
@@ -73,7 +81,10 @@ def connect_auto(
     except ShmUnavailable as error:
         log.info("generation %d, rank %d: gloo, since %s", place.generation, place.rank, error)
         return make_c10d(place, identities)
-    log.debug("generation %d, rank %d: %s, since %s", place.generation, place.rank, choice.kind, choice.why)
+    if transport.name == choice.kind:
+        log.info(
+            "generation %d, rank %d: %s, since %s", place.generation, place.rank, choice.kind, choice.why
+        )
     return transport
 
 
@@ -104,7 +115,11 @@ def _connect_two_level(
     try:
         local = _shared_by_all_hosts(place, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
         if local is None:
-            log.info("generation %d: gloo, since a host has no shared memory", place.generation)
+            log.info(
+                "generation %d, rank %d: gloo, since a host has no shared memory",
+                place.generation,
+                place.rank,
+            )
             return flat
         made.append(local)
         first = [ranks[0] for ranks in hosts.ranks]
@@ -124,7 +139,7 @@ def _shared_by_all_hosts(
     try:
         local = _connect_shm(sub, members, interrupt)
     except ShmUnavailable as error:
-        log.info("generation %d, rank %d: %s", place.generation, place.rank, error)
+        log.debug("generation %d, rank %d: %s", place.generation, place.rank, error)
     everywhere = torch.tensor([local is not None], dtype=torch.uint8)
     flat.all_reduce(everywhere, ReduceOp.MIN, async_op=False)
     if local is not None and not everywhere.item():

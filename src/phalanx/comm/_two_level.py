@@ -1,8 +1,8 @@
 """Collectives over several hosts in two levels: shared memory inside a host, c10d between one leader of each.
 
-Owns the composition only. all_reduce, all_gather, reduce_scatter and broadcast go over both levels; everything else
-goes over ``flat``, a c10d transport among all ranks. A failure of any level ends all three, so that the other hosts see
-this rank's connections close.
+Owns the composition only. all_reduce, all_gather, reduce_scatter and broadcast go over both levels where that is
+faster (``PAYS_UP_TO``); everything else goes over ``flat``, a c10d transport among all ranks. A failure of any level
+ends all three, so that the other hosts see this rank's connections close.
 
 Plans (L: within the host, H: among the hosts' leaders, which are the local ranks 0):
 
@@ -26,6 +26,19 @@ from phalanx.errors import CommError
 
 _DONE = Done()
 
+KB = 1024
+ANY = 1 << 62
+PAYS_UP_TO = {
+    "all_reduce": (ANY, 256 * KB),
+    "broadcast": (ANY, ANY),
+    "all_gather": (1024 * KB, 256 * KB),
+    "reduce_scatter": (ANY, 256 * KB),
+}
+"""Up to how many bytes (of the larger side) two levels are the faster way: where every host has several ranks, and
+where some host has one only. Measured by ``benchmarks/_two_level.py``, see docs/adr/0004-two-levels-by-table.md. A
+table, not a trial when the group forms: the way decides the order of additions, so that a trial could give other bits
+in every run, and it would slow every regroup."""
+
 
 @dataclass(frozen=True)
 class Hosts:
@@ -48,6 +61,11 @@ class Hosts:
         return next(index for index, ranks in enumerate(self.ranks) if rank in ranks)
 
     @property
+    def lonely(self) -> bool:
+        """Whether some host has one rank only."""
+        return any(len(ranks) == 1 for ranks in self.ranks)
+
+    @property
     def pays(self) -> bool:
         """Whether two levels save anything: several hosts, and one at least with several ranks."""
         return len(self.ranks) > 1 and any(len(ranks) > 1 for ranks in self.ranks)
@@ -65,7 +83,12 @@ class TwoLevelTransport(Transport):
         self._hosts = hosts
         self._host = hosts.host_of(rank)
         self._local, self._leaders, self._flat = local, leaders, flat
+        self.pays_up_to = {kind: limits[hosts.lonely] for kind, limits in PAYS_UP_TO.items()}
         self._calls = OrderedCalls("phalanx-two-level")
+
+    def _pays(self, kind: str, *tensors: Tensor) -> bool:
+        """Whether two levels are faster; must come out alike on every rank, so ``tensors`` are of sizes all know."""
+        return sum(t.numel() * t.element_size() for t in tensors) <= self.pays_up_to[kind]
 
     def _start(self, call: Callable[[], object], async_op: bool) -> Work:
         def guarded() -> None:
@@ -83,6 +106,9 @@ class TwoLevelTransport(Transport):
     # -- over both levels ---------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        if not self._pays("all_reduce", tensor):
+            return self._start(lambda: self._flat.all_reduce(tensor, op, async_op=False), async_op)
+
         def call() -> None:
             inner = ReduceOp.SUM if op is ReduceOp.AVG else op
             self._local.reduce(tensor, inner, 0, async_op=False)
@@ -95,6 +121,9 @@ class TwoLevelTransport(Transport):
         return self._start(call, async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
+        if not self._pays("broadcast", tensor):
+            return self._start(lambda: self._flat.broadcast(tensor, src, async_op=False), async_op)
+
         def call() -> None:
             host = self._hosts.host_of(src)
             if host == self._host:
@@ -107,6 +136,9 @@ class TwoLevelTransport(Transport):
         return self._start(call, async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
+        if not self._pays("all_gather", *outputs):
+            return self._start(lambda: self._flat.all_gather(outputs, tensor, async_op=False), async_op)
+
         def call() -> None:
             sizes = [[_bytes(outputs[rank]).numel() for rank in ranks] for ranks in self._hosts.ranks]
             everything = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8)
@@ -130,6 +162,11 @@ class TwoLevelTransport(Transport):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
     ) -> Work:
+        if not self._pays("reduce_scatter", *inputs):
+            return self._start(
+                lambda: self._flat.reduce_scatter(output, inputs, op, async_op=False), async_op
+            )
+
         def call() -> None:
             inner = ReduceOp.SUM if op is ReduceOp.AVG else op
             sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.ranks]

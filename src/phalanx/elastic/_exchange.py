@@ -5,6 +5,8 @@ Phases, for each bucket cut into one chunk per worker:
 2. The owner folds the pieces of all workers along the tree, in blocks that fit the cache.
 3. all_gather: every worker receives all finished chunks.
 
+On one host pieces and sums lie in shared memory: collectives read them where they are, nothing is copied in.
+
 Owns the plan of one group (who sends how many pieces) and its receive buffers. Changes nothing but the flats it is
 given: when a collective fails, the step can be dropped as if it had never begun.
 """
@@ -30,6 +32,7 @@ class Exchange:
         self.group = group
         self.num_slots = num_slots
         self.pool = pool
+        self.in_place = pool.use(group)
         size, self.rank = (group.size, group.rank) if group is not None else (1, 0)
         if size > pool.max_size:
             raise ValueError(f"{size} workers; this job was laid out for at most {pool.max_size}")
@@ -55,8 +58,7 @@ class Exchange:
             return []
         chunk = self.pool.layout.chunk(bucket, self.group.size)
         counts = [len(nodes) if rank != self.rank else 0 for rank, nodes in enumerate(self.nodes)]
-        device = self.pool.layout.device
-        return [torch.zeros(count * chunk, dtype=bucket.dtype, device=device) for count in counts]
+        return [self.pool.zeros(count * chunk, bucket.dtype) for count in counts]
 
     def _reduce_bucket(self, group: Group, i: int, bucket: Bucket, partials: Partials, result: Flat) -> None:
         chunk = self.pool.layout.chunk(bucket, group.size)
@@ -68,7 +70,12 @@ class Exchange:
                 outgoing.append(torch.empty(0, dtype=bucket.dtype, device=self.pool.layout.device))
             else:
                 outgoing.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        received = self.received[i]
+        received = list(self.received[i])
+        if self.in_place and len(mine) == 1:
+            # One piece, sent from where it lies: the chunks must follow each other, so this worker's own, which moves
+            # from itself to itself, is among them.
+            own = mine[0][self.rank * chunk : (self.rank + 1) * chunk]
+            outgoing[self.rank] = received[self.rank] = own
         group.all_to_all(received, outgoing)
         pieces: dict[Node, Tensor] = {}
         for rank, nodes in enumerate(self.nodes):
@@ -79,8 +86,10 @@ class Exchange:
                     pieces[node] = received[rank][k * chunk : (k + 1) * chunk]
         summed = min(max(bucket.num_summed - self.rank * chunk, 0), chunk)
         total = fold_in_blocks(self.num_slots, pieces, summed)
-        if total.data_ptr() == result.tensors[i][self.rank * chunk :].data_ptr():
-            total = total.clone()  # rank 0's sum lies inside the output of the gather
+        if not self.in_place and total.data_ptr() == result.tensors[i][self.rank * chunk :].data_ptr():
+            total = (
+                total.clone()
+            )  # rank 0's sum lies inside the output of the gather, where not all may read it
         group.all_gather_into_tensor(result.tensors[i][: chunk * group.size], total)
 
 

@@ -11,7 +11,7 @@ whatever their dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,13 +81,10 @@ class Layout:
 class Flat:
     """One copy of all buckets: ``grads`` per parameter, ``extras``, and ``raw`` bytes per buffer are views of it."""
 
-    def __init__(self, layout: Layout, max_size: int) -> None:
+    def __init__(self, layout: Layout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
         self.layout = layout
         self.tensors = [
-            torch.zeros(
-                layout.chunk(b, max_size) * max_size + ALIGN * max_size, dtype=b.dtype, device=layout.device
-            )
-            for b in layout.buckets
+            zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, b.dtype) for b in layout.buckets
         ]
         self.grads: list[Tensor] = [torch.empty(0)] * len(layout.shapes)
         for bucket, tensor in zip(layout.buckets, self.tensors, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group
 from phalanx.elastic._layout import SCALARS, Flat, Layout
 from phalanx.elastic._slots import Node, siblings
 
@@ -24,12 +25,32 @@ class Pool:
         self.max_size = max_size
         self.free: list[Flat] = []
         self.num_made = 0
+        self.group: Group | None = None
+
+    def use(self, group: Group | None) -> bool:
+        """Make copies where ``group``'s collectives work on them in place; whether there is such a place.
+
+        Shared memory outlives the group it was made for, so copies go from one group to the next.
+        """
+        if group is None or group.backend != "shm" or self.layout.device.type != "cpu":
+            self.group = None
+            return False
+        if self.group is None:
+            self.free.clear()  # those in private memory
+        self.group = group
+        return True
 
     def take(self) -> Flat:
         if self.free:
             return self.free.pop()
         self.num_made += 1
-        return Flat(self.layout, self.max_size)
+        return Flat(self.layout, self.max_size, self.zeros)
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Shared memory where the group works on it in place, else private memory on the model's device."""
+        if self.group is None:
+            return torch.zeros(count, dtype=dtype, device=self.layout.device)
+        return self.group.shared_empty((count,), dtype).zero_()
 
     def give(self, flat: Flat) -> None:
         self.free.append(flat)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from phalanx import membership
 from phalanx.comm import Group, init
-from phalanx.comm.stores import Store, connect
+from phalanx.comm.stores import Store, connect, job_store
 from phalanx.elastic._roster import Ejected, EvaluationKnown, FixedRoster, JobOver, RegroupTimeout, Roster
 from phalanx.elastic._seats import Ready, Round, Seat, choose_round
 from phalanx.elastic._watcher import (
@@ -54,7 +54,7 @@ class StoreRoster:
         self.comm_timeout = comm_timeout
         self._first = generation
         self._root = store
-        self._store = store.namespace(membership.job_prefix(job))
+        self._store = job_store(store, job)
         self._watcher: Watcher | None = None
 
     # -- seats ------------------------------------------------------------------------------------------------

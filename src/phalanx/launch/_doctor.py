@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="leave out the trial run of two workers")
     args = parser.parse_args(argv)
     checks: list[Callable[[], Iterator[Finding]]] = [
-        check_python, check_torch, check_kernel, check_ports, check_names, check_shared_memory, check_files, check_numa,
+        check_python, check_torch, check_kernel, check_ports, check_names, check_shared_memory, check_transport,
+        check_files, check_numa,
     ]  # fmt: skip
     if not args.quick:
         checks.append(check_two_workers)
@@ -184,6 +185,25 @@ def check_shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", f"shared memory: {free >> 20} MB free in {path}")
+
+
+def check_transport() -> Iterator[Finding]:
+    """What would carry CPU tensors between two workers of this machine; asked in another process, as torch is."""
+    question = "from phalanx.comm._auto import foresee; choice = foresee(); print(choice.kind, choice.why)"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("bad", f"cannot tell how workers here would exchange tensors: {last}")
+        return
+    kind, _, why = answer.stdout.strip().partition(" ")
+    advice = (
+        ""
+        if kind == "shm"
+        else "; workers of this machine will use loopback TCP, which is several times slower"
+    )
+    yield Finding(
+        "ok" if kind == "shm" else "warn", f"transport between workers here: {kind}, since {why}{advice}"
+    )
 
 
 def check_files() -> Iterator[Finding]:

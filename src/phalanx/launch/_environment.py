@@ -42,6 +42,7 @@ class JobFacts:
     on_failure: str
     use_agent_store: bool
     virtual_local_rank: bool = False
+    secret_file: str = ""
 
 
 def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) -> dict[str, str]:
@@ -70,6 +71,9 @@ def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) ->
         membership.ENV_ON_FAILURE: job.on_failure,
         **thread_defaults(place.local_size, outer),
     }
+    if job.secret_file:
+        env[membership.ENV_SECRET_FILE] = job.secret_file
+        env[membership.ENV_SECRET] = ""  # the file was named for this job; the variable may be another one's
     if job.virtual_local_rank:
         env["LOCAL_RANK"] = 0
         env["CUDA_VISIBLE_DEVICES"] = _own_device(place.local_rank, outer.get("CUDA_VISIBLE_DEVICES"))

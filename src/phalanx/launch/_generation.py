@@ -81,6 +81,7 @@ class Generation:
             on_failure=on_failure,
             use_agent_store=True,
             virtual_local_rank=spec.virtual_local_rank,
+            secret_file=self._handler.secret_file,
         )
 
     def situation(self, spec: WorkerSpec, on_failure: str, survivors: int) -> Situation:

@@ -69,12 +69,11 @@ class _Reporter:
     """A worker's connection for progress reports; made at the first report, one per process."""
 
     def __init__(self) -> None:
-        from phalanx.comm.stores import connect
+        from phalanx.comm.stores import connect, job_store
 
-        job = membership.job_prefix(os.environ[membership.ENV_JOB])
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.store = connect(os.environ[membership.ENV_STORE]).namespace(job)
+        self.store = job_store(connect(os.environ[membership.ENV_STORE]), os.environ[membership.ENV_JOB])
         self.key = membership.progress_key(os.environ[membership.ENV_WORKER_ID])
         self.last = float("-inf")
 

@@ -62,14 +62,14 @@ def store_url(backend: str, endpoint: str) -> str:
 
 def scale(url: str, run_id: str, size: int, node: str = "") -> list[str]:
     """Ask the nodes of a job for ``size`` workers each; the ids of those that were asked."""
-    from phalanx.comm.stores import connect
+    from phalanx.comm.stores import connect, job_store
     from phalanx.launch.rendezvous._records import NODES
-    from phalanx.membership import job_prefix, wish_key
+    from phalanx.membership import wish_key
 
     store = connect(url)
     try:
-        job = store.namespace(job_prefix(run_id))
-        live = [key.removeprefix(NODES) for key in job.items(NODES)]
+        job = job_store(store, run_id)
+        live = [key.removeprefix(NODES) for key in job.items(NODES)]  # verified: a wrong secret finds nobody
         nodes = sorted(node_id for node_id in live if node_id.startswith(node))  # an id starts with its host
         if not nodes:
             raise UsageError(

@@ -31,6 +31,8 @@ from phalanx.launch._messages import receive_message, send_message
 def quiet_imports() -> Iterator[None]:
     """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
 
+    What was imported is then kept from the collector: its first look at all of it, the moment it is switched on again,
+    would take a tenth of a second, and in a forked process write to every page that it shares with its parent.
     numpy's OpenBLAS would start its pool the moment it is loaded: the one extra thread after the import. A worker's
     numpy then computes on one thread unless the user sets OPENBLAS_NUM_THREADS; torch's own threads are not touched.
     """
@@ -45,6 +47,7 @@ def quiet_imports() -> Iterator[None]:
         if is_ours:
             del os.environ[name]
         if collects:
+            gc.freeze()
             gc.enable()
 
 
@@ -66,8 +69,6 @@ def serve(
         server.end()
     with quiet_imports():
         error = error or _import_all(preload)
-    gc.collect()
-    gc.freeze()  # keep the imported objects' pages shared: the collector would write to each of them
     server.say({"kind": "ready", "error": error})
     server.loop()
 

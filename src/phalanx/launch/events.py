@@ -73,20 +73,22 @@ class GenerationEnded(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerStarted(JobEvent):
+class WorkerEvent(JobEvent):
+    """What events about one worker's process say."""
+
     worker_id: str
     rank: int
     local_rank: int
     pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(WorkerEvent):
     kind: ClassVar[str] = "worker_started"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerExited(JobEvent):
-    worker_id: str
-    rank: int
-    local_rank: int
-    pid: int
+class WorkerExited(WorkerEvent):
     exit_code: int
     """As Python counts: minus the number of the signal that ended it."""
     kind: ClassVar[str] = "worker_exited"

@@ -31,7 +31,9 @@ def _shard_tensor(
         ValueError: the tensor is not contiguous, or the ranks disagree on spec, size or source (with ``verify``).
     """
     if not tensor.is_contiguous():
-        raise ValueError(f"input tensor is not a contiguous Tensor: its strides are {tensor.stride()}")
+        raise ValueError(
+            f"input tensor is not a contiguous Tensor: its strides are {tensor.stride()}; call .contiguous() first"
+        )
     group = as_group(process_group)
     if _shards_itself(sharding_spec):
         return sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
@@ -81,13 +83,16 @@ def shard_module(
     for name, spec in plan.plan.items():
         if isinstance(spec, ShardingSpec):
             path, _, attribute = name.rpartition(".")
-            owner = module.get_submodule(path)
+            owner = _submodule(module, path, f"to shard '{name}'")
             places.append((owner, attribute))
             requests.append(Request(name, _attribute(owner, attribute, name), spec))
-    hooked = [
-        (name, module.get_submodule(name))
-        for name in (*(plan.output_plan or ()), *(plan.return_local_tensor or ()))
-    ]
+    for name in plan.output_plan or ():
+        _submodule(module, name, f"whose output to reshard (output_plan['{name}'])")
+    for name in plan.return_local_tensor or ():
+        _submodule(module, name, f"whose output to collect (return_local_tensor, '{name}')")
+    for name, spec in plan.plan.items():
+        if isinstance(spec, Sharder):
+            _submodule(module, name, f"for the Sharder of '{name}'")
     sharded = _shard_shared(requests, src_rank, group, verify)
     for (owner, attribute), parameter in zip(places, sharded, strict=True):
         _replace(owner, attribute, parameter)
@@ -95,11 +100,21 @@ def shard_module(
         if isinstance(spec, Sharder):
             parent, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(parent), attribute, spec.shard(module.get_submodule(name)))
-    num_outputs = len(plan.output_plan or ())
-    for name, _ in hooked[:num_outputs]:
-        _reshard_output(module.get_submodule(name), (plan.output_plan or {})[name])
-    for name, _ in hooked[num_outputs:]:
+    for name, output in (plan.output_plan or {}).items():
+        _reshard_output(module.get_submodule(name), output)
+    for name in plan.return_local_tensor or ():
         _collect_local_shard(module.get_submodule(name))
+
+
+def _submodule(module: nn.Module, path: str, purpose: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        known = ", ".join(repr(name) for name, _ in module.named_children()) or "none"
+        raise AttributeError(
+            f"{type(module).__name__} has no submodule '{path}' {purpose}: {error}; correct the name in the plan "
+            f"(children: {known})"
+        ) from error
 
 
 def _shard_shared(
@@ -111,7 +126,8 @@ def _shard_shared(
         other = first.setdefault(id(request.tensor), request)
         if other.spec != request.spec:
             raise ValueError(
-                f"'{other.name}' and '{request.name}' are one shared parameter, but the plan gives them different specs"
+                f"'{other.name}' and '{request.name}' are one shared parameter, but the plan gives them different "
+                f"specs; give both the same"
             )
     distinct = list(first.values())
     together = [request for request in distinct if not _shards_itself(request.spec)]
@@ -138,11 +154,16 @@ def _shards_itself(spec: ShardingSpec) -> bool:
 
 def _attribute(module: nn.Module, attribute: str, name: str) -> Tensor:
     if not hasattr(module, attribute):
-        raise AttributeError(f"{type(module).__name__} has no attribute `{attribute}` (to shard '{name}')")
+        known = ", ".join(repr(known) for known, _ in module.named_parameters(recurse=False)) or "none"
+        raise AttributeError(
+            f"{type(module).__name__} has no attribute `{attribute}` to shard '{name}'; correct the name "
+            f"(its parameters: {known})"
+        )
     tensor = getattr(module, attribute)
     if not isinstance(tensor, Tensor):
         raise ValueError(
-            f"Expected {type(module).__name__}.{attribute} to be a Tensor, but found {type(tensor).__name__}"
+            f"Expected {type(module).__name__}.{attribute} to be a Tensor, but found {type(tensor).__name__}; "
+            f"leave '{name}' out of what is sharded"
         )
     if isinstance(tensor, ShardedTensor):
         raise ValueError(f"param: {name} is sharded already; call its reshard() to move it to another spec")

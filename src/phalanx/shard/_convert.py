@@ -7,7 +7,7 @@ every rank, and results that are not cut come back as plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -128,21 +128,30 @@ def run_through_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor)
             f"{name} in place on a ShardedTensor of {tuple(first.shape)}: only element-wise operations between equal "
             f"layouts work in place; use the version that returns a result"
         )
-    known: dict[int, DTensor] = {}
 
     def convert(tensor: ShardedTensor) -> DTensor:
         if tensor._process_group.ranks != first._process_group.ranks:
             raise ValueError(
                 f"{name} of ShardedTensors on different groups: {tensor._process_group} and {first._process_group}"
             )
-        if id(tensor) not in known:
-            known[id(tensor)] = to_dtensor(tensor)
-        return known[id(tensor)]
+        return to_dtensor(tensor)
 
-    args, kwargs = tree_map_only(ShardedTensor, convert, (args, kwargs))
+    args, kwargs = convert_sharded(convert, args, kwargs)
     with implicit_replication():
         result = func(*args, **kwargs)
     return tree_map_only(DTensor, _give_back, result)
+
+
+def convert_sharded(convert: Callable[[ShardedTensor], Any], args: Any, kwargs: Any) -> Any:
+    """The arguments with every sharded tensor converted; one that appears twice is converted once."""
+    known: dict[int, Any] = {}
+
+    def once(tensor: ShardedTensor) -> Any:
+        if id(tensor) not in known:
+            known[id(tensor)] = convert(tensor)
+        return known[id(tensor)]
+
+    return tree_map_only(ShardedTensor, once, (args, kwargs))
 
 
 def _give_back(result: DTensor) -> Any:

@@ -68,7 +68,8 @@ def distribute_many(
 def _metadata(request: Request) -> ShardedTensorMetadata:
     if not request.tensor.is_contiguous():
         raise ValueError(
-            f"{request.name} is not a contiguous Tensor: its strides are {request.tensor.stride()}"
+            f"{request.name} is not a contiguous Tensor: its strides are {request.tensor.stride()}; "
+            f"call .contiguous() on it first"
         )
     properties = TensorProperties.create_from_tensor(request.tensor)
     try:
@@ -107,7 +108,8 @@ def _check_same(
     for rank, (other_src, others) in enumerate(heard):
         if other_src != src_rank:
             raise ValueError(
-                f"src_rank={src_rank} on rank: {group.rank} does not match with src_rank={other_src} on rank: {rank}"
+                f"src_rank={src_rank} on rank: {group.rank} does not match with src_rank={other_src} on rank: {rank}; "
+                f"pass the same src_rank on all ranks"
             )
         if len(others) != len(requests):
             raise ValueError(

@@ -1,9 +1,9 @@
 """Moving boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
 
-Phases of ``exchange``: (1) each rank packs what it owes the others into one buffer of bytes, or sends from where it
-lies if it is one run of memory; (2) one ``scatter`` if a single rank sends, one ``gather`` if a single rank receives,
-else one ``all_to_all``, and while it is under way what stays on a rank is copied directly; (3) each rank unpacks. If
-nothing changes ranks, there is no collective.
+Phases of ``exchange``: (1) each rank packs what it owes the others into one buffer of bytes (in shared memory where
+peers can read that), or sends from where it lies if it is one run of memory; (2) one ``scatter`` if a single rank
+sends, one ``gather`` if a single rank receives, else one ``all_to_all``, and while it is under way what stays on a rank
+is copied directly; (3) each rank unpacks. If nothing changes ranks, there is no collective.
 
 Invariant: every rank makes the same plan from the same metadata, so both sides agree on the order of the bytes.
 Tensors with wide elements travel first: then every piece begins at a multiple of its element size.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
+from phalanx.shard import _scratch
 from phalanx.shard._boxes import Box, intersect, split_box, view_of
 from phalanx.shard._groups import owner_of
 from phalanx.shard._metadata import ShardMetadata
@@ -132,7 +133,9 @@ def _carry(
 ) -> Callable[[], None]:
     """Start the collective; what is returned waits for it and unpacks."""
     device = buffer_device(group)
-    sent, received = _buffers(outgoing, device), _buffers(incoming, device)
+    scratch = _take_scratch(group, outgoing) if min(len(senders), len(receivers)) > 1 else None
+    sent = _buffers(outgoing, device) if scratch is None else _split(scratch, outgoing)
+    received = _buffers(incoming, device)
     for buffer, views in zip(sent, outgoing, strict=True):
         _copy_parts(buffer, views, pack=True)
     if len(senders) == 1:
@@ -156,6 +159,8 @@ def _carry(
 
     def finish() -> None:
         work.wait()
+        if scratch is not None:
+            _scratch.give_back(group, scratch)
         for buffer, views in zip(received, incoming, strict=True):
             _copy_parts(buffer, views, pack=False)
 
@@ -194,7 +199,18 @@ def _buffers(parts: Sequence[Sequence[Tensor]], device: torch.device) -> list[Te
     sizes = [_nbytes(views) for views in parts]
     if any(size % _ALIGNMENT for size in sizes):
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    return list(torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
+    return _split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), parts)
+
+
+def _take_scratch(group: Group, parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """Shared memory for all that this rank sends, if there is some and every run begins aligned in it."""
+    sizes = [_nbytes(views) for views in parts]
+    return None if any(size % _ALIGNMENT for size in sizes) else _scratch.take(group, sum(sizes))
+
+
+def _split(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    sizes = [_nbytes(views) for views in parts]
+    return list(buffer[: sum(sizes)].split(sizes))
 
 
 def _copy_parts(buffer: Tensor, views: Sequence[Tensor], *, pack: bool) -> None:

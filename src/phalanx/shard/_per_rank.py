@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from phalanx.comm import Group
 from phalanx.shard._boxes import view_of
+from phalanx.shard._convert import convert_sharded
 from phalanx.shard._exchange import Piece, pieces_of
 from phalanx.shard._pointwise import is_in_place
 from phalanx.shard._tensor import ShardedTensor
@@ -29,14 +29,7 @@ def run_per_rank(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name} in place on a ShardedTensor with a plain tensor that is each rank's own: the ranks would "
             f'write different values; leave plain_inputs("per_rank") for it'
         )
-    known: dict[int, Tensor] = {}
-
-    def convert(tensor: ShardedTensor) -> Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = whole_on_every_rank(tensor)
-        return known[id(tensor)]
-
-    args, kwargs = tree_map_only(ShardedTensor, convert, (args, kwargs))
+    args, kwargs = convert_sharded(whole_on_every_rank, args, kwargs)
     return func(*args, **kwargs)
 
 

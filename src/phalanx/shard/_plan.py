@@ -56,7 +56,8 @@ def check_plan(plan: ShardingPlan) -> None:
     for name, spec in plan.plan.items():
         if not isinstance(spec, (ShardingSpec, Sharder)):
             raise TypeError(
-                f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', found {type(spec).__name__}"
+                f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', found {type(spec).__name__}; "
+                f"give it e.g. a ChunkShardingSpec"
             )
         inside = next((path for path in sharders if name != path and name.startswith(f"{path}.")), None)
         if inside is not None:
@@ -67,5 +68,6 @@ def check_plan(plan: ShardingPlan) -> None:
     for name, output in (plan.output_plan or {}).items():
         if not isinstance(output, ShardingSpec):
             raise TypeError(
-                f"Only `ShardingSpec` is supported as output_plan for '{name}', found {type(output).__name__}"
+                f"Only `ShardingSpec` is supported as output_plan for '{name}', found {type(output).__name__}; "
+                f"give it e.g. a ChunkShardingSpec"
             )

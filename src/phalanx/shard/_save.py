@@ -2,10 +2,12 @@
 
 Phases: (1) each rank writes ``<folder>.partial/rank-R-of-N.safetensors``; (2) one exchange tells all ranks where every
 shard is, or who failed; (3) rank 0 writes the index and renames the folder; (4) a barrier, after which all may read it.
+With ``sync`` every file is on the disk before the rename, and the rename before anyone returns.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.shard._convert import box_at, is_first_replica
-from phalanx.shard._file import NAMES, layout
+from phalanx.shard._file import NAMES, layout, start_writing, sync_folder
 from phalanx.shard._groups import as_group
 from phalanx.shard._index import (
     BLOCK,
@@ -32,6 +34,8 @@ from phalanx.shard._index import (
 )
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor
+
+_AHEAD = 4 << 20  # bytes after which the disk is told to begin
 
 
 class _Piece(NamedTuple):
@@ -120,15 +124,16 @@ def _write_own(
     }
     head, entries, size = layout(described)
     shards: dict[str, list[Any]] = {}
-    with open(partial / file, "wb", buffering=0) as out:
-        out.write(head)
+    with open(partial / file, "wb", buffering=0) as raw:
+        out = _Ahead(raw, sync)
+        out.write(memoryview(head))
         for key, piece in sorted(zip(keys, pieces, strict=True), key=lambda pair: entries[pair[0]].begin):
             sums = _write_blocks(out, _bytes(piece.tensor))
             shards.setdefault(piece.name, []).append(
                 [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, sums]
             )
         if sync:
-            os.fsync(out.fileno())
+            os.fsync(raw.fileno())
     return {"file": file, "nbytes": size, "shards": shards, "names": sorted(state)}
 
 
@@ -137,14 +142,30 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _write_blocks(out: Any, data: memoryview) -> list[str]:
-    """Write, and digest each block while it is still in the cache."""
+class _Ahead:
+    """Writes to a raw file and, if it will be synced, has the disk work on what is there while more is digested."""
+
+    def __init__(self, raw: io.FileIO, sync: bool) -> None:
+        self._raw, self._sync = raw, sync
+        self._written = self._started = 0
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            count = self._raw.write(data)  # a raw write may take less than it was given
+            data = data[count:]
+            self._written += count
+        if self._sync and self._written - self._started >= _AHEAD:
+            start_writing(self._raw.fileno(), self._started, self._written - self._started)
+            self._started = self._written
+
+
+def _write_blocks(out: _Ahead, data: memoryview) -> list[str]:
+    """Digest each block and write it while it is still in the cache."""
     sums = []
     for begin in range(0, len(data), BLOCK):
         block = data[begin : begin + BLOCK]
         sums.append(digest(block))
-        while len(block):
-            block = block[out.write(block) :]  # a raw write may take less than it was given
+        out.write(block)
     return sums
 
 
@@ -169,10 +190,14 @@ def _finish(index: Index, folder: Path, partial: Path, sync: bool, secret: bytes
         out.flush()
         if sync:
             os.fsync(out.fileno())
+    if sync:
+        sync_folder(partial)
     old = folder.with_name(f"{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
     os.rename(partial, folder)
+    if sync:
+        sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
     return {}

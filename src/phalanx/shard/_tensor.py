@@ -130,12 +130,12 @@ class ShardedTensor(torch.Tensor):
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = sharding_spec.build_metadata(_local.flatten_size(global_size), properties)
         mine = [entry for entry in metadata.shards_metadata if owner_of(entry, group) == group.rank]
-        shards = [Shard(local_tensor, entry) for entry in mine]
-        if len(shards) > 1:
+        if len(mine) > 1 or (not mine and local_tensor.numel()):
             raise ValueError(
-                f"rank {group.rank}: {sharding_spec} gives this rank {len(shards)} shards, but there is one "
+                f"rank {group.rank}: {sharding_spec} gives this rank {len(mine)} shards, but there is one "
                 f"local tensor; use init_from_local_shards"
             )
+        shards = [Shard(local_tensor, entry) for entry in mine]
         return cls._init_from_local_shards_and_global_metadata(
             shards, metadata, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
         )

@@ -27,7 +27,7 @@ from phalanx.comm._shm._regions import span
 pytestmark = pytest.mark.fast
 
 
-@given(size=st.integers(1, 16), slots=st.integers(2, 8), slot_kb=st.integers(1, 64))
+@given(size=st.integers(1, 16), slots=st.integers(4, 8), slot_kb=st.integers(1, 64))
 def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: int) -> None:
     layout = Layout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
     spans = [(0, L.HEADER_WORDS * 8)]
@@ -152,3 +152,5 @@ def test_parts_of_one_tensor_are_one_span() -> None:
     whole = torch.arange(10.0)
     assert span(torch.split(whole, [3, 0, 7])) == (whole.data_ptr(), 40)
     assert span([whole[:3], whole[4:]]) is None
+    assert span([torch.empty(0), whole[2:4], whole[4:6]]) == (whole.data_ptr() + 8, 16)
+    assert span([torch.empty(0)]) == (0, 0)

@@ -15,7 +15,7 @@ from phalanx.comm.stores import MemoryStore
 from processes import run_processes
 from shm_random import run_random
 
-TINY = {"slots": 2, "slot_bytes": 1024, "ring_bytes": 256}
+TINY = {"slots": 4, "slot_bytes": 1024, "ring_bytes": 256}
 
 
 def on_threads(size: int, main, *, progress: str = "thread", **layout: int) -> list:

@@ -11,8 +11,11 @@ import threading
 import pytest
 import torch
 
+from phalanx.comm import _auto
 from phalanx.comm._shm import _join
+from phalanx.comm._shm._layout import Layout
 from phalanx.errors import PeerLost
+from phalanx.launch import _doctor
 from processes import run_processes
 
 
@@ -165,6 +168,41 @@ def test_without_shared_memory_gloo_takes_over_with_one_line_in_the_log(what: st
         assert len(lines) == 1
         assert "gloo, since rank" in lines[0]
         assert "Function not implemented" in lines[0]
+
+
+def test_with_shared_memory_the_log_says_so_in_one_line() -> None:
+    for rank, outcome in enumerate(run_processes(2, do_without, "nothing")):
+        backend, total, lines = outcome.value
+        assert (backend, total) == ("shm", 2.0)
+        assert len(lines) == 1
+        assert f"rank {rank}: shm, since all 2 ranks share host" in lines[0]
+
+
+@pytest.mark.fast
+def test_the_doctor_foresees_what_workers_here_will_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = footprint()
+    assert _auto.foresee().kind == "shm"
+    assert footprint() == before, "the trial leaves nothing"
+
+    def fail(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(_join, "new_file", fail)
+    choice = _auto.foresee()
+    assert choice.kind == "gloo"
+    assert "Function not implemented" in choice.why
+
+
+def test_the_doctor_says_what_carries_tensors_and_why() -> None:
+    (finding,) = _doctor.check_transport()
+    assert finding.level == "ok"
+    assert "transport between workers here: shm, since all 2 ranks share host" in finding.text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_group_needs_far_less_than_a_container_offers(size: int) -> None:
+    assert Layout(size=size).total_bytes <= 32 * 1024 * 1024
 
 
 def die_while_the_group_forms(worker) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 
@@ -12,6 +13,7 @@ from comm.test_collectives import CASES, WORLD
 from phalanx.comm import _liveness
 from phalanx.comm._auto import choose
 from phalanx.comm._liveness import Identity
+from phalanx.comm._two_level import PAYS_UP_TO
 from phalanx.errors import PeerLost
 from processes import run_processes
 
@@ -45,6 +47,42 @@ def run_all_cases(worker, hosts: list[str]) -> str:
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["b", "a", "b"]], ids=["in order", "interleaved"])
 def test_every_case_of_the_suite_passes(hosts: list[str]) -> None:
     assert [o.value for o in run_processes(WORLD, run_all_cases, hosts)] == ["two_level"] * WORLD
+
+
+def count_levels(worker, hosts: list[str], kind: str, nbytes: int) -> tuple[int, str]:
+    """How often a collective of this size used shared memory, and its result's bits."""
+    pretend(worker.rank, hosts)
+    group = worker.group(backend="auto", timeout=60.0)
+    local = group._transport._local._engine
+    runs = []
+    run = local.run
+    local.run = lambda lane, steps: (runs.append(kind), run(lane, steps))
+    part = nbytes // 4 // group.size
+    generator = torch.Generator().manual_seed(worker.rank)
+    own = torch.randn(part, generator=generator)
+    whole = torch.randn(part * group.size, generator=generator)
+    if kind == "all_reduce":
+        group.all_reduce(whole)
+    elif kind == "broadcast":
+        group.broadcast(whole, src=1)
+    elif kind == "all_gather":
+        group.all_gather_into_tensor(whole, own)
+    else:
+        group.reduce_scatter_tensor(own, whole)
+        group.all_gather_into_tensor(whole := torch.empty_like(whole), own)
+    bits = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+    group.barrier()
+    return len(runs), bits
+
+
+@pytest.mark.parametrize("kind", sorted(PAYS_UP_TO))
+@pytest.mark.parametrize("hosts", ["aabb", "aab"])
+def test_two_levels_where_the_table_says_so_and_the_same_bits_on_all_ranks(hosts: str, kind: str) -> None:
+    limit = PAYS_UP_TO[kind][hosts == "aab"]
+    for nbytes in (48 * 1024, 3 * 1024 * 1024):
+        outcomes = [o.value for o in run_processes(len(hosts), count_levels, list(hosts), kind, nbytes)]
+        assert len({bits for _, bits in outcomes}) == 1, "ranks differ"
+        assert all((count > 0) == (nbytes <= limit) for count, _ in outcomes), (kind, nbytes, outcomes)
 
 
 def lose_a_rank_of_another_host(worker) -> bool:

@@ -20,6 +20,7 @@ def test_public_names() -> None:
         "TCPStore",
         "Watch",
         "connect",
+        "job_store",
         "wrap_c10d_store",
     ]
     assert all(hasattr(stores, name) for name in stores.__all__)

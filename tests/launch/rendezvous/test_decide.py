@@ -73,6 +73,17 @@ def test_a_member_that_came_back_with_a_new_ticket_was_lost() -> None:
     assert action.kind == "broken"
 
 
+def test_a_new_registration_of_a_member_waits_and_has_no_seat() -> None:
+    """It lost its lease and came back: its former self's seat is not its own, and it must not be forgotten."""
+    a, b = node("a"), node("b", 1)
+    back = node("b", 999)
+    current = generation(0, a, b)
+    assert current.rank_of("b", 1) == 1
+    assert current.rank_of("b", 999) is None
+    state = State(nodes=seen(node("a", wants=1), back), current=current, ended="broken")
+    assert names(decide(state, Rules(min_nodes=2, max_nodes=2), 0.0)) == ["a", "b"]
+
+
 def test_a_member_that_leaves_on_its_own_breaks_the_generation() -> None:
     a, b = node("a"), node("b", wants=1)
     action = decide(State(nodes=seen(a, b), current=generation(0, a, b)), RULES, 0.0)

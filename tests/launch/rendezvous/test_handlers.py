@@ -8,12 +8,16 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.comm.stores.conftest import etcd_cluster
 
 from phalanx.comm.stores import TCPStore
+from phalanx.comm.stores._signing import Signer
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,8 +31,20 @@ from phalanx.launch.rendezvous import (
     get_rendezvous_handler,
     rendezvous_handler_registry,
 )
+from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
-from phalanx.membership import Broken, Members, broken_key, members_key, wanted_key
+from phalanx.launch.rendezvous._leader import ring
+from phalanx.launch.rendezvous._records import GenerationRecord
+from phalanx.membership import (
+    Broken,
+    Members,
+    broken_key,
+    leaving_key,
+    members_key,
+    progress_key,
+    wanted_key,
+    wish_key,
+)
 
 JOIN = 60  # generous: the machine may be busy
 
@@ -313,6 +329,73 @@ def test_a_stranger_is_refused_and_logged(
     refused = [record.getMessage() for record in caplog.records if "refused the join" in record.getMessage()]
     assert len(refused) == 2, refused
     assert info.world_size == 1
+
+
+@pytest.mark.parametrize("secret", [None, b"guessed"], ids=["unsigned", "another secret"])
+def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, secret: bytes | None
+) -> None:
+    """A job with a secret; a stranger writes each kind of record into its store, valid in all but the signature."""
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "hush")
+    caplog.set_level(logging.WARNING)
+    job = Job("c10d", "localhost:0")
+    try:
+        handler = job.node(1, 1)
+        info = handler.next_rendezvous()
+        raw = handler._store
+        stranger = Signer(job.run_id, secret)
+        cause = Broken(reason="forged").to_json()
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, rank=0, worker_id="w", generation=0)
+        forged = {
+            records.CLOSED: records.dump("forged"),
+            records.WAITING: b"7",
+            records.generation_key(1): GenerationRecord(1, handler._participant.facts.latest.seats).to_json(),
+            records.ended_key(0, "broken"): cause,
+            records.ended_key(0, "wanted"): cause,
+            records.node_key("stranger"): replace(handler._participant.node, id="stranger").to_json(),
+            broken_key(0): cause,
+            wanted_key(0): cause,
+            members_key(1): info.members().to_json(),
+            wish_key(info.node.id): b"9",
+            leaving_key(0, "w"): b"1",
+            progress_key("w"): b'{"step":9}',
+            "agents/verdict/0": b'{"v":1,"action":"fail","restarts":0,"reason":"forged"}',
+            "agents/stacks/0": b'{"v":1,"reason":"forged"}',
+            "agents/failures/0/w": records.dump({"v": 1, **failure.to_record()}),
+        }
+        for key, record in forged.items():
+            raw.set(key, stranger.seal(key, record) if secret or key.startswith("rdzv/") else record)
+        ring(raw)
+        with handler._changed:  # until the next look at the records is over
+            checks = handler._participant._heard
+            assert handler._changed.wait_for(lambda: handler._participant._heard > checks, JOIN)
+        assert not handler.is_closed()
+        assert handler.num_nodes_waiting() == 0
+        assert handler.watch_generation(0).wait(0) is None
+        assert handler._participant.facts.latest.generation == 0
+        journal = Journal(info.store)
+        assert journal.verdict(0) is None
+        assert journal.failures(0) == {}
+        assert journal.read_requests(0, info.node.id) == (None, "")
+        assert not journal.is_leaving(0, "w")
+        assert journal.read_progress(["w"]) == {"w": None}
+        assert info.store.get_many([broken_key(0), wanted_key(0), members_key(1)]) == [None] * 3
+        told = "\n".join(record.getMessage() for record in caplog.records)
+        silent = [key for key in forged if f"the record at {key!r}" not in told]
+        assert silent == []
+        # And the real ones take their places.
+        handler.break_generation(0, Broken(reason="real"))
+        end = handler.watch_generation(0).wait(JOIN)
+        assert end is not None
+        assert end.reason == "real"
+        assert Broken.from_json(info.store.get(broken_key(0)) or b"").reason == "real"
+        after = handler.next_rendezvous()
+        assert (after.generation, after.world_size) == (1, 1)
+        assert Members.from_json(after.store.get(members_key(1)) or b"").workers[0].id != "w"
+        handler.set_closed()
+        assert handler.is_closed()
+    finally:
+        job.close()
 
 
 def test_without_a_word_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

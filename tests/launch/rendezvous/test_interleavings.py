@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from phalanx.comm.stores import MemoryStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._leader import end_generation
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, Members, members_key
 
 LEASE = 8.0
@@ -325,6 +325,7 @@ def test_many_interleavings_keep_every_invariant() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1500)
 def test_thousands_of_interleavings_keep_every_invariant() -> None:
     explore(5000)()
 
@@ -414,3 +415,86 @@ def test_a_node_that_lost_its_lease_unseen_still_counts_as_lost() -> None:
         assert other.holds.generation > number
     finally:
         job.end()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "a follower"])
+@pytest.mark.parametrize("jitter", [0.0, 0.999])
+def test_a_node_that_dies_is_out_of_the_generation_at_most_a_lease_later(victim: int, jitter: float) -> None:
+    job = Job(Rules(min_nodes=1, max_nodes=3, last_call=3.0, rejoin=5.0, admit_delay=0.5), seed=1)
+    try:
+        for _ in range(3):
+            job.nodes.append(Node(job, f"node{len(job.nodes)}", jitter))
+            for _ in range(40):
+                job.turn(job.nodes[-1])
+        job.settle()
+        assert [node.participant._leading is not None for node in job.nodes] == [True, False, False]
+        before, dead = max(job.generations), job.nodes[victim]
+        died_at = job.now
+        job.kill(dead)
+        while max(job.generations) == before and job.now < died_at + 10 * LEASE:
+            job.now += 0.05
+            for _ in range(10):
+                for node in job.live():
+                    job.turn(node)
+        assert job.now <= died_at + LEASE
+        key = records.generation_key(before + 1)
+        after = GenerationRecord.from_json(Signer("sim").open(key, job.generations[before + 1]))
+        assert sorted(seat.id for seat in after.seats) == sorted(node.name for node in job.live())
+    finally:
+        job.end()
+
+
+@pytest.mark.fast
+def test_of_two_that_stand_at_once_one_leads() -> None:
+    job = Job(Rules(min_nodes=1, max_nodes=2, last_call=3.0), seed=1)
+    try:
+        job.start()
+        job.start()
+        first, second = job.nodes
+        run_until_alone(job, first, "compare_and_set", records.LEADER)
+        run_until_alone(job, second, "compare_and_set", records.LEADER)
+        for node in (first, second):
+            for _ in range(40):
+                job.turn(node)
+        assert [node.participant._leading is not None for node in (first, second)] == [True, False]
+    finally:
+        job.end()
+
+
+@pytest.mark.fast
+def test_followers_hear_of_a_generation_without_waiting_for_their_next_look() -> None:
+    job = Job(Rules(min_nodes=2, max_nodes=2), seed=1)
+    try:
+        for _ in range(2):
+            job.start()
+        for _ in range(100):  # no time passes
+            for node in job.live():
+                job.turn(node)
+        assert [node.holds is not None for node in job.nodes] == [True, True]
+    finally:
+        job.end()
+
+
+@pytest.mark.fast
+def test_a_leader_that_lost_its_lease_leads_no_more() -> None:
+    job = two_nodes()
+    try:
+        leader = job.nodes[0]
+        assert leader.participant._leading is not None
+        job.now += LEASE
+        for _ in range(6):
+            job.turn(leader)
+        assert leader.participant._leading is None
+    finally:
+        job.end()
+
+
+def run_until_alone(job: Job, node: Node, call: str, key: str) -> None:
+    """Run one node until it is about to make this store call."""
+    for _ in range(200):
+        pending, at = node.turnstile.pending
+        if pending == call and str(at).startswith(key):
+            return
+        job.turn(node)
+    raise AssertionError(f"{node.name} never came to {call} {key}")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.stores._signing import SignatureError, Signer, read_secret
 from phalanx.launch.rendezvous import RendezvousParameters
 from phalanx.launch.rendezvous._backends import is_this_machine, split_endpoint
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
-from phalanx.launch.rendezvous._signing import SignatureError, Signer, read_secret
 from phalanx.membership import RecordError
 
 pytestmark = pytest.mark.fast

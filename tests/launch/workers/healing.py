@@ -19,7 +19,7 @@ import torch
 
 from phalanx import membership as m
 from phalanx.comm import Group
-from phalanx.comm.stores import connect
+from phalanx.comm.stores import connect, job_store
 from phalanx.errors import CommError, PeerLost, StoreTimeout
 from phalanx.launch import report_progress
 
@@ -47,7 +47,7 @@ def main() -> None:
     faults = {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]}
     job, worker_id = os.environ[m.ENV_JOB], os.environ[m.ENV_WORKER_ID]
     root = connect(os.environ[m.ENV_STORE])
-    store = root.namespace(m.job_prefix(job))
+    store = job_store(root, job)
     generation = int(os.environ[m.ENV_GENERATION])
     step = 0
     with open(directory / worker_id, "a", buffering=1) as out:

@@ -6,7 +6,7 @@ Read in this order: ``_layout`` (what lies where, which flag means what), ``_sys
 
 from __future__ import annotations
 
-from phalanx.comm._shm._join import ShmUnavailable
+from phalanx.comm._shm._join import ShmUnavailable, trial
 from phalanx.comm._shm._transport import ShmTransport
 
-__all__ = ["ShmTransport", "ShmUnavailable"]
+__all__ = ["ShmTransport", "ShmUnavailable", "trial"]

@@ -59,7 +59,7 @@ Piece = Callable[[int, int], None]
 """What is done with piece ``i`` at step ``n``."""
 
 
-def _stream(
+def stream(
     w: Window, call: int, count: int, put: Piece | None, take: Piece | None, src: int | None = None
 ) -> Steps:
     """``count`` steps, one per piece: put mine, take the others' (or only ``src``'s).
@@ -97,16 +97,16 @@ def _stream(
 def all_reduce(w: Window, tensor: Tensor, fold: Fold, op: ReduceOp) -> Steps:
     nbytes = nbytes_of(tensor)
     call = record("all_reduce", tensor.dtype, op, nbytes=nbytes)
-    if w.size > 2 and nbytes > ALONE_BYTES:
+    if w.size > 2 and nbytes > min(ALONE_BYTES, w.slot_bytes):
         return _all_reduce_in_shares(w, tensor, fold, call)
     if nbytes <= w.slot_bytes:
         return _all_reduce_small(w, tensor, fold, call)
     put, take, count = _whole_pieces(w, tensor, fold)
-    return _stream(w, call, count, put, take)
+    return stream(w, call, count, put, take)
 
 
 def _all_reduce_small(w: Window, tensor: Tensor, fold: Fold, call: int) -> Steps:
-    """What ``_stream`` does for one piece, without its overhead: latency counts here."""
+    """What ``stream`` does for one piece, without its overhead: latency counts here."""
     n = w.claim()
     while token := w.busy(n):
         yield token
@@ -115,8 +115,19 @@ def _all_reduce_small(w: Window, tensor: Tensor, fold: Fold, call: int) -> Steps
     while token := w.missing(n):
         yield token
     w.check(n, call)
-    fold.into(flat(tensor), w.views(n, tensor.dtype, tensor.numel()))
+    target = flat(tensor)
+    fold.into(target, _with_own(w, w.views(n, tensor.dtype, tensor.numel()), target))
     w.took(n)
+
+
+def _with_own(w: Window, values: list[Tensor], out: Tensor) -> list[Tensor]:
+    """The values to combine into ``out``, which holds this rank's: of two ranks, read it there, not from its slot.
+
+    Of more, the tree's inner nodes use ``out`` before its value is needed.
+    """
+    if w.size != 2:
+        return values
+    return [out, values[1]] if w.rank == 0 else [values[0], out]
 
 
 def _whole_pieces(w: Window, tensor: Tensor, fold: Fold) -> tuple[Piece, Piece, int]:
@@ -132,7 +143,7 @@ def _whole_pieces(w: Window, tensor: Tensor, fold: Fold) -> tuple[Piece, Piece, 
 
     def take(n: int, i: int) -> None:
         out = parts[i]
-        fold.into(out, w.views(n, dtype, out.numel()))
+        fold.into(out, _with_own(w, w.views(n, dtype, out.numel()), out))
 
     return put, take, count
 
@@ -146,6 +157,7 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
     nbytes, itemsize, dtype = nbytes_of(tensor), tensor.element_size(), tensor.dtype
     address, piece = tensor.data_ptr(), w.slot_bytes
     count = num_pieces(nbytes, piece)
+    parts = torch.split(flat(tensor), piece // itemsize)
     first = w.claim(2 * count)
     for i in range(count):
         n_in, n_out = first + max(0, 2 * i - 1), first + min(2 * i + 2, 2 * count - 1)
@@ -154,10 +166,9 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
                 n = first + max(0, 2 * j - 1)
                 while token := w.busy(n):
                     yield token
-                w.put(n, address + j * piece, min(piece, nbytes - j * piece))
+                _put_for_others(w, n, address + j * piece, parts[j].numel(), itemsize)
                 w.post(n, 0 if j else call)
-        at, length = address + i * piece, min(piece, nbytes - i * piece)
-        bounds = shares(length // itemsize, w.size)
+        bounds = shares(parts[i].numel(), w.size)
         lo, hi = bounds[w.rank], bounds[w.rank + 1]
         while token := w.missing(n_in):
             yield token
@@ -166,7 +177,8 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
         while token := w.busy(n_out):
             yield token
         if hi > lo:
-            values = w.views(n_in, dtype, hi - lo, lo * itemsize)
+            values = w.views(n_in, dtype, hi - lo, lo * itemsize).copy()
+            values[w.rank] = parts[i][lo:hi]
             fold.into(w.views(n_out, dtype, hi - lo, lo * itemsize)[w.rank], values)
         # Only now all steps up to in(i) are read: out(i - 1) has the number behind it.
         w.took(n_in if i == 0 else n_in + 1)
@@ -176,14 +188,24 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
         for rank in range(w.size):
             lo, hi = bounds[rank] * itemsize, bounds[rank + 1] * itemsize
             if hi > lo:
-                w.get(n_out, rank, at + lo, hi - lo, lo)
+                w.get(n_out, rank, address + i * piece + lo, hi - lo, lo)
     w.took(first + 2 * count - 1)
+
+
+def _put_for_others(w: Window, n: int, address: int, count: int, itemsize: int) -> None:
+    """Put a piece of ``count`` elements, but for this rank's share, which nobody else reads."""
+    bounds = shares(count, w.size)
+    lo, hi, end = bounds[w.rank] * itemsize, bounds[w.rank + 1] * itemsize, count * itemsize
+    if lo:
+        w.put(n, address, lo)
+    if hi < end:
+        w.put(n, address + hi, end - hi, hi)
 
 
 def reduce(w: Window, tensor: Tensor, fold: Fold, op: ReduceOp, dst: int) -> Steps:
     call = record("reduce", tensor.dtype, op, dst, nbytes_of(tensor))
     put, take, count = _whole_pieces(w, tensor, fold)
-    return _stream(w, call, count, put, take if w.rank == dst else None)
+    return stream(w, call, count, put, take if w.rank == dst else None)
 
 
 def broadcast(w: Window, tensor: Tensor, src: int) -> Steps:
@@ -198,7 +220,7 @@ def broadcast(w: Window, tensor: Tensor, src: int) -> Steps:
         w.get(n, src, address + i * piece, min(piece, nbytes - i * piece))
 
     count = num_pieces(nbytes, piece)
-    steps = _stream(w, call, count, put, None) if w.rank == src else _stream(w, call, count, None, take, src)
+    steps = stream(w, call, count, put, None) if w.rank == src else stream(w, call, count, None, take, src)
     return _holding(steps, tensor)
 
 
@@ -223,7 +245,7 @@ def all_gather(w: Window, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
             if sizes[rank] > i * piece:
                 w.get(n, rank, addresses[rank] + i * piece, min(piece, sizes[rank] - i * piece))
 
-    return _holding(_stream(w, call, num_pieces(max(sizes), piece), put, take), outputs, tensor)
+    return _holding(stream(w, call, num_pieces(max(sizes), piece), put, take), outputs, tensor)
 
 
 def reduce_scatter(w: Window, output: Tensor, inputs: Sequence[Tensor], fold: Fold, op: ReduceOp) -> Steps:
@@ -242,7 +264,7 @@ def reduce_scatter(w: Window, output: Tensor, inputs: Sequence[Tensor], fold: Fo
             out = parts[i]
             fold.into(out, w.views(n, dtype, out.numel(), w.rank * piece))
 
-    return _holding(_stream(w, call, num_pieces(max(sizes), piece), put, take), inputs)
+    return _holding(stream(w, call, num_pieces(max(sizes), piece), put, take), inputs)
 
 
 def put_parts(w: Window, n: int, i: int, parts: Sequence[Tensor], sizes: Sequence[int]) -> None:

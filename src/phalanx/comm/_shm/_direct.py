@@ -142,7 +142,8 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
     rows = [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
     for rank in range(w.size):
         through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
-    copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
+    if outputs[w.rank].data_ptr() != inputs[w.rank].data_ptr():
+        copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
     if all(place.entry for place in places):
         w.took(n)
         for rank in w.peers:
@@ -151,27 +152,15 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
         return
     through_slots.take_parts(w, n, 0, outputs, expected)
     w.took(n)
-    yield from _rest_of_all_to_all(w, outputs, expected, inputs, sent, max(map(max, rows)))
-
-
-def _rest_of_all_to_all(
-    w: Window,
-    outputs: Sequence[Tensor],
-    expected: Sequence[int],
-    inputs: Sequence[Tensor],
-    sent: Sequence[int],
-    longest: int,
-) -> Steps:
-    for i in range(1, through_slots.num_pieces(longest, w.piece_bytes)):
-        n = w.claim()
-        while token := w.busy(n):
-            yield token
-        through_slots.put_parts(w, n, i, inputs, sent)
-        w.post(n)
-        while token := w.missing(n):
-            yield token
-        through_slots.take_parts(w, n, i, outputs, expected)
-        w.took(n)
+    rest = through_slots.num_pieces(max(map(max, rows)), w.piece_bytes) - 1
+    if rest:
+        yield from through_slots.stream(
+            w,
+            call,
+            rest,
+            lambda n, i: through_slots.put_parts(w, n, i + 1, inputs, sent),
+            lambda n, i: through_slots.take_parts(w, n, i + 1, outputs, expected),
+        )
 
 
 def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:

@@ -50,7 +50,7 @@ class Fold:
         self._scratch: list[Tensor] = []
 
     def into(self, out: Tensor, values: Sequence[Tensor]) -> None:
-        """Combine ``values``, which are left alone, into ``out``, which overlaps none of them."""
+        """Combine ``values`` into ``out``, which overlaps none of them, or, of two, is one of them."""
         if self._count == 2:
             self._combine(values[0], values[1], out=out)
         elif self._count == 1:

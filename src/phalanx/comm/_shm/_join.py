@@ -125,6 +125,17 @@ def join(
             os.close(fd)
 
 
+def trial() -> str | None:
+    """Why a segment cannot be made, opened by its process and mapped here, or None; nothing is left of it."""
+    layout = Layout(size=2)
+    fd, where = _make(layout)
+    try:
+        return _map(where, layout, 1)[1] or None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
 def _make(layout: Layout) -> tuple[int, dict[str, object]]:
     """A fresh segment: the descriptor to close in the end, and the record that tells the others where it is."""
     trouble = unavailable()

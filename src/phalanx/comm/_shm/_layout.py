@@ -70,6 +70,12 @@ class Layout:
     slot_bytes: int = 512 * 1024
     ring_bytes: int = 128 * 1024
 
+    def __post_init__(self) -> None:
+        if self.slots < 4:
+            raise ValueError(
+                f"{self.slots} slots; an all_reduce in shares has steps of two pieces under way: 4"
+            )
+
     @property
     def sizes_word(self) -> int:
         return CALLS + self.slots * CALL_WORDS

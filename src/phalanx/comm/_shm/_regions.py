@@ -114,10 +114,10 @@ class Regions:
 
 def span(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Address and bytes of tensors that lie one behind the other in memory, as the parts of one do; else None."""
-    start = end = tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.numel():
-            if tensor.data_ptr() != end:
-                return None
-            end += tensor.numel() * tensor.element_size()
+    parts = [tensor for tensor in tensors if tensor.numel()]  # an empty tensor has no address
+    start = end = parts[0].data_ptr() if parts else 0
+    for tensor in parts:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.numel() * tensor.element_size()
     return start, end - start

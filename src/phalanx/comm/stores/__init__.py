@@ -14,6 +14,7 @@ from phalanx.comm.stores._etcd import EtcdStore
 from phalanx.comm.stores._file import FileStore
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._memory import MemoryStore
+from phalanx.comm.stores._sealed import job_store
 from phalanx.comm.stores._tcp import TCPStore
 from phalanx.comm.stores._torch import wrap_c10d_store
 
@@ -27,5 +28,6 @@ __all__ = [
     "TCPStore",
     "Watch",
     "connect",
+    "job_store",
     "wrap_c10d_store",
 ]

@@ -107,7 +107,8 @@ class TorchStore(Store):
     def lease(self, ttl: float) -> Lease:
         if ttl <= 0:
             raise ValueError(f"a lease needs a positive time-to-live, got {ttl}")
-        return TorchLease(self._link.fork(), ttl)
+        # On the same connection: waits here look again and again, so no call ever keeps it for long.
+        return TorchLease(self._link, ttl)
 
     def namespace(self, prefix: str) -> Store:
         return NamespacedStore(self, prefix)

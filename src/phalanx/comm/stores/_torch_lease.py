@@ -151,7 +151,7 @@ class Reaper:
 
 
 class TorchLease(Lease):
-    """A lease of a ``TCPStore``, on a connection of its own; made by ``lease()``."""
+    """A lease of a ``TCPStore``; made by ``lease()``."""
 
     def __init__(self, link: Link, ttl: float) -> None:
         self.ttl = ttl

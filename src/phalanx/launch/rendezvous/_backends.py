@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.comm.stores import Store, TCPStore, connect
+from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._records import NodeRecord
-from phalanx.launch.rendezvous._signing import Signer, read_secret
 from phalanx.membership import job_prefix
 
 DEFAULT_PORT = 29400
@@ -73,8 +73,8 @@ def make_handler(
 ) -> StoreRendezvousHandler:
     """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
     machine."""
-    secret_file = params.get("secret_file")
-    signer = Signer(params.run_id, read_secret(path=None if secret_file is None else str(secret_file)))
+    secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
+    signer = Signer(params.run_id, read_secret(path=secret_file or None))
     return StoreRendezvousHandler(
         params.backend,
         params.run_id,
@@ -86,6 +86,7 @@ def make_handler(
         store_url=opened.url,
         is_host=opened.is_host,
         close_store=opened.store.close,
+        secret_file=secret_file,
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from phalanx.comm.stores._interface import Store
+from phalanx.comm.stores._sealed import SealedStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreLost
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
@@ -31,10 +33,16 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.launch.rendezvous._leader import describe, end_generation, publish_members, ring
+from phalanx.launch.rendezvous._leader import (
+    describe,
+    end_generation,
+    opened,
+    publish_members,
+    ring,
+    write_once,
+)
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, RecordError
 
 log = logging.getLogger(__name__)
@@ -66,17 +74,19 @@ class StoreRendezvousHandler(RendezvousHandler):
         store_url: str,
         is_host: bool = False,
         close_store: Callable[[], None] | None = None,
+        secret_file: str = "",
         master: tuple[str, int] | None = None,
     ) -> None:
         self._backend = backend
         self._run_id = run_id
         self._store = store
-        self._agent_store = store.clone()
+        self._agent_store = SealedStore(store.clone(), signer)
         self._signer = signer
         self._options = options
         self._store_url = store_url
         self._is_host = is_host
         self._close_store = close_store
+        self._secret_file = secret_file
         self._participant = Participant(store, signer, rules, node, lease=options.lease)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -98,6 +108,10 @@ class StoreRendezvousHandler(RendezvousHandler):
     @property
     def store_url(self) -> str:
         return self._store_url
+
+    @property
+    def secret_file(self) -> str:
+        return self._secret_file
 
     @property
     def node_id(self) -> str:
@@ -130,7 +144,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             ) from error
         self._generation = record.generation
         if rank == 0:
-            publish_members(self._store, record)  # usually the leader has
+            publish_members(self._store, self._signer, record)  # usually the leader has
         return describe(record, rank, self._agent_store)
 
     def _join(self) -> tuple[GenerationRecord, int]:
@@ -227,26 +241,29 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._participant.facts.closed:
             return True
         try:
-            return self._store.get(records.CLOSED) is not None
+            return self._read(records.CLOSED) is not None
         except StoreLost as error:
             raise self._lost(error) from error
 
+    def _read(self, key: str) -> bytes | None:
+        """A record that can be trusted, or None."""
+        value = self._store.get(key)
+        return None if value is None else opened(self._signer, key, value)
+
     def set_closed(self) -> None:
-        sealed = self._signer.seal(records.CLOSED, records.dump(f"closed by node {self.node_id}"))
+        reason = records.dump(f"closed by node {self.node_id}")
         try:
-            if self._store.compare_and_set(records.CLOSED, None, sealed):
+            if write_once(self._store, self._signer, records.CLOSED, reason):
                 ring(self._store)
         except StoreLost as error:
             raise self._lost(error) from error
 
     def num_nodes_waiting(self) -> int:
         try:
-            value = self._store.get(records.WAITING)
+            count = self._read(records.WAITING)
         except StoreLost as error:
             raise self._lost(error) from error
-        if value is None:
-            return 0
-        return int(records.load(self._signer.open(records.WAITING, value), records.WAITING))
+        return 0 if count is None else int(records.load(count, records.WAITING))
 
     def break_generation(self, generation: int, broken: Broken) -> None:
         self._end(generation, "broken", broken)
@@ -297,7 +314,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _leave(self) -> bool:
         try:
             self._participant.leave()
-            if self._is_host and self._store.get(records.CLOSED) is not None:
+            if self._is_host and self._read(records.CLOSED) is not None:
                 self._wait_for_others()
         except StoreLost as error:
             log.warning("node %s could not say that it leaves: %s", self.node_id, error)

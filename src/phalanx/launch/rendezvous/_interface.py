@@ -244,6 +244,11 @@ class RendezvousHandler(ABC):
     def store_url(self) -> str:
         """URL of the job's store for workers on this node, as in ``PHALANX_STORE``."""
 
+    @property
+    def secret_file(self) -> str:
+        """The file of the job's secret when the configuration names one: workers sign and verify too."""
+        return ""
+
     @abstractmethod
     def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
         """Say how many workers this node runs, and optionally their ids; counts from the next join on."""

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from phalanx.comm.stores._interface import Change, Store
+from phalanx.comm.stores._sealed import SealedStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, RecordError, broken_key, members_key, wanted_key
 
 if TYPE_CHECKING:
@@ -39,10 +40,30 @@ def ring(store: Store) -> None:
 def end_generation(store: Store, signer: Signer, generation: int, kind: str, cause: Broken) -> None:
     """Tell workers, then agents, that a generation is over. The first reason stays."""
     for_workers = broken_key(generation) if kind == "broken" else wanted_key(generation)
-    store.compare_and_set(for_workers, None, cause.to_json())
+    SealedStore(store, signer).compare_and_set(for_workers, None, cause.to_json())
     key = records.ended_key(generation, kind)
-    if store.compare_and_set(key, None, signer.seal(key, cause.to_json())):
+    if write_once(store, signer, key, cause.to_json()):
         ring(store)
+
+
+def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
+    """Write a record unless a trustworthy one is there already; a forged one is replaced."""
+    sealed = signer.seal(key, record)
+    expected = None
+    while not store.compare_and_set(key, expected, sealed):
+        expected = store.get(key)
+        if expected is not None and opened(signer, key, expected) is not None:
+            return False
+    return True
+
+
+def opened(signer: Signer, key: str, value: bytes) -> bytes | None:
+    """The content of a record, or None (and a log line) when it cannot be trusted."""
+    try:
+        return signer.open(key, value)
+    except RecordError as error:
+        log.warning("refused a record: %s", error)
+        return None
 
 
 def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
@@ -58,11 +79,11 @@ def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInf
     )
 
 
-def publish_members(store: Store, record: GenerationRecord) -> None:
+def publish_members(store: Store, signer: Signer, record: GenerationRecord) -> None:
     """Write what workers read about a generation, unless it is there already."""
-    key = members_key(record.generation)
-    if store.get(key) is None:
-        store.compare_and_set(key, None, describe(record, 0, store).members().to_json())
+    key, sealed = members_key(record.generation), SealedStore(store, signer)
+    if sealed.get(key) is None:
+        sealed.compare_and_set(key, None, describe(record, 0, store).members().to_json())
 
 
 class Leader:
@@ -82,7 +103,7 @@ class Leader:
         gone = [Change(key, None) for key in self._raw if key not in found]
         self.observe([*gone, *(Change(key, value) for key, value in found.items())], now)
         if facts.latest is not None:
-            publish_members(self._store, facts.latest)
+            publish_members(self._store, self._signer, facts.latest)
 
     def observe(self, changes: Iterable[Change], now: float) -> None:
         """Take in changes of node records."""
@@ -135,7 +156,7 @@ class Leader:
         left did so on request, and the generation need not be broken for it."""
         if action.generation in facts.ends:
             return False
-        value = self._store.get(wanted_key(action.generation))
+        value = SealedStore(self._store, self._signer).get(wanted_key(action.generation))
         if value is None:
             return False
         cause = Broken.from_json(value)
@@ -155,11 +176,11 @@ class Leader:
 
     def _form(self, record: GenerationRecord, facts: Facts) -> None:
         key = records.generation_key(record.generation)
-        if not self._store.compare_and_set(key, None, self._signer.seal(key, record.to_json())):
+        if not write_once(self._store, self._signer, key, record.to_json()):
             taken = self._store.get(key)
             assert taken is not None, "a generation record is never deleted"
             record = GenerationRecord.from_json(self._signer.open(key, taken))
-        publish_members(self._store, record)
+        publish_members(self._store, self._signer, record)
         self._store.set(records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation)))
         ring(self._store)
         facts.latest = record
@@ -169,7 +190,8 @@ class Leader:
     def _forget(self, generation: int) -> None:
         if generation < 0:
             return
-        self._store.set(records.generation_key(generation), records.GONE)
+        key = records.generation_key(generation)
+        self._store.set(key, self._signer.seal(key, records.GONE))
         for kind in ("broken", "wanted"):
             self._store.delete(records.ended_key(generation, kind))
         for key in (members_key(generation), broken_key(generation), wanted_key(generation)):

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
+from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Leader, ring
+from phalanx.launch.rendezvous._leader import Leader, opened, ring
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord
-from phalanx.launch.rendezvous._signing import Signer
 from phalanx.membership import Broken, RecordError
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
@@ -209,7 +209,7 @@ class Participant:
         ]
         closed, following, leader, leader_node = self.store.get_many(keys)
         if closed is not None:
-            self.facts.closed = str(self._open(records.CLOSED, closed, "") or "closed")
+            self.facts.closed = str(self._open(records.CLOSED, closed, ""))
         if following is not None:
             self._follow(current + 1)
         self._read_ends()
@@ -222,20 +222,18 @@ class Participant:
 
     def _open(self, key: str, value: bytes, default: Any) -> Any:
         """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""
-        try:
-            return records.load(self.signer.open(key, value), key)
-        except RecordError as error:
-            log.warning("node %s ignores a record: %s", self.node.id, error)
-            return default
+        record = opened(self.signer, key, value)
+        return default if record is None else records.load(record, key)
 
     def _follow(self, number: int) -> None:
         """Read generation ``number`` and those after it; the last one is the newest."""
         while True:
             key = records.generation_key(number)
             value = self.store.get(key)
-            if value is None or value == records.GONE:
+            record = None if value is None else opened(self.signer, key, value)
+            if record is None or record == records.GONE:
                 return
-            self.facts.latest = GenerationRecord.from_json(self.signer.open(key, value))
+            self.facts.latest = GenerationRecord.from_json(record)
             self.facts.passed_over = self.seat(self.node.wants) is None
             number += 1
 

@@ -1,6 +1,6 @@
 """Envelopes for control records: versioned JSON, signed when the job has a secret.
 
-Owns the outermost layer of every rendezvous record: ``{"v":1,"mac":"<hex>","record":<json>}`` with a secret,
+Owns the outermost layer of every control record: ``{"v":1,"mac":"<hex>","record":<json>}`` with a secret,
 ``{"v":1,"record":<json>}`` without. The HMAC-SHA256 covers the job, the key and the exact bytes of the
 record, so a record can neither be changed nor moved to another key or job. It keeps strangers out; it does
 not hide what is written, and it does not stop someone who can record a member's traffic from replaying a
@@ -15,10 +15,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx.membership import RecordError
-
-ENV_SECRET = "PHALANX_JOB_SECRET"
-ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
+from phalanx.membership import ENV_SECRET, ENV_SECRET_FILE, RecordError
 
 _PLAIN = b'{"v":1,"record":'
 _SIGNED = b'{"v":1,"mac":"'
@@ -77,6 +74,11 @@ class Signer:
         assert self._secret is not None, "only called with a secret"
         message = b"\0".join((self._job, key.encode(), record))
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest().encode()
+
+
+def is_signed(value: bytes) -> bool:
+    """Whether a value is a signed record, by its form alone."""
+    return value.startswith(_SIGNED)
 
 
 def read_secret(environ: Mapping[str, str] | None = None, path: str | None = None) -> bytes | None:

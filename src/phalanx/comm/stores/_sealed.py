@@ -1,0 +1,146 @@
+"""A store seen through a job's signature: what is written is signed, what is read is verified.
+
+Owns the view that agents and workers have of a job's namespace. With a secret, a value that is not signed with it reads
+as absent, is named in the log once, and does not stand in the way of the rightful writer: ``compare_and_set`` from
+absent replaces it. Without a secret values pass through as they are, except that a signed one is an error (this process
+was not given the secret). Counters cannot be signed, because the store itself adds to them; a stranger who changes one
+causes a needless look at records that are signed. Nothing here keeps a stranger with write access from deleting keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.comm.stores._interface import Change, Lease, Store, Watch
+from phalanx.comm.stores._namespace import NamespacedStore
+from phalanx.comm.stores._polling import wait_for_keys
+from phalanx.comm.stores._signing import Signer, is_signed, read_secret
+from phalanx.membership import RecordError, is_counter, job_prefix
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+
+log = logging.getLogger(__name__)
+
+
+def job_store(root: Store, job: str) -> Store:
+    """The namespace of ``job`` in ``root``, signed with the secret that the environment names, if any.
+
+    >>> job_store(MemoryStore(), "job7").set("wish/node1", b"4")       # doctest: +SKIP
+    """
+    return SealedStore(root.namespace(job_prefix(job)), Signer(job, read_secret()))
+
+
+class SealedStore(Store):
+    """``below`` with every value signed and verified by ``signer``; ``below`` is in the job's namespace."""
+
+    def __init__(self, below: Store, signer: Signer) -> None:
+        self._below = below
+        self._signer = signer
+        self._refused: dict[str, bytes] = {}
+        self.address = below.address
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        return self._signer.seal(key, value) if self._signer.has_secret else value
+
+    def _open(self, key: str, value: bytes | None) -> bytes | None:
+        if value is None or is_counter(key):
+            return value
+        if not self._signer.has_secret:
+            return self._signer.open(key, value) if is_signed(value) else value  # open says what is missing
+        try:
+            return self._signer.open(key, value)
+        except RecordError as error:
+            if self._refused.get(key) != value:
+                self._refused[key] = value
+                log.warning("refused a record: %s", error)
+            return None
+
+    def get(self, key: str) -> bytes | None:
+        return self._open(key, self._below.get(key))
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._open(key, value) for key, value in zip(keys, self._below.get_many(keys), strict=True)]
+
+    def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        self._below.set(key, self._seal(key, value), lease=lease)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        assert is_counter(key), f"{key!r} is not a counter's name, so what it holds would be taken for forged"
+        return self._below.add(key, amount)
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        sealed = self._seal(key, value)
+        if expected is not None:
+            return self._below.compare_and_set(key, self._seal(key, expected), sealed)
+        while True:
+            if self._below.compare_and_set(key, None, sealed):
+                return True
+            standing = self._below.get(key)
+            if self._open(key, standing) is not None:
+                return False
+            if standing is not None and self._below.compare_and_set(key, standing, sealed):
+                return True  # a stranger's
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        until = time.monotonic() + timeout
+        opened = [
+            self._open(key, value) for key, value in zip(keys, self._below.wait(keys, timeout), strict=True)
+        ]
+        found = [value for value in opened if value is not None]
+        if len(found) == len(keys):
+            return found
+        # Some are a stranger's: the store below cannot tell, so look for the right ones ourselves.
+        return wait_for_keys(self.get_many, keys, max(0.0, until - time.monotonic()), self.address)
+
+    def delete(self, key: str) -> bool:
+        return self._below.delete(key)
+
+    def items(self, prefix: str = "") -> dict[str, bytes]:
+        opened = {key: self._open(key, value) for key, value in self._below.items(prefix).items()}
+        return {key: value for key, value in opened.items() if value is not None}
+
+    def watch(self, prefix: str = "") -> Watch:
+        return _SealedWatch(self._below.watch(prefix), self)
+
+    def lease(self, ttl: float) -> Lease:
+        return self._below.lease(ttl)
+
+    def namespace(self, prefix: str) -> Store:
+        return NamespacedStore(self, prefix)
+
+    def clone(self) -> Store:
+        return SealedStore(self._below.clone(), self._signer)
+
+    def as_c10d(self, prefix: str = "") -> C10dStore:
+        """As below: what torch's process groups exchange is theirs and is not signed."""
+        return self._below.as_c10d(prefix)
+
+    def close(self) -> None:
+        self._below.close()
+
+
+class _SealedWatch(Watch):
+    """A record that is refused is not a change."""
+
+    def __init__(self, below: Watch, store: SealedStore) -> None:
+        self._below = below
+        self._store = store
+
+    def wait(self, timeout: float) -> list[Change]:
+        until = time.monotonic() + timeout
+        while True:
+            raw = self._below.wait(max(0.0, until - time.monotonic()))
+            kept = []
+            for change in raw:
+                value = self._store._open(change.key, change.value)
+                if value is not None or change.value is None:
+                    kept.append(Change(change.key, value))
+            if kept or not raw:
+                return kept
+
+    def close(self) -> None:
+        self._below.close()
