@@ -174,14 +174,7 @@ def _run_first(func: Any, args: Any) -> Any:
     if decision is None:
         return run_replicated(func, args, None)
     if decision.plain and stale is None:
-        result = func(local, *rest)
-        spec = decision.outputs[0]
-        if result.dtype is not spec.dtype:
-            spec = spec.with_dtype(result.dtype)
-        wrapped = _make_subclass(DTensor, spec.template)
-        wrapped._local = result
-        wrapped._spec = spec
-        return wrapped
+        return wrap(func(local, *rest), decision.outputs[0])
     values = [local, *rest]
     if decision.form == "self" and stale is not None:
         check_writable(tensor, decision.name)
