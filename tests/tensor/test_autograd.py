@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,82 @@ def test_a_view_that_had_to_be_copied_says_so() -> None:
         with pytest.raises(RuntimeError, match="out of date"):
             copied + 1
         same(x[2:7], torch.arange(12.0)[2:7] + 1)
+
+    on_mesh(body, (2,))
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+USES_OF_A_VIEW: dict[str, Any] = {
+    "redistribute": lambda v: v.redistribute(placements=[Shard(0)]),
+    "redistribute to the same layout": lambda v: v.redistribute(placements=v.placements),
+    "redistribute later": lambda v: v.redistribute(placements=[Shard(0)], async_op=True).to_local(),
+    "to_local": lambda v: v.to_local(),
+    "full_tensor": lambda v: v.full_tensor(),
+    "item": lambda v: v.sum().item(),
+    "tolist": lambda v: v.tolist(),
+    "norm": lambda v: torch.linalg.vector_norm(v),
+    "argmax": lambda v: v.argmax(0),
+    "bernoulli": lambda v: torch.bernoulli(v),
+    "list function": lambda v: torch._foreach_add([v], 1.0),
+    "list function, second": lambda v: torch._foreach_add([v.new_zeros(v.shape)], [v]),
+    "function of the user": lambda v: _Double.apply(v),
+    "data": lambda v: v.data,
+    "pickle": lambda v: v.__reduce_ex__(2),
+    "deepcopy": lambda v: copy.deepcopy(v),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_A_VIEW)
+def test_no_use_of_a_copied_view_sees_old_values(use: str) -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(12.0) / 12, mesh, [Shard(0)], src_data_rank=None)
+        views = {
+            "view": x[2:7],
+            "view of it": x[2:7][:4],
+            "view of a dead view": x[2:][1:9],
+            "alias": x[2:7].detach(),
+        }
+        for view in views.values():
+            USES_OF_A_VIEW[use](view)
+        x.mul_(0.5)
+        for view in views.values():
+            with pytest.raises(RuntimeError, match="out of date"):
+                USES_OF_A_VIEW[use](view)
+
+    on_mesh(body, (2,))
+
+
+def test_no_write_to_a_copied_view_is_lost() -> None:
+    writes: list[Any] = [
+        lambda v: v.add_(1),
+        lambda v: v.detach().add_(1),
+        lambda v: v[:2].zero_(),
+        lambda v: v.__setitem__(0, 5.0),
+        lambda v: v.uniform_(),
+        lambda v: torch._foreach_add_([v], 1.0),
+        lambda v: torch._foreach_mul_([v, v.clone()], [v.clone(), v.clone()]),
+        lambda v: torch.add(v, 1, out=v),
+    ]
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
+        for write in writes:
+            with pytest.raises(RuntimeError, match="would not reach its base"):
+                write(x[2:7])
+        with torch.inference_mode():
+            y = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
+            with pytest.raises(RuntimeError, match="would not reach its base"):
+                y[2:7].add_(1)
+        same(x, torch.arange(12.0))
 
     on_mesh(body, (2,))
 

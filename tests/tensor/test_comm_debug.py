@@ -47,7 +47,7 @@ def test_counts_and_bytes_by_collective() -> None:
     for seen in on_mesh(body, 2):
         assert seen.get_total_counts() == 3
         assert sum(seen.get_comm_counts().values()) == 3
-        assert seen.get_comm_bytes()["all_to_all"] == 48
+        assert seen.get_comm_bytes()["all_to_all_single"] == 48
         assert seen.get_total_bytes() == 48 + 2 * 96
 
 

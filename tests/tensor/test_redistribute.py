@@ -21,6 +21,7 @@ COLLECTIVES = {
     "all_gather",
     "all_gather_into_tensor",
     "all_to_all",
+    "all_to_all_single",
     "all_reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",

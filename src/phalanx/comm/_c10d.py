@@ -202,6 +202,10 @@ class C10dTransport(Transport):
 
         return self._start("alltoall_base", (room, sent, out_splits, in_splits), async_op, after=unpack)
 
+    def all_to_all_flat(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
+        # without splits it cuts the first dim, whatever the others are
+        return self._start("alltoall_base", (self._bytes(output), self._bytes(tensor), [], []), async_op)
+
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         """Point to point, so that sizes may differ without the others knowing them."""
         tag = self._next_gather_tag()

@@ -305,6 +305,9 @@ class Group:
         async_op: bool = False,
     ) -> Work:
         """``all_to_all`` on parts of dim 0; without splits the parts are equal."""
+        if output_splits is None and input_splits is None and self._halves_fit(output, tensor):
+            self._enter("all_to_all_single", (output, tensor))
+            return self._transport.all_to_all_flat(output, tensor, async_op=async_op)
         check_tensor("all_to_all_single", output)
         check_tensor("all_to_all_single", tensor)
         staged = output.contiguous()
@@ -456,6 +459,18 @@ class Group:
             except RuntimeError:  # from is_contiguous, which some sparse layouts lack
                 pass
         return None
+
+    def _halves_fit(self, output: Tensor, tensor: Tensor) -> bool:
+        """Whether both are equal parts, one per rank, of tensors that can travel as they are."""
+        return (
+            _is_plain(output)
+            and _is_plain(tensor)
+            and output.dtype is tensor.dtype
+            and output.shape == tensor.shape
+            and output.numel() > 0
+            and output.dim() > 0
+            and output.shape[0] % self.size == 0
+        )
 
     def _check_alive(self) -> None:
         if self._ended is not None:

@@ -105,6 +105,11 @@ class Transport(ABC):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         """``inputs[r]`` goes to rank r; ``outputs[r]`` comes from it; shapes may all differ."""
 
+    def all_to_all_flat(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
+        """``all_to_all`` of the equal parts of two contiguous tensors of one size, which is not zero."""
+        outputs, inputs = output.view(self.size, -1).unbind(), tensor.view(self.size, -1).unbind()
+        return self.all_to_all(outputs, inputs, async_op=async_op)
+
     @abstractmethod
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool

@@ -191,4 +191,7 @@ def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
     placements: list[Placement] = [REPLICATE] * root.ndim
     for axis, placement in zip(axes, tensor._spec.placements, strict=True):
         placements[axis] = placement
-    return wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))
+    lifted = wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))
+    if tensor._stale is not None:
+        lifted._stale = tensor._stale
+    return lifted

@@ -20,6 +20,7 @@ from phalanx.tensor._names import op_name
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, StridedShard
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._through import run_through, through
+from phalanx.tensor._views import fresh
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 
@@ -97,7 +98,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     )
     reduced = {d % x.ndim for d in chosen}
     keepdim = bool(given.get("keepdim", False))
-    local = func(x._local, order, sorted(reduced), keepdim, dtype=options.get("dtype"))
+    local = func(fresh(x), order, sorted(reduced), keepdim, dtype=options.get("dtype"))
     placements: list[Placement] = []
     count, shape = 1, []
     for axis, p in enumerate(spec.placements):
@@ -144,7 +145,7 @@ def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
     if not axes or odd or spec.shape_at([n - 1 for n in spec.mesh.shape])[dim] == 0:
         return run_rule(func, args, kwargs)
     pick = torch.max if op_name(func).base == "argmax" else torch.min
-    values, indices = pick(x._local.detach(), dim, keepdim=True)
+    values, indices = pick(fresh(x).detach(), dim, keepdim=True)
     shape = list(spec.shape)
     shape[dim] = math.prod(spec.mesh.shape[axis] for axis in axes)
     parts = Spec.of(spec.mesh, spec.placements, shape, spec.dtype)

@@ -40,6 +40,7 @@ from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 CACHE_LIMIT = 20_000
 
 _PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, complex})
+_SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are equal across types
 _FLOATS = KEPT_FLOATS
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _INTS = frozenset({int})
@@ -86,8 +87,13 @@ def forget_decisions() -> None:
 
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of every function that has a sharding rule; the hot path."""
-    if not kwargs and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
-        return _run_pair(func, args)
+    if not kwargs and args and type(args[0]) is DTensor:
+        if len(args) == 1:
+            return _run_first(func, args)
+        if len(args) == 2 and type(args[1]) is DTensor:
+            return _run_pair(func, args)
+        if _SIMPLE.issuperset(map(type, args[1:])):
+            return _run_first(func, args)
     key: list[Any] = [func]
     values: list[Any] = []
     grad = False
@@ -152,6 +158,32 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     return _finish(decision, result, args[0], args)
 
 
+def _run_first(func: Any, args: Any) -> Any:
+    """``run_rule`` for one DTensor, with sizes and dims after it or nothing."""
+    tensor, rest = args[0], args[1:]
+    stale = tensor._stale
+    if stale is not None:
+        check_fresh(tensor)
+    local = tensor._local
+    grad = local.requires_grad and torch.is_grad_enabled()
+    found = (func, grad, tensor._spec, rest)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        decision = _decide_and_remember(found, func, args, {}, [tensor], grad)
+    if decision is None:
+        return run_replicated(func, args, None)
+    if decision.plain and stale is None:
+        return wrap(func(local, *rest), decision.outputs[0])
+    values = [local, *rest]
+    if decision.form == "self" and stale is not None:
+        check_writable(tensor, decision.name)
+    if decision.moves or decision.reductions:
+        _move_inputs(decision, args, values)
+    result = func(*values) if decision.local is None else decision.local(decision.run, tuple(values), {})
+    return _finish(decision, result, tensor, args)
+
+
 def _run_pair(func: Any, args: Any) -> Any:
     """``run_rule`` for two DTensors and nothing else, which is most of what a model does."""
     left, right = args
@@ -170,7 +202,7 @@ def _run_pair(func: Any, args: Any) -> Any:
         decision = _decide_and_remember(found, func, args, {}, [left, right], grad)
     if decision is None:
         return run_replicated(func, args, None)
-    if decision.plain:
+    if decision.plain and left._stale is None:
         result = func(a, b)
         spec = decision.outputs[0]
         if result.dtype is not spec.dtype:
@@ -245,10 +277,10 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
 def _finish(decision: Decision, result: Any, first: DTensor, tensors: Any) -> Any:
     if decision.form == "self":
         return first
-    if decision.form == "one" and not decision.moves:
+    if decision.form == "one" and not (decision.is_view and (decision.moves or first._stale is not None)):
         return wrap(result, decision.outputs[0])
     wrapped = wrap_all(result, iter(decision.outputs))
-    if decision.is_view and decision.moves:
+    if decision.is_view and (decision.moves or first._stale is not None):
         for view in tensors_in(wrapped):
             mark_copied_view(view, tensors[0], decision.name)
     return wrapped
@@ -306,8 +338,9 @@ def _decide(
         positions = [i for i, arg in enumerate(args) if type(arg) is DTensor]
         decision.moves = tuple((positions[i], plan) for i, plan in decision.moves)
         decision.reductions = tuple((positions[i], what) for i, what in decision.reductions)
-    simple = decision.form == "one" and decision.local is None and not (decision.moves or decision.reductions)
-    decision.plain = simple and not sharding.is_view
+    decision.plain = (
+        decision.form == "one" and decision.local is None and not (decision.moves or decision.reductions)
+    )
     log_decision(name.base, inputs, decision)
     return decision
 

@@ -191,6 +191,7 @@ def redistribute(
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
     if target is spec:
         return tensor if local is tensor._local else wrap(local, spec)
+    spec.routes[tuple(placements)] = (target, plan_redistribute(spec, target), None)
     if async_op and plan_redistribute(spec, target).communicates:
         complete = start_plan(local, plan_redistribute(spec, target))
         return pending(target, lambda: _cast_gradient(complete(), backward_dtype))

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import check_fresh, fresh
 
 _TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
@@ -89,6 +90,8 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
         spec = self._spec
+        if self._stale is not None:
+            check_fresh(self)
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
             given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
             if given is not spec.cotangent:
@@ -112,6 +115,8 @@ class DTensor(torch.Tensor):
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
+        if self._stale is not None:
+            check_fresh(self)
         if (
             placements is not None
             and device_mesh is None
@@ -119,9 +124,13 @@ class DTensor(torch.Tensor):
             and forward_dtype is None
             and backward_dtype is None
         ):  # nothing unusual: straight to the plan, if there is one already
-            target = spec.variants.get(tuple(placements))
-            if target is not None and target is not spec:
-                return wrap(redistribute_local(self._local, spec, target), target)
+            route = spec.routes.get(tuple(placements))
+            if route is not None:
+                target, plan, both_ways = route
+                local = self._local
+                if not (local.requires_grad and torch.is_grad_enabled()):
+                    return wrap(run_plan(local.detach() if local.requires_grad else local, plan), target)
+                return wrap(_apply_move(local, *(both_ways or there_and_back(plan))), target)
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -272,13 +281,16 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> DTensor:
-        return wrap(self._local.data, self._spec)
+        data = wrap(fresh(self).data, self._spec)
+        if self._stale is not None:
+            data._stale = self._stale
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, DTensor):
             raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
-        self._local.data = value._local.detach()
+        self._local.data = fresh(value).detach()
         self._spec = value._spec
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
@@ -290,12 +302,12 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
-        return _rebuild, (self._local.detach(), self._spec, self.requires_grad and self.is_leaf, state)
+        return _rebuild, (fresh(self).detach(), self._spec, self.requires_grad and self.is_leaf, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
-        local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
+        local = fresh(self).detach().clone().requires_grad_(self._local.requires_grad)
         if self._local.grad is not None:
             local.grad = self._local.grad.clone()
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}

@@ -66,8 +66,9 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
             if tensor is whole:
                 return original
         wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
-        if name.base in VIEW_NAMES and not tensors[0]._spec.is_replicated:
-            mark_copied_view(wrapped, tensors[0], name.base)
+        base = tensors[0]
+        if name.base in VIEW_NAMES and not (base._spec.is_replicated and base._stale is None):
+            mark_copied_view(wrapped, base, name.base)
         return wrapped
 
     return walk_tensors(result, lift)
@@ -90,9 +91,9 @@ def _unseen_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
 
 def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
     """Put the changed copy ``whole`` back into ``tensor``, in its layout."""
+    check_writable(tensor, op)
     if whole is tensor._local:
         return
-    check_writable(tensor, op)
     spec = tensor._spec
     if tuple(whole.shape) != tuple(spec.shape):
         raise RuntimeError(

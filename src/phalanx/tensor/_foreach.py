@@ -13,8 +13,8 @@ from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
-from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import check_writable, fresh
 
 # Linear in every list together: they may run on partial sums.
 _LINEAR = frozenset({"_foreach_neg", "_foreach_zero", "_foreach_copy"})
@@ -24,19 +24,59 @@ _REDUCING = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 
 def foreach(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch._foreach_op(list, ...)``, in place or not."""
+    if not kwargs:
+        alike = _all_alike(func, args)
+        if alike is not None:
+            local_args, specs = alike
+            result = func(*local_args)
+            if result is None or func.__name__[-1] == "_":
+                return list(args[0])
+            return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
+    return _foreach_any(func, args, kwargs or {})
+
+
+def _all_alike(func: Any, args: Any) -> tuple[list[Any], list[Spec]] | None:
+    """The locals of lists that are laid out alike, place by place, as an optimizer's are; None if they are not."""
+    if func.__name__ in _REDUCING:
+        return None
+    first = args[0]
+    specs = [t._spec for t in first if type(t) is DTensor and t._stale is None]
+    if len(specs) != len(first) or any(spec.is_partial for spec in set(specs)):
+        return None
+    local_args: list[Any] = [[t._local for t in first]]
+    for arg in args[1:]:
+        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor):
+            found = [
+                t._local
+                for t, spec in zip(arg, specs, strict=True)
+                if type(t) is DTensor and t._spec is spec and t._stale is None
+            ]
+            if len(found) != len(specs):
+                return None
+            arg = found
+        elif isinstance(arg, DTensor):
+            return None
+        local_args.append(arg)
+    return local_args, specs
+
+
+def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     base = name[:-1] if name.endswith("_") else name
     first = list(args[0])
     if base in _REDUCING:
-        return _one_by_one(base, first, args[1:], kwargs or {})
+        return _one_by_one(base, first, args[1:], kwargs)
     specs = [t._spec if type(t) is DTensor else None for t in first]
     odd = any(spec is None for spec in specs) or any(
-        _is_partial(spec) for spec in specs if base not in _LINEAR
+        spec.is_partial for spec in specs if spec is not None and base not in _LINEAR
     )
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
-        return _mixed(func, args, kwargs or {})
+        return _mixed(func, args, kwargs)
+    if name.endswith("_"):
+        for tensor in first:
+            check_writable(tensor, name)
     local_args = [_locals(arg, specs) for arg in args]
-    local_kwargs = {key: _locals(value, specs) for key, value in (kwargs or {}).items()}
+    local_kwargs = {key: _locals(value, specs) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if name.endswith("_"):
         return list(args[0])
@@ -49,10 +89,6 @@ def _same_shapes(value: Any, first: list[Any]) -> bool:
     return all(not t.dim() or t.shape == other.shape for t, other in zip(value, first, strict=True))
 
 
-def _is_partial(spec: Spec | None) -> bool:
-    return spec is not None and any(isinstance(p, Partial) for p in spec.placements)
-
-
 def _locals(value: Any, specs: list[Spec | None]) -> Any:
     """Lists of tensors in the layouts ``specs``; a single tensor (a learning rate) whole."""
     kind = type(value)
@@ -60,12 +96,12 @@ def _locals(value: Any, specs: list[Spec | None]) -> Any:
         if value and isinstance(value[0], Tensor):
             assert len(value) == len(specs), f"lists of {len(value)} and {len(specs)} tensors"
             return [
-                t._local if type(t) is DTensor and t._spec is spec else _brought(t, spec)
+                fresh(t) if type(t) is DTensor and t._spec is spec else _brought(t, spec)
                 for t, spec in zip(value, specs, strict=True)
             ]
         return value
     if isinstance(value, DTensor):
-        return redistribute_local(value._local, value._spec, value._spec.replicated)
+        return redistribute_local(fresh(value), value._spec, value._spec.replicated)
     return value
 
 
@@ -77,14 +113,14 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
                 f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside DTensors"
             )
         return tensor
-    own = tensor._spec
+    own, local = tensor._spec, fresh(tensor)
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
-        return tensor._local
+        return local
     if not tensor.ndim:
-        return redistribute_local(tensor._local, own, own.replicated)
+        return redistribute_local(local, own, own.replicated)
     if own.shape != spec.shape:
         raise RuntimeError(f"a list function got {own!r} beside {spec!r}: shapes differ")
-    return redistribute_local(tensor._local, own, spec.with_dtype(own.dtype))
+    return redistribute_local(local, own, spec.with_dtype(own.dtype))
 
 
 def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -122,8 +158,10 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
         )
     specs: list[Spec | None] = [t._spec for t in first]
-    if any(_is_partial(spec) for spec in specs):
+    if any(t._spec.is_partial for t in first):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
+    for tensor in first:
+        check_writable(tensor, func.__name__)
     func(
         *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
     )

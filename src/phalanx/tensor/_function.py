@@ -18,6 +18,7 @@ from torch.autograd import Function
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import fresh
 
 _pending = threading.local()  # the call that ``_Lifted.forward`` is about to serve, on this thread
 _lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -78,6 +79,9 @@ class _Lifted(Function):
         ctx.call = call
         context = call.context = _Context(ctx)
         given = [wrap(a, spec) if spec is not None else a for a, spec in zip(args, call.inputs, strict=True)]
+        for original, one in zip(call.originals, given, strict=True):
+            if type(original) is DTensor and original._stale is not None:
+                one._stale = original._stale
         function = call.function
         if function.setup_context is not Function.setup_context:
             result = function.forward(*given)
@@ -120,7 +124,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
     call = _pending.call = _Call(function, args)
-    result = _named(function).apply(*(_local(a) for a in args))
+    result = _named(function).apply(*(fresh(a) if isinstance(a, DTensor) else a for a in args))
     results = (result,) if call.single else result
     wrapped = []
     for value, spec in zip(results, call.outputs, strict=True):

@@ -31,6 +31,10 @@ def install() -> None:
 
 
 def _group(lists: Any, with_indices: bool) -> dict[Any, Any]:
+    kinds = {(t.device, t.dtype) if t is not None else None for t in lists[0]}
+    if len(kinds) == 1 and None not in kinds:  # as nearly always
+        everything = range(len(lists[0])) if with_indices else ()
+        return {kinds.pop(): ([list(tensors) for tensors in lists], list(everything))}
     groups: dict[Any, Any] = {}
     filled = [tensors or [None] * len(lists[0]) for tensors in lists]  # optimizers leave unused lists empty
     for index, column in enumerate(zip(*filled, strict=True)):

@@ -18,7 +18,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_writable
+from phalanx.tensor._views import check_writable, fresh
 
 REFUSED = frozenset(
     [
@@ -158,7 +158,7 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> DTensor:
     p = _option(args, options, 1, "p", 0.5 if in_place else None)
     draw = uniform_like(tensor)
     if p is None:
-        chance = redistribute_local(tensor._local.detach(), tensor._spec, tensor._spec.cotangent)
+        chance = redistribute_local(fresh(tensor).detach(), tensor._spec, tensor._spec.cotangent)
     elif isinstance(p, DTensor):
         target = tensor._spec.cotangent.with_dtype(p.dtype)
         whole = p.detach().expand(tensor.shape)

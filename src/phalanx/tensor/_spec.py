@@ -41,7 +41,8 @@ class Spec:
     """
 
     __slots__ = (
-        "__weakref__", "dtype", "local_shape", "mesh", "placements", "shape", "template", "variants",
+        "__weakref__", "dtype", "is_partial", "local_shape", "mesh", "placements", "routes", "shape",
+        "template", "variants",
     )  # fmt: skip
 
     mesh: DeviceMesh
@@ -49,7 +50,9 @@ class Spec:
     shape: torch.Size
     dtype: torch.dtype
     local_shape: tuple[int, ...]
+    is_partial: bool  # on some axis
     template: Tensor  # a meta tensor of the global shape, which wrappers are made from
+    routes: dict[Any, Any]  # placements as users gave them -> target, plan: what ``redistribute`` did before
     variants: dict[Any, Any]  # other specs and plans derived from this one, made on demand
 
     _known: ClassVar[weakref.WeakValueDictionary[Any, Spec]] = weakref.WeakValueDictionary()
@@ -70,7 +73,8 @@ class Spec:
                 known.shape = size
                 known.dtype = dtype
                 known.local_shape = known._local_shape()
-                known.variants = {}
+                known.is_partial = any(isinstance(p, Partial) for p in known.placements)
+                known.variants, known.routes = {}, {}
                 with torch.inference_mode(False):
                     known.template = torch.empty(size, dtype=dtype, device="meta")
             return known

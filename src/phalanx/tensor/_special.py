@@ -31,6 +31,12 @@ _FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_con
 "suggest_memory_format", "has_symint.get"])  # fmt: skip
 
 
+def _is_complex(func: Any, args: Any, kwargs: Any) -> bool:
+    """Optimizers ask this of every parameter, at every step."""
+    tensor: DTensor = args[0] if args else kwargs["input"]
+    return tensor._spec.dtype.is_complex
+
+
 def _from_local(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0]._local, *args[1:], **(kwargs or {}))
 
@@ -109,6 +115,7 @@ def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
 TABLE: dict[str, Handler] = {
     **dict.fromkeys(_FROM_LOCAL, _from_local),
     **dict.fromkeys(("size", "dim", "numel", "nelement", "ndimension", "__len__"), _shape_answer),
+    "is_complex": _is_complex,
     "stride": _stride,
     "nbytes.get": _nbytes,
     "is_same_size": _is_same_size,

@@ -101,8 +101,11 @@ def _all_to_all(step: Step) -> Action:
     assert isinstance(after, Shard), f"{step!r} exchanges shards"
     group, leaving = _group(step), after.dim
     sizes = list(_axis_lengths(step, step.target, after.dim))
+    lengths = _axis_lengths(step, step.source, before.dim)
+    if len(set(sizes)) == 1 == len(set(lengths)):
+        return _even_exchange(group, before.dim, after.dim, step)
     shapes = []
-    for length in _axis_lengths(step, step.source, before.dim):
+    for length in lengths:
         shape = list(step.source.local_shape)
         shape[after.dim], shape[before.dim] = step.target.local_shape[after.dim], length
         shapes.append(shape)
@@ -114,6 +117,22 @@ def _all_to_all(step: Step) -> Action:
 
     arriving = before.dim
     return begin, lambda received: torch.cat(received, arriving)
+
+
+def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
+    """Equal parts travel as one tensor, rank by rank in front; a copy only where the dim is not the first."""
+    shape, target = step.source.local_shape, step.target.local_shape
+    cut = (*shape[:leaving], group.size, target[leaving], *shape[leaving + 1 :])
+
+    def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
+        sent = local.view(cut)
+        sent = (sent.movedim(leaving, 0) if leaving else sent).contiguous()
+        received = torch.empty_like(sent)
+        return group.all_to_all_single(received, sent, async_op=async_op), received
+
+    if arriving == 0:
+        return begin, lambda received: received.view(target)
+    return begin, lambda received: received.movedim(0, arriving).reshape(target)
 
 
 def _all_reduce(step: Step) -> Action:

@@ -1,39 +1,53 @@
 """Views that could not be views: a view operation that had to move data gives a copy, and says so when it matters.
 
-Owns the mark on such copies. Writing to one raises (the write would not reach the base); reading one after its base was
-written raises too (it would be stale). Everything else works as on a view.
+Owns the mark on such copies, which views of them inherit. Writing to one raises (the write would not reach the base);
+reading one after its base was written raises too (it would be stale). Everything else works as on a view. Tensors of
+inference mode have no version, so of theirs only writes are caught.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from phalanx.tensor._dtensor import DTensor
 
 
 class CopiedView:
-    """Set as ``_stale`` on a copied view: which base, at which version."""
+    """Set as ``_stale`` on a copied view: the version that its base has now, and had then."""
 
-    __slots__ = ("base", "op", "version")
+    __slots__ = ("counter", "op", "version")
 
-    def __init__(self, base: DTensor, op: str) -> None:
-        self.base = weakref.ref(base._local)
-        self.version = base._local._version
+    def __init__(self, base: Tensor, op: str) -> None:
         self.op = op
+        self.counter: Tensor | None = None
+        self.version = 0
+        if not base.is_inference():
+            # An alias counts with its base, and outlives it; emptied, it keeps the count and none of the memory.
+            self.counter = base.detach()
+            self.counter.data = torch.empty(0, dtype=base.dtype, device=base.device)
+            self.version = base._version
 
 
 def mark_copied_view(view: Any, base: DTensor, op: str) -> None:
-    if not base._local.is_inference():
-        view._stale = CopiedView(base, op)
+    """``view`` is a copy of a part of ``base``, or of what ``base`` is a copy of."""
+    view._stale = base._stale if base._stale is not None else CopiedView(base._local, op)
+
+
+def fresh(tensor: DTensor) -> Tensor:
+    """The local of ``tensor``, if it is what it should be."""
+    if tensor._stale is not None:
+        check_fresh(tensor)
+    return tensor._local
 
 
 def check_fresh(view: DTensor) -> None:
     """Raise if the base was written since the copy was made."""
     mark: CopiedView = view._stale
-    base = mark.base()
-    if base is not None and base._version != mark.version:
+    if mark.counter is not None and mark.counter._version != mark.version:
         raise RuntimeError(
             f"this {mark.op} of a DTensor had to be copied ({view._spec!r}), and its base was written since: "
             f"its values are out of date. Take the view again after the write"

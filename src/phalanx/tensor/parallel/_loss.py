@@ -25,6 +25,7 @@ from phalanx.comm import Group
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._placement import REPLICATE, Placement, Shard
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import fresh
 
 _NAMES = (
     "input",
@@ -99,7 +100,7 @@ def _cross_entropy(
     _check_target(local_target, spec.shape[dim], ignore_index)
     scale = _row_weights(local_target, weight, ignore_index, spec)
     cut = _Cut(dim, spec.local_offset(dim), _class_groups(spec, dim))
-    losses: Tensor = _RowLoss.apply(logits._local, local_target, cut)  # type: ignore[no-untyped-call]  # torch's
+    losses: Tensor = _RowLoss.apply(fresh(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
     total = wrap(losses * scale, rows)
     if reduction == "none":
         return total

@@ -280,6 +280,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
 _IDENTITY = frozenset({"clone", "detach", "contiguous"})  # whatever is partial stays so
+_ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
 _CASTS = frozenset(
     {"to", "type", "type_as", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
@@ -307,7 +308,9 @@ def pointwise(call: Call) -> Sharding | None:
             Choice((p,), (REPLICATE if p.is_partial() else p,)) for p in {*call.inputs[0].spec.placements}
         ]
         choices = [c for c in choices if not c.outputs[0].is_partial() or call.in_place]
-    return Sharding(choices, shapes=None if call.in_place else [torch.Size(out)])
+    return Sharding(
+        choices, shapes=None if call.in_place else [torch.Size(out)], is_view=call.name in _ALIASES
+    )
 
 
 def _out_dims(one: In, ndim: int) -> set[int]:
