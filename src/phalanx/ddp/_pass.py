@@ -74,6 +74,12 @@ class BackwardPass:
             if index not in skip:
                 param.grad = self.stash.get(index)
 
+    def forget(self) -> None:
+        """Let go of all memory: the error's traceback, which a broken group may keep, leads to this object."""
+        self.slabs = []
+        self.own.clear()
+        self.stash.clear()
+
     def earlier(self, index: int) -> Tensor | None:
         """What ``.grad`` held before the pass and what has to be reduced with the new gradient.
 

@@ -273,6 +273,7 @@ class Reducer:
         self._watch.inbox.clear()
         if current is not None:
             current.restore(self.params, self._dropped)
+            current.forget()
             self.exchange.drop()
             self.plan.forget_memory()
 
