@@ -14,6 +14,7 @@ from phalanx.comm import simulate, use_group
 from phalanx.ddp import DistributedDataParallel, GradBucket
 from phalanx.ddp.hooks import (
     DDPCommHookType,
+    debugging,
     default,
     optimizer_overlap,
     post_local_sgd,
@@ -374,6 +375,10 @@ OPTIMIZERS = [
     (torch.optim.Adadelta, (0.5,), {}),
     (torch.optim.Adamax, (0.01,), {}),
     (torch.optim.Rprop, (0.01,), {}),
+    (torch.optim.NAdam, (0.01,), {}),
+    (torch.optim.RAdam, (0.01,), {}),
+    (torch.optim.ASGD, (0.01,), {}),
+    (torch.optim.Adafactor, (0.01,), {}),
 ]
 
 
@@ -422,6 +427,72 @@ def test_optimizers_attached_to_parameters_step_inside_backward_on_reduced_gradi
                 assert torch.equal(a, b)
             assert all(param.grad is None for param in some)
             assert torch.equal(attached.module.head.bias.grad, plain.module.head.bias.grad)
+
+    simulate(2).run(main)
+
+
+@pytest.mark.parametrize("wrap", [default.fp16_compress_wrapper, default.bf16_compress_wrapper])
+@pytest.mark.parametrize("inner", ["powersgd", "batched", "quantization", "noop", "of the user"])
+def test_compression_goes_around_any_hook(wrap, inner):
+    def mine(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.all_reduce(bucket.buffer())
+        return finished(bucket.buffer() / state.size)
+
+    def main(group):
+        low_rank = {"start_powerSGD_iter": 2, "min_compression_rate": 1, "orthogonalization_epsilon": 1e-3}
+        make_state = lambda: powersgd.PowerSGDState(group, 2, **low_rank)  # noqa: E731
+        hook, state = {
+            "powersgd": (powersgd.powerSGD_hook, make_state),
+            "batched": (powersgd.batched_powerSGD_hook, make_state),
+            "quantization": (quantization.quantization_pertensor_hook, lambda: group),
+            "noop": (debugging.noop_hook, lambda: None),
+            "of the user": (mine, lambda: group),
+        }[inner]
+        seen = []
+
+        def spy(state, bucket):
+            seen.append(bucket.buffer().dtype)
+            return hook(state, bucket)
+
+        half = torch.float16 if wrap is default.fp16_compress_wrapper else torch.bfloat16
+        # Before PowerSGD starts: its approximation is not what is tested here.
+        wrapped = gradients_with(group, wrap(spy), state(), steps=2)
+        plain = gradients_with(group, hook, state(), steps=2)
+        assert set(seen) == {half}
+        for name, grad in wrapped.items():
+            assert torch.equal(grad, grad.to(half).float()), "not cast back from half precision"
+            torch.testing.assert_close(grad, plain[name], rtol=2e-2, atol=2e-3)
+        low = gradients_with(group, wrap(spy), state(), steps=4)
+        assert all(grad.isfinite().all() for grad in low.values())
+
+    simulate(2).run(main)
+
+
+def test_an_update_may_follow_any_hook_bucket_by_bucket():
+    def main(group):
+        model = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.0001)
+        twin = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.0001)
+        chosen = [model.module.layers[0].weight, model.module.layers[4].bias]
+        updated = []
+
+        def descend(param, gradient):
+            updated.append(param)
+            with torch.no_grad():
+                param.add_(gradient, alpha=-0.1)  # the arithmetic of torch.optim.SGD
+
+        hook = optimizer_overlap.hook_then_optimizer(default.fp16_compress_hook, descend, chosen)
+        model.register_comm_hook(group, hook)
+        twin.register_comm_hook(group, default.fp16_compress_hook)
+        twins = [twin.module.layers[0].weight, twin.module.layers[4].bias]
+        optimizer = torch.optim.SGD(twins, lr=0.1)
+        for step in range(4):
+            for one in (model, twin):
+                one.zero_grad()
+                cases.loss_of(one(cases.batch(step, group.rank))).backward()
+            optimizer.step()
+            cases.assert_same(model.module, twin.module, f"step {step}")
+        assert {id(param) for param in updated} == {id(param) for param in chosen}
+        assert model.ddp_logging_data()["num_buckets_reduced"] > 1
 
     simulate(2).run(main)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -171,11 +173,16 @@ def test_several_backwards_accumulate_means():
 class Checkpointed(nn.Module):
     """Runs its shared middle twice under activation checkpointing."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, width: int) -> None:
         super().__init__()
+        torch.set_num_threads(1)
         torch.manual_seed(0)
         self.reentrant = reentrant
-        self.stem, self.middle, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.stem, self.middle, self.head = (
+            nn.Linear(8, width),
+            nn.Linear(width, width),
+            nn.Linear(width, 4),
+        )
 
     def forward(self, x):
         x = self.stem(x)
@@ -184,17 +191,61 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("width", [8, 160])  # of gradients that are sent in a batch, and at once
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_with_shared_weights(reentrant):
+def test_activation_checkpointing_with_shared_weights(reentrant, width, view):
     def main(group):
-        wrapped = DistributedDataParallel(Checkpointed(reentrant), bucket_cap_mb=0.0001)
-        reference = NaiveDataParallel(Checkpointed(reentrant), group)
+        module = Checkpointed(reentrant, width)
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=0.0001, gradient_as_bucket_view=view)
+        reference = NaiveDataParallel(Checkpointed(reentrant, width), group)
         for step in range(STEPS):
             for model in (wrapped, reference):
                 model.zero_grad()
                 cases.loss_of(model(cases.batch(step, group.rank))).backward()
             reference.reduce_gradients()
             cases.assert_same(wrapped.module, reference.module, f"step {step}")
+
+    simulate(2).run(main)
+
+
+def test_gradients_of_gradients_are_reduced():
+    """With a graph of their own, gradients are replaced rather than added to."""
+
+    def main(group):
+        wrapped, reference = pair(group, cases.Mlp)
+        for step in range(STEPS):
+            for model in (wrapped, reference):
+                model.zero_grad()
+                x = cases.batch(step, group.rank).requires_grad_()
+                output = model(x)
+                (slope,) = torch.autograd.grad(cases.loss_of(output), x, create_graph=True)
+                (cases.loss_of(output) + slope.pow(2).sum()).backward(create_graph=step % 2 == 0)
+            reference.reduce_gradients()
+            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+            for model in (wrapped, reference):  # a graph that leads to itself is not freed otherwise
+                for param in model.parameters():
+                    param.grad = None
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+        simulate(2).run(main)
+
+
+def test_parameters_that_are_frozen_when_wrapped_take_no_part():
+    def main(group):
+        wrapped, reference = cases.make(cases.Mlp), cases.make(cases.Mlp)
+        for module in (wrapped, reference):
+            module.layers[2].requires_grad_(False)
+        wrapped, reference = DistributedDataParallel(wrapped), NaiveDataParallel(reference, group)
+        assert wrapped.ddp_logging_data()["num_parameter_tensors"] == 4
+        for step in range(STEPS):
+            for model in (wrapped, reference):
+                model.zero_grad()
+                cases.loss_of(model(cases.batch(step, group.rank))).backward()
+            reference.reduce_gradients()
+            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+            assert wrapped.module.layers[2].weight.grad is None
 
     simulate(2).run(main)
 

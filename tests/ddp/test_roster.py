@@ -109,6 +109,8 @@ class Different(nn.Module):
         self.second = nn.Linear(5, 2, dtype=torch.float64 if kind == "dtype" else torch.float32)
         if kind == "count":
             self.third = nn.Linear(2, 2)
+        if kind == "order":
+            self.first = self._modules.pop("first")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,7 @@ class Different(nn.Module):
     [
         ("shape", r"'first.weight' has shape \[5, 3\] on rank 0 but \[4, 3\] on rank 2"),
         ("dtype", r"'second.weight' has dtype torch.float32 on rank 0 but torch.float64 on rank 2"),
+        ("order", r"where rank 0 has parameter 'first.weight', rank 2 has 'second.weight'"),
         ("count", r"rank 2 has parameter 'third.bias' \(of 6\), rank 0 has not \(of 4\)"),
     ],
 )

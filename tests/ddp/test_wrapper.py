@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp import cases
-from phalanx.comm import CommEvent, simulate, use_group
+from phalanx.comm import CommEvent, init_device_mesh, simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
     ReplicaDrift,
@@ -86,6 +86,50 @@ def test_delayed_parameters_are_reduced_too():
                 cases.assert_same(module, twin, f"step {step}")
 
     simulate(2).run(main)
+
+
+@alone
+def test_only_delayed_parameters_leave_no_bucket_for_a_hook(group):
+    module = nn.Linear(2, 2)
+    model = DistributedDataParallel(
+        module,
+        delay_all_reduce_named_params=list(module.named_parameters()),
+        param_to_hook_all_reduce=module.weight,
+    )
+    with pytest.raises(RuntimeError, match="all parameters are delayed"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+
+
+@alone
+def test_parameters_on_devices_of_two_kinds_are_refused(group):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"types \['cpu', 'meta'\]; expected one type"):
+        DistributedDataParallel(module)
+
+
+def test_without_init_sync_replicas_stay_as_they_are():
+    def main(group):
+        kept = DistributedDataParallel(cases.make(cases.Mlp, seed=group.rank), init_sync=False)
+        synced = DistributedDataParallel(cases.make(cases.Mlp, seed=group.rank), dim=1)
+        assert synced.dim == 1
+        return kept.module.layers[0].weight.detach(), synced.module.layers[0].weight.detach()
+
+    (kept, synced), (other_kept, other_synced) = simulate(2).run(main)
+    assert not torch.equal(kept, other_kept)
+    assert torch.equal(synced, other_synced)
+
+
+def test_a_mesh_of_one_axis_gives_the_group():
+    def main(group):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh["dp"])
+        assert model.group.size == 2
+        with pytest.raises(RuntimeError, match="2 axes; expected 1"):
+            DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+        model(torch.full((1, 1), float(group.rank))).sum().backward()
+        return model.module.weight.grad.item()
+
+    assert simulate(4).run(main) == [1.0, 2.0, 1.0, 2.0]  # ranks 0 and 2 share an axis, 1 and 3 the other
 
 
 @dataclass
@@ -473,3 +517,13 @@ def test_the_environment_dump_lists_what_matters(monkeypatch, capsys):
     text = _dump_DDP_relevant_env_vars()
     assert "env:MASTER_ADDR=somewhere" in text
     assert capsys.readouterr().out.strip() == text
+
+
+def test_the_environment_is_logged_at_debug_level_when_wrapping(monkeypatch, caplog):
+    monkeypatch.setenv("MASTER_ADDR", "somewhere")
+    with caplog.at_level("INFO", logger="phalanx.ddp"):
+        simulate(1).run(lambda group: DistributedDataParallel(nn.Linear(2, 2)))
+    assert "env:MASTER_ADDR" not in caplog.text
+    with caplog.at_level("DEBUG", logger="phalanx.ddp"):
+        simulate(1).run(lambda group: DistributedDataParallel(nn.Linear(2, 2)))
+    assert "env:MASTER_ADDR=somewhere" in caplog.text

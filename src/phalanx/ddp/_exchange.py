@@ -20,6 +20,7 @@ from phalanx.ddp._bucket import GradBucket
 from phalanx.ddp._pass import BackwardPass
 from phalanx.ddp._plan import Plan
 from phalanx.ddp._sparse import SparseReduction
+from phalanx.ddp.hooks._future import LazyFuture
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -99,16 +100,23 @@ class Exchange:
 
     def finish(self, plan: Plan, current: BackwardPass, make_entry: MakeEntry) -> ledger.Totals:
         """Wait for everything that was launched."""
+        rides = plan.ledger_rides and self.comm_hook is None
+        carrier: Tensor | None = current.slabs[-1].tail if rides else None
+        sent = None
+        if carrier is None and all(isinstance(handle, LazyFuture) for handle in self._handles):
+            # The callbacks of such futures run below, on this thread: the ledger comes before what they may send.
+            carrier = self._ledger_of_its_own(plan, make_entry)
+            sent = self.group.all_reduce(carrier, async_op=True)
         for bucket, handle in enumerate(self._handles):
             result = handle.wait()
             if self.comm_hook is not None:
                 current.take_result(bucket, result, self.group.rank)
-        carrier = current.slabs[-1].tail if plan.ledger_rides and self.comm_hook is None else None
         if carrier is None:
             # After the buckets: a hook's callbacks may start collectives from other threads until its future is done.
-            carrier = torch.zeros(ledger.length(len(plan.params)), device=plan.params[0].device)
-            make_entry().write(carrier)
+            carrier = self._ledger_of_its_own(plan, make_entry)
             self.group.all_reduce(carrier)
+        elif sent is not None:
+            sent.wait()
         awaited, self._awaited = self._awaited, []
         for future in awaited:
             future.wait()
@@ -119,6 +127,12 @@ class Exchange:
             for slab in current.slabs:
                 slab.grads.div_(totals.weight)
         return totals
+
+    @staticmethod
+    def _ledger_of_its_own(plan: Plan, make_entry: MakeEntry) -> Tensor:
+        carrier = torch.zeros(ledger.length(len(plan.params)), device=plan.params[0].device)
+        make_entry().write(carrier)
+        return carrier
 
     def reduce_sparse(self, plan: Plan, current: BackwardPass, totals: ledger.Totals) -> list[Tensor]:
         """Sparse gradients, one parameter after the other, after all buckets."""

@@ -8,9 +8,9 @@ contents, the ledger travels as a tiny all-reduce of its own instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 HEADER = 4  # weight, wants_regroup, roster_changed, contributors
@@ -18,9 +18,9 @@ HEADER = 4  # weight, wants_regroup, roster_changed, contributors
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank puts in."""
+    """What one rank puts in; ``used`` has a byte per parameter, 1 if this rank has a gradient for it."""
 
-    used: Sequence[bool]
+    used: bytearray
     weight: float = 1.0
     wants_regroup: bool = False
     roster_changed: bool = False
@@ -28,7 +28,8 @@ class Entry:
 
     def write(self, tensor: Tensor) -> None:
         header = [self.weight, self.wants_regroup, self.roster_changed, self.contributes]
-        tensor.copy_(tensor.new_tensor([*map(float, header), *map(float, self.used)]))
+        tensor[:HEADER].copy_(tensor.new_tensor([float(value) for value in header]))
+        tensor[HEADER:].copy_(torch.frombuffer(self.used, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Totals:
 
     @classmethod
     def read(cls, tensor: Tensor) -> Totals:
-        weight, regroup, roster, contributors, *used = tensor.tolist()
-        return cls([count > 0 for count in used], weight, regroup > 0, roster > 0, round(contributors))
+        weight, regroup, roster, contributors = tensor[:HEADER].tolist()
+        used = (tensor[HEADER:] > 0).tolist()
+        return cls(used, weight, regroup > 0, roster > 0, round(contributors))
 
 
 def length(num_params: int) -> int:

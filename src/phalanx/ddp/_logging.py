@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from phalanx.ddp._wrapper import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 RELEVANT_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
@@ -73,6 +76,16 @@ def _named(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
 
 def dump_environment() -> str:
     """Print, and return, the variables that decide how ranks find each other and talk."""
-    text = "\n".join(f"env:{name}={os.environ.get(name, 'N/A')}" for name in RELEVANT_VARIABLES)
+    text = _environment()
     print(text)
     return text
+
+
+def log_environment() -> None:
+    """The same for the log, if anyone listens at debug level."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", _environment())
+
+
+def _environment() -> str:
+    return "\n".join(f"env:{name}={os.environ.get(name, 'N/A')}" for name in RELEVANT_VARIABLES)

@@ -10,7 +10,9 @@ What the pass promises: the tensors that ``.grad`` held before it are set aside 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import TypeGuard
 
 import torch
@@ -21,6 +23,7 @@ from phalanx.ddp._memory import Slab
 # From this size on, a gradient is copied into its slab the moment it is there, while it is in the cache, and its own
 # memory is given back at once; below, one batched copy per bucket is cheaper.
 LARGE_BYTES = 64 * 1024
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass
@@ -43,6 +46,9 @@ class BackwardPass:
     slabs: list[Slab] = field(default_factory=list)
     last_arrival: list[int] = field(init=False)
     in_slab: set[int] = field(default_factory=set)
+    # Per bucket, if it has small dense gradients only: the tensors that autograd made, in the order of arrival. Held
+    # so that reading ``.grad`` again finds the same Python objects, which is several times cheaper.
+    own: dict[int, list[Tensor]] = field(default_factory=dict)
     next_launch: int = 0
     # Whether it is known that parameters get gradients; if not, a pass without any is none.
     certain: bool = True
@@ -68,6 +74,12 @@ class BackwardPass:
             if index not in skip:
                 param.grad = self.stash.get(index)
 
+    def forget(self) -> None:
+        """Let go of all memory: the error's traceback, which a broken group may keep, leads to this object."""
+        self.slabs = []
+        self.own.clear()
+        self.stash.clear()
+
     def earlier(self, index: int) -> Tensor | None:
         """What ``.grad`` held before the pass and what has to be reduced with the new gradient.
 
@@ -75,6 +87,30 @@ class BackwardPass:
         is also what PyTorch does bit for bit. A sum may not.
         """
         return self.stash.get(index) if self.mean or index in self.local else None
+
+    def take_small(
+        self,
+        arrivals: Sequence[int],
+        bucket_of: Sequence[int],
+        large: Sequence[bool],
+        repeated: AbstractSet[int],
+    ) -> bool:
+        """Note many arrivals in few calls, if they are the common case: small, of one bucket, each the first."""
+        buckets = set(map(bucket_of.__getitem__, arrivals))
+        if len(buckets) != 1 or min(arrivals) < 0 or any(map(large.__getitem__, arrivals)):
+            return False
+        (bucket,) = buckets
+        distinct = set(arrivals)
+        again = any(map(self.arrived.__getitem__, arrivals)) or len(distinct) != len(arrivals)
+        if bucket < 0 or again or not repeated.isdisjoint(distinct):
+            return False
+        for index in arrivals:
+            self.arrived[index] = 1
+        self.order.extend(arrivals)
+        self.pending[bucket].extend(arrivals)
+        self.missing[bucket] -= len(arrivals)
+        self.last_arrival[bucket] = arrivals[-1]
+        return True
 
     def fill(self, param: nn.Parameter, index: int, view: Tensor) -> None:
         """Copy one parameter's contribution into its view; zeros if it has none."""
@@ -104,16 +140,28 @@ class BackwardPass:
         if index not in self.stash:
             param.grad = view if as_view else slab.fresh_view(param, place)
 
+    def keep_in_slab(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
+        """While the order is still being learned: move a large gradient to its slab as it is, to be scaled at the end.
+
+        Its own memory is given back; if another gradient arrives for it, autograd adds that to the slab.
+        """
+        grad = param.grad
+        if grad is not None and index not in self.stash and not (grad.is_sparse or grad.requires_grad):
+            slab = self.slabs[bucket]
+            slab.views[place].copy_(grad)
+            param.grad = slab.views[place] if as_view else slab.fresh_view(param, place)
+
     def fill_pending(self, params: Sequence[nn.Parameter], bucket: int, place_of: Sequence[int]) -> None:
         """``fill`` for all the small ones of a bucket: two calls instead of one per parameter."""
         slab, pending = self.slabs[bucket], self.pending[bucket]
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
         views = [slab.views[place_of[index]] for index in pending]
-        if self.stash or not _all_plain(grads, slab.flat.dtype):
+        if self.stash or not _copy_all(views, grads):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
         elif views:
-            torch._foreach_copy_(views, grads)
+            if not any(map(_requires_grad, grads)):
+                self.own[bucket] = grads
             if self.prescale is not None:
                 if len(views) == len(slab.views):  # one pass over the flat memory
                     slab.grads.mul_(self.prescale)
@@ -198,7 +246,7 @@ class BackwardPass:
             return
         if not (as_views or self.stash or skip or self.in_slab) and all(used):
             own_grads = [params[index].grad for index in members]
-            if _all_own(own_grads):
+            if _are_the_same(own_grads, self.own.get(bucket, ())) or _all_own(own_grads):
                 torch._foreach_copy_(own_grads, slab.views)
                 return
         targets, sources = [], []
@@ -239,9 +287,17 @@ def _all_own(grads: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
     )
 
 
-def _all_plain(grads: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
-    """Whether all are there, dense, and of ``dtype``."""
-    return all(grad is not None and grad.dtype is dtype and not grad.is_sparse for grad in grads)
+def _are_the_same(left: Sequence[Tensor | None], right: Sequence[Tensor]) -> TypeGuard[list[Tensor]]:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _copy_all(views: list[Tensor], grads: list[Tensor]) -> bool:
+    """Copy all at once; False if one is missing or sparse, and then nothing can be said about the views."""
+    try:
+        torch._foreach_copy_(views, grads)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _dense(grad: Tensor | None) -> Tensor | None:

@@ -226,7 +226,11 @@ class Reducer:
         plan, arrived, missing, pending = self.plan, current.arrived, current.missing, current.pending
         bucket_of, large, repeated, note = plan.bucket_of, plan.large, self._repeated, current.order.append
         learning, timing = self._passes == 0, self._passes < TUNE_AFTER
-        for index in self._watch.drain():
+        as_view = self.options.gradient_as_bucket_view
+        arrivals = self._watch.drain()
+        if not timing and current.take_small(arrivals, plan.bucket_of, large, repeated):
+            return
+        for index in arrivals:
             if index < 0:
                 continue  # a parameter that is not agreed yet: see rebuild.reduce_late
             if arrived[index]:
@@ -236,9 +240,11 @@ class Reducer:
             note(index)
             if timing:
                 self.stats.current.ready.append(self.stats.now())
-            if learning or index in repeated:
-                continue
             bucket = bucket_of[index]
+            if learning or index in repeated:
+                if large[index]:
+                    current.keep_in_slab(self.params[index], index, bucket, plan.place_of[index], as_view)
+                continue
             if bucket < 0:  # sparse
                 if missing:
                     missing[-1] -= 1
@@ -246,7 +252,6 @@ class Reducer:
             missing[bucket] -= 1
             current.last_arrival[bucket] = index
             if large[index]:
-                as_view = self.options.gradient_as_bucket_view
                 current.fill_now(self.params[index], index, bucket, plan.place_of[index], as_view)
             else:
                 pending[bucket].append(index)
@@ -268,6 +273,7 @@ class Reducer:
         self._watch.inbox.clear()
         if current is not None:
             current.restore(self.params, self._dropped)
+            current.forget()
             self.exchange.drop()
             self.plan.forget_memory()
 
@@ -289,10 +295,10 @@ class Reducer:
 
     def _entry(self, current: BackwardPass) -> ledger.Entry:
         if current.mirrors:
-            return ledger.Entry([False] * len(self.params), 0.0, contributes=False)
-        used = [bool(arrived) for arrived in current.arrived]
+            return ledger.Entry(bytearray(len(self.params)), 0.0, contributes=False)
+        used = bytearray(current.arrived)
         for index in current.local & current.stash.keys():
-            used[index] = True
+            used[index] = 1
         weight = 1.0 if self.step_weight is None else self.step_weight
         return ledger.Entry(used, weight, self.wants_regroup, self._proposed is not None)
 
@@ -347,7 +353,9 @@ class Reducer:
         self.totals = totals
         self.stats.current.comm_end = self.stats.now()
         self.stats.end_step(
-            [m.name for m, used in zip(self.members, totals.used_anywhere, strict=True) if not used]
+            []
+            if all(totals.used_anywhere)
+            else [m.name for m, used in zip(self.members, totals.used_anywhere, strict=True) if not used]
         )
         self._local.clear()
         self._armed = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -88,5 +89,5 @@ class Scanner:
             if own:
                 parameters.extend(param for param in own.values() if param is not None)
         signature.extend(map(id, parameters))
-        signature.extend(param.requires_grad for param in parameters)
+        signature.extend(map(attrgetter("requires_grad"), parameters))
         return signature

@@ -22,6 +22,7 @@ class ArrivalWatch:
         self._on_arrival = on_arrival
         self._index_of: dict[int, int] = {}
         self._hooks: dict[int, tuple[nn.Parameter, Any, bool]] = {}
+        self._neighbours: list[Any] = []  # each parameter's dict of hooks, ours among them
 
     def follow(self, params: Sequence[nn.Parameter], watched: Collection[int]) -> None:
         """Follow exactly these parameters; those at the ``watched`` indices call back."""
@@ -30,19 +31,22 @@ class ArrivalWatch:
             self._hooks.pop(key)[1].remove()
         for index, param in enumerate(params):
             self._hook(param, index in watched)
+        self._look_around()
 
     def also(self, params: Iterable[nn.Parameter]) -> None:
         """Follow these too, as unknown ones (index -1)."""
         for param in params:
             self._hook(param, False)
+        self._look_around()
 
     def promote(self, param: nn.Parameter) -> None:
         """Let this one call back from now on."""
         self._hook(param, True)
 
     def indices(self, params: Iterable[nn.Parameter]) -> list[int]:
-        index_of = self._index_of
-        return [index_of.get(id(param), -1) for param in params]
+        # Runs once per parameter and step: map keeps the loop out of Python.
+        found = list(map(self._index_of.get, map(id, params)))
+        return [-1 if index is None else index for index in found]
 
     def drain(self) -> list[int]:
         arrivals = self.indices(self.inbox)
@@ -53,9 +57,16 @@ class ArrivalWatch:
         for _, handle, _ in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._neighbours.clear()
+
+    def _look_around(self) -> None:
+        hooked: list[Any] = [param for param, _, _ in self._hooks.values()]
+        self._neighbours = [param._post_accumulate_grad_hooks for param in hooked]
 
     def run_last(self) -> None:
         """Put our hooks behind those that users registered since: they must see the gradient before it is sent."""
+        if max(map(len, self._neighbours), default=0) <= 1:
+            return
         for param, handle, _ in self._hooks.values():
             hooks = param._post_accumulate_grad_hooks
             if len(hooks) > 1:

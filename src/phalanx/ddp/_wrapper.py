@@ -26,6 +26,7 @@ from phalanx.ddp._buffers import BufferHook, sync_module_states
 from phalanx.ddp._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp._join_hook import DDPJoinHook
 from phalanx.ddp._layout import Caps
+from phalanx.ddp._logging import log_environment
 from phalanx.ddp._mixed import cast_buffers, cast_parameters
 from phalanx.ddp._reducer import Reducer, ReducerOptions
 from phalanx.ddp._roster import Member, Scanner
@@ -124,6 +125,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         arguments.check_sync_batch_norm(module, devices.type)
         self.device_type, self.device_ids, self.output_device = devices.type, devices.ids, devices.output
         self.device = everything[0].device
+        log_environment()
         if init_sync:
             self._sync_replicas(0, buffers=syncs[1])
         self._attach()
