@@ -20,7 +20,6 @@ import time
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch, dump_stacks
-from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._generation import Generation
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -98,6 +97,12 @@ class Agent:
             self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
             if self.current:
                 self.current.close()
+
+    def observe_last_exits(self) -> None:
+        """After ``run``, when the crew is closed: who was stopped at the very end has exited too, one event each."""
+        while (event := self._sources.next(0)) is not None:
+            if isinstance(event, Exited):
+                self._observer.worker_exited(event.member)
 
     @property
     def _generation(self) -> Generation:
@@ -186,8 +191,8 @@ class Agent:
                 self._end_generation(verdict, (member.id,))
             else:
                 self._finish_if_done()
-        elif member.has_succeeded:
-            self._results.values[member.place.rank] = self._crew.value_of(member)
+        elif member.has_succeeded and self._crew.fetch_value(member):
+            self._results.values[member.place.rank] = member.value
             self._finish_if_done()
         else:
             self._on_failure()
@@ -393,7 +398,3 @@ class Agent:
     def _dump_stacks(self, reason: str) -> None:
         self._are_stacks_dumped = True
         dump_stacks(self._crew, reason)
-
-
-def _unexplained(reason: str) -> ProcessFailure:
-    return ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())

@@ -95,6 +95,7 @@ class LocalElasticAgent:
             if self._health:
                 self._health.stop()
             self._crew.close()
+            self._agent.observe_last_exits()
             self._observer.close()
             if result is None or not result.is_failed():
                 self._remove_temporary_logs()
