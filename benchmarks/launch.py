@@ -14,6 +14,7 @@ torchrun's recoveries are fewer by default: one that hangs costs the whole limit
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import resource
 import shutil
@@ -91,6 +92,8 @@ class Run:
             start_new_session=True,
         )
 
+        atexit.register(self.abandon)
+
     def wait_marks(self, restart: int) -> list[tuple[float, int]] | None:
         """Time and pid of every worker of a generation once all are there; None when they do not come."""
         until = time.monotonic() + HUNG_AFTER
@@ -104,7 +107,13 @@ class Run:
         marks = [name.read_text().split() for name in names]
         return [(float(seconds), int(pid)) for seconds, pid in marks]
 
+    def abandon(self) -> None:
+        """The benchmark itself ends early: its job shall not outlive it."""
+        _kill_tree(self.process.pid)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def end(self, *, kill: bool) -> None:
+        atexit.unregister(self.abandon)
         if kill:
             _kill_tree(self.process.pid)
         (self.directory / "end").touch()
@@ -175,6 +184,7 @@ def main() -> int:
     parser.add_argument("--torchrun-recoveries", type=int, default=5, help="kills for torchrun")
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 8], help="sizes for the start")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"cores {os.cpu_count()}, load before {os.getloadavg()[0]:.1f}; seconds, median (min-max)")
     for workers in args.workers:
         times: dict[str, list[float]] = {name: [] for name in COMMANDS}

@@ -60,7 +60,7 @@ def crew_of(tmp_path, *processes: StuckProcess) -> tuple[Crew, list[str]]:
     places = [
         Place(
             worker_id=f"w{n}", rank=n, local_rank=n, world_size=2, local_size=2, node_rank=0, num_nodes=1, generation=0,
-            master_addr="h", master_port=1, store_url="memory://x",
+            master_addr="h", master_port=1, store_url="memory://x", role_rank=n, role_size=2,
         )
         for n in range(len(processes))
     ]  # fmt: skip

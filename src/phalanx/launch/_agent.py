@@ -19,7 +19,7 @@ import time
 
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
-from phalanx.launch._diagnosis import HangWatch, dump_stacks
+from phalanx.launch._diagnosis import HangWatch, write_stacks, write_stacks_everywhere
 from phalanx.launch._generation import Generation
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -133,7 +133,7 @@ class Agent:
         """Ask for the next generation with the workers of the roster; fork those that are new meanwhile."""
         self._is_joining = True
         self._observer.joining()
-        self._handler.set_local_size(self._roster.size, tuple(self._roster.ids))
+        self._handler.set_local_size(self._roster.size, tuple(self._roster.ids), self.spec.role)
         self._sources.join()
         self._crew.prepare(sum(worker_id not in self._crew.members for worker_id in self._roster.ids))
 
@@ -350,7 +350,8 @@ class Agent:
 
     def _on_request(self, request: Requested) -> None:
         if request.stacks and not self._are_stacks_dumped:
-            self._dump_stacks(request.stacks)
+            self._are_stacks_dumped = True
+            write_stacks(self._crew, self._generation, request.stacks)
         self._check_hang(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -390,11 +391,7 @@ class Agent:
         member, reason = found
         log.error("%s; writing all stacks, then it is killed", reason)
         self._observer.worker_hung(member, self._options.hang_timeout)
-        self._generation.journal.request_stacks(self._generation.number, reason)
-        self._dump_stacks(reason)
+        self._are_stacks_dumped = True
+        write_stacks_everywhere(self._crew, self._generation, reason)
         member.note = f"{reason}; all stacks are in the logs"
         member.process.send_signal(signal.SIGKILL)
-
-    def _dump_stacks(self, reason: str) -> None:
-        self._are_stacks_dumped = True
-        dump_stacks(self._crew, reason)

@@ -121,14 +121,14 @@ class LocalElasticAgent:
         group.master_addr = info.bootstrap_store_info.master_addr
         group.master_port = info.bootstrap_store_info.master_port
         for member in list(self._crew.members.values()):
-            rank, size = member.place.rank, member.place.world_size
+            place = member.place
             group.workers.append(
                 Worker(
-                    local_rank=member.place.local_rank,
-                    global_rank=rank,
-                    role_rank=rank,
-                    world_size=size,
-                    role_world_size=size,
+                    local_rank=place.local_rank,
+                    global_rank=place.rank,
+                    role_rank=place.role_rank,
+                    world_size=place.world_size,
+                    role_world_size=place.role_size,
                     id=member.process.pid,
                 )
             )
