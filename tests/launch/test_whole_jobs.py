@@ -24,26 +24,12 @@ from phalanx.launch import (
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
 
-TORCHRUNS_VARIABLES = [
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE",
-    "OMP_NUM_THREADS",
+TORCHRUNS_VARIABLES = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-]
+}  # fmt: skip
 
 SHOWING_VARIABLES = """
 import json, os, signal, sys
@@ -67,19 +53,17 @@ def kinds_of(logs: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["warm", "exec"])
-def test_variables_are_set_and_right_in_every_generation(launcher, tmp_path, method):
+def test_variables_are_set_and_right_in_every_generation(launcher, tmp_path):
     script, logs = tmp_path / "variables.py", tmp_path / "logs"
     script.write_text(SHOWING_VARIABLES)
     agent = launcher.run(
-        "--nproc-per-node", 2, "--max-restarts", 1, "--role", "r", "--start-method", method, "--log-dir", logs, script,
-        tmp_path,
+        "--nproc-per-node", 2, "--max-restarts", 1, "--role", "r", "--log-dir", logs, script, tmp_path,
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     for generation in range(2):
         for rank in range(2):
             seen = json.loads((tmp_path / f"{generation}.{rank}").read_text())
-            assert not set(TORCHRUNS_VARIABLES) - set(seen)
+            assert seen.keys() >= TORCHRUNS_VARIABLES
             assert seen["sum"] == 2.0
             assert {seen[name] for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == {str(rank)}
             sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
@@ -106,13 +90,14 @@ def test_events_of_a_job_that_heals_after_a_hang(launcher, tmp_path):
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     kinds = kinds_of(logs)
-    for kind, count in (
-        ("worker_hung", 1),
-        ("worker_replaced", 1),
-        ("worker_started", 3),
-        ("worker_exited", 3),
-    ):
-        assert kinds.count(kind) == count, kinds
+    hung = kinds.count("worker_hung")
+    assert hung in (1, 2), (
+        kinds
+    )  # the one that waits for the other is silent too, and may be taken for it first
+    assert kinds.count("worker_replaced") == hung
+    assert kinds.count("worker_started") == kinds.count("worker_exited") == 2 + hung
+    assert kinds.count("generation_ended") == kinds.count("job_restarted") == hung
+    assert kinds.count("generation_formed") == 1 + hung
 
 
 @pytest.mark.parametrize("how", ["signal", "failure"])
@@ -203,6 +188,29 @@ def test_report_with_record_in_files_with_prefix_and_last_words(launcher, tmp_pa
     assert "KeyError: 'recorded'" in report
     assert "in main" in report.partition("traceback :")[2]
     assert "last words" in report.partition("last lines of stderr:")[2]
+
+
+def test_only_the_signals_that_were_asked_for_are_handled(launcher, tmp_path, wait_for):
+    agent = launcher.run("--signals-to-handle", "SIGUSR1", "signals.py", tmp_path, "polite")
+    wait_for((tmp_path / "ready").exists, "the worker", agent)
+    os.kill(agent.pid, signal.SIGUSR1)
+    assert agent.wait() == 128 + signal.SIGUSR1
+    launcher.wait_until_empty()
+
+
+def test_a_machine_that_cannot_be_bound_is_one_line(launcher, tmp_path):
+    """Exclusive cores for more workers than there are cores, on this very machine."""
+    count = len(os.sched_getaffinity(0)) + 1
+    agent = launcher.run(
+        "--nproc-per-node", count, "--numa-binding", "exclusive", "showing.py", tmp_path / "facts"
+    )
+    assert agent.wait() == 1
+    assert "Traceback" not in agent.output
+    assert re.search(
+        r"^phalanx run: .*exclusive|^phalanx run: .*NUMA|^phalanx run: .*core", agent.output, re.M
+    ), agent.output
+    assert not (tmp_path / "facts.0").exists()
+    launcher.wait_until_empty()
 
 
 def test_run_path_and_a_directory_as_script(launcher, tmp_path):

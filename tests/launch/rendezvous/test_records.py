@@ -4,6 +4,7 @@ know."""
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from phalanx.comm.stores import MemoryStore
 from phalanx.comm.stores._signing import SignatureError, Signer, read_secret
 from phalanx.launch.rendezvous import RendezvousParameters
-from phalanx.launch.rendezvous._backends import is_this_machine, split_endpoint
+from phalanx.launch.rendezvous._backends import describe_node, is_this_machine, split_endpoint
 from phalanx.launch.rendezvous._interface import RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.membership import RecordError
@@ -138,6 +139,13 @@ def test_endpoints() -> None:
     for wrong in ("n:x", ":80", "n:99999"):
         with pytest.raises(ValueError, match="expected host"):
             split_endpoint(wrong, 5)
+
+
+def test_a_nodes_address_is_its_fqdn_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7.cluster.example")
+    told = RendezvousParameters("c10d", "e:1", "j", 1, 2, local_addr="10.0.0.7")
+    assert describe_node(RendezvousParameters("c10d", "e:1", "j", 1, 2)).addr == "node7.cluster.example"
+    assert describe_node(told).addr == "10.0.0.7"
 
 
 def test_only_own_addresses_are_this_machine() -> None:
