@@ -176,6 +176,17 @@ def all_gather_takes_even_and_uneven(group: Group) -> None:
     same(flat, torch.stack([values(r, (2,), torch.int16) for r in range(group.size)]), "flat")
 
 
+def empty_flat_tensors_work(group: Group) -> None:
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        for shape in ((0,), (0, 3)):
+            nothing, more = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+            group.all_gather_into_tensor(nothing, more)
+            group.reduce_scatter_tensor(nothing, more)
+            group.all_reduce(nothing)
+            group.broadcast(nothing, 0)
+    group.barrier()
+
+
 def reduce_scatter_takes_even_and_uneven(group: Group) -> None:
     for dtype in SUMMED:
         for shapes in [[(2, 2)] * group.size, [(r,) for r in range(group.size)], [(0,)] * group.size]:
@@ -321,6 +332,7 @@ CASES = [
     reduce_leaves_the_others_alone,
     broadcast_moves_every_dtype,
     all_gather_takes_even_and_uneven,
+    empty_flat_tensors_work,
     reduce_scatter_takes_even_and_uneven,
     all_to_all_takes_even_and_uneven,
     gather_and_scatter_take_uneven_parts,

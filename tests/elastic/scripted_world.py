@@ -43,6 +43,8 @@ class World:
         self.keys = self.root.namespace(ms.job_prefix("j"))
         self.results: dict[str, object] = {}
         self.news: list[object] = []
+        self.newcomers: list[str] = []
+        self.leavers: list[str] = []
         self.threads: list[threading.Thread] = []
         self.num_steps = 15  # three epochs
         self._local = threading.local()
@@ -83,7 +85,9 @@ class World:
             for param in model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        callbacks = Callbacks(on_regroup=self.news.append)
+        callbacks = Callbacks(
+            on_regroup=self.news.append, on_newcomer=self.newcomers.append, on_leave=self.leavers.append
+        )
         run = RunOptions(progress=False, verify=True, log_dir=self.directory)
         job = Job(model, optimizer, Rows(), num_slots=8, slot_batch_size=4, run=run, callbacks=callbacks)
         try:

@@ -52,6 +52,24 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
     assert cluster.digests() == {undisturbed}
 
 
+@pytest.mark.parametrize(
+    "kind", ["raise", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("segv", "exit"))]
+)
+def test_a_worker_that_fails_by_itself_is_replaced_from_the_standby(start, undisturbed, kind):
+    cluster = start(2, standby="1")
+    cluster.wait_step(10)
+    _, second = cluster.pids()
+    wish = cluster.directory / f"fail-{second}"
+    (cluster.directory / "wish").write_text(kind)
+    (cluster.directory / "wish").rename(wish)
+    cluster.wait_until(
+        lambda: [r for r in cluster.events("regrouped") if r["left"] == [second]], "regroup of the survivor"
+    )
+    cluster.wait_workers(2)
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+
+
 def test_rank_0_and_another_worker_killed_at_once(start, undisturbed):
     cluster = start(3)
     cluster.wait_step(10)

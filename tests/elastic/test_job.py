@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -342,6 +343,26 @@ def test_progress_is_plain_lines_when_not_on_a_terminal(capsys):
     line = capsys.readouterr().err
     assert line.startswith("phalanx: step 0  epoch 0  loss ")
     assert "generation 0  1 worker" in line
+
+
+def test_progress_is_one_live_line_on_a_terminal(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "200")
+        job = linear_job(run=RunOptions(progress=True))
+        for step in job.steps(max_steps=2):
+            for micro in step:
+                micro.backward(linear_loss(step, micro))
+            step.commit()
+        job.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode())
+    os.close(ours)
+    assert "step 1" in shown
+    assert "samples/s" in shown
+    assert "generation 0  1 worker" in shown
+    assert "phalanx:" not in shown, "plain lines are for logs"
 
 
 def test_an_optimizer_state_wider_than_its_parameter_survives(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,11 @@ def test_a_function_under_elastic_launch():
     assert set(elastic_launch(config, run_function)(5).values()) == {run_function(5)}
 
 
-def start_agent(directory: Path, backend: str, endpoint: str, num_steps: int) -> subprocess.Popen[bytes]:
+def start_agent(
+    directory: Path, backend: str, endpoint: str, num_steps: int, nodes: str = "1:2"
+) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-m", "phalanx", "run", "--nnodes=1:2", "--nproc-per-node=1", "--on-failure=heal",
+        sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", "--nproc-per-node=1", "--on-failure=heal",
         f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--rdzv-conf=lease=3",
         f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03",
     ]  # fmt: skip
@@ -103,6 +106,42 @@ def test_a_whole_node_dies_and_the_other_goes_on(tmp_path, backend, seat):
     alone = make_job(run=RunOptions(progress=False))
     train(alone, max_steps=num_steps)
     assert cluster.digests() == {f"{num_steps} {alone.digest()}"}
+
+
+def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
+    """Two nodes are the least; one is killed, and the other goes on from where it was when a third comes."""
+    directory, num_steps = tmp_path / "job", 40
+    directory.mkdir()
+    cluster = Cluster.__new__(Cluster)
+    cluster.directory, cluster.output = directory, (directory / "output").open("wb")
+    endpoint = str(tmp_path / "rendezvous")
+    agents = [start_agent(directory, "file", endpoint, num_steps, "2:2") for _ in range(2)]
+    cluster.process = agents[0]
+    try:
+        cluster.wait_workers(2)
+        cluster.wait_step(8)
+        survivor = next(worker for worker, pid in cluster.pids().items() if agents[0].pid in ancestors(pid))
+        agents[1].send_signal(signal.SIGKILL)
+        cluster.wait_until(lambda: list(cluster.pids()) == [survivor], "death of the other node's worker")
+        time.sleep(5.0)  # longer than the lease: had the survivor gone on alone, it would have by now
+        third = time.time()
+        agents.append(start_agent(directory, "file", endpoint, num_steps, "2:2"))
+        assert agents[0].wait(100) == 0, cluster.text()[-4000:]
+        assert agents[2].wait(100) == 0, cluster.text()[-4000:]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+        cluster.output.close()
+    later = [event for event in cluster.events("regrouped") if event["generation"] > 0]
+    assert later
+    assert min(event["time"] for event in later) > third, "it went on below the minimum"
+    assert check_directory(directory / "logs").problems == []
+    alone = make_job(run=RunOptions(progress=False))
+    train(alone, max_steps=num_steps)
+    assert cluster.digests() == {f"{num_steps} {alone.digest()}"}
+    assert (directory / f"digest-{survivor}").exists(), "the process that waited is the one that finished"
 
 
 @pytest.mark.parametrize("name", ["char_lm.py", "image_classifier.py", "ddp_port.py"])

@@ -69,6 +69,9 @@ def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, 
     assert results["d"] == alone or isinstance(results["d"], SystemExit), "it joined, or came after the end"
     first = world.news[0]
     assert (first.workers, first.left, first.joined) == (("a", "c"), ("b",), ())
+    assert world.leavers == ["b", "b"], "both survivors were told"
+    joined = [news for news in world.news if news.joined]
+    assert set(world.newcomers) == ({"d"} if joined else set())
     verdict = check_directory(world.directory)
     assert verdict.problems == []
     assert verdict.num_dropped > 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,12 +29,26 @@ def main() -> None:
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     (directory / f"pid-{job.worker_id}").write_text(f"{os.getpid()} {started}")
     for step in job.steps(max_steps=num_steps):
+        fail(directory / f"fail-{job.worker_id}")
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
             time.sleep(pace)
         if step.commit(max_grad_norm=1.0):
             job.mean.update(job.model)
     (directory / f"digest-{job.worker_id}").write_text(f"{job.step} {job.digest()}")
+
+
+def fail(wish: Path) -> None:
+    """Fail in the way that the test has written down for this worker, if it has."""
+    if wish.exists():
+        kind = wish.read_text()
+        wish.unlink()
+        if kind == "raise":
+            raise RuntimeError("told to fail")
+        if kind == "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if kind == "exit":
+            os._exit(3)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
 
 _DONE = Done()
-_POINT_TO_POINT = ("send", "recv")
 _GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
 
 # What gloo carries in every collective that only moves data.
@@ -151,8 +150,6 @@ class C10dTransport(Transport):
         return self._start("_allgather_base", args, async_op, after=unpack)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
-        if not output.numel():
-            return self._nothing()
         if self._sliced and output.dtype not in _GLOO_MOVES:
             output, tensor = self._bytes(output), self._bytes(tensor)
         if output.dim() != 1 or tensor.dim() != 1:
@@ -177,8 +174,6 @@ class C10dTransport(Transport):
         return work
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        if not tensor.numel():
-            return self._nothing()
         if self._sliced:
             if tensor.dtype is torch.int16:
                 wide = output.to(torch.int32)
@@ -227,10 +222,10 @@ class C10dTransport(Transport):
         return all_of(works, async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
-        return self._start("send", ([self._bytes(tensor)], dst, tag), async_op)
+        return self._start("send", ([self._bytes(tensor)], dst, tag), async_op, direct=True)
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
-        return self._start("recv", ([self._bytes(tensor)], src, tag), async_op)
+        return self._start("recv", ([self._bytes(tensor)], src, tag), async_op, direct=True)
 
     def barrier(self, *, async_op: bool) -> Work:
         return self._start("barrier", (), async_op)
@@ -253,14 +248,15 @@ class C10dTransport(Transport):
         args: tuple[Any, ...],
         async_op: bool,
         after: Callable[[], object] | None = None,
+        direct: bool = False,
     ) -> Work:
-        """Issue the engine's operation ``name``; ``after`` runs when it is done."""
+        """Issue the engine's operation ``name``; ``after`` runs when it is done. ``direct``: from rank to rank."""
         if self._failures.cause is not None or self._dead_since is not None:
             self._check_alive()
         inner = None
         try:
             inner = getattr(self._engine, name)(*args)
-            if not (async_op or name in _POINT_TO_POINT):  # the common case needs no handle
+            if not (async_op or direct):  # the common case needs no handle
                 if self._sliced:
                     inner.wait(SLICE)
                 else:
@@ -274,9 +270,7 @@ class C10dTransport(Transport):
                     raise
                 raise self._fail(error) from error
             error.__traceback__ = None  # see C10dWork.wait
-        work = C10dWork(
-            self, PointToPoint(inner) if self._sliced and name in _POINT_TO_POINT else inner, after
-        )
+        work = C10dWork(self, PointToPoint(inner) if self._sliced and direct else inner, after)
         inner = None
         if async_op:
             self._pending.add(work)

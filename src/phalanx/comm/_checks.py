@@ -32,9 +32,9 @@ _BOOL_AS: dict[ReduceOp, ReduceOp] = {
 
 _OPS = {member: member for member in ReduceOp}
 # What any transport moves without a second look; others (quantized ones, for example) are looked at closely.
-MOVED = _FLOATS | _INTEGERS | {torch.bool}
+MOVED: frozenset[torch.dtype | None] = _FLOATS | _INTEGERS | {torch.bool}
 # What is reduced as it is, by the op (or its name) and the dtype; two lookups decide for nearly every call.
-PLAIN: dict[str, dict[torch.dtype, ReduceOp]] = {
+PLAIN: dict[str, dict[torch.dtype | None, ReduceOp]] = {
     op.value: {
         dtype: op
         for dtype in _FLOATS | _INTEGERS

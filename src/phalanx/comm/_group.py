@@ -238,7 +238,7 @@ class Group:
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
         """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
-        if type(output) in _TENSORS and output.dtype in MOVED and self._fit(output, tensor):
+        if self._fitting(output, tensor) in MOVED:
             if self._guarded or _observe._observers:
                 self._enter("all_gather_into_tensor", (output,))
             return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
@@ -267,10 +267,10 @@ class Group:
     ) -> Work:
         """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
         try:
-            plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS else None
+            plain = PLAIN[op][self._fitting(tensor, output)]
         except (KeyError, TypeError):
             plain = None
-        if plain is not None and self._fit(tensor, output):
+        if plain is not None:
             if self._guarded or _observe._observers:
                 self._enter("reduce_scatter_tensor", (tensor,), plain)
             return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
@@ -439,20 +439,23 @@ class Group:
         if self._checker is not None:
             self._checker.check(name, sides, "" if op is None else op.value, root)
 
-    def _fit(self, whole: Tensor, part: Tensor) -> bool:
-        """Whether ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
-        try:
-            return (
-                type(part) in _TENSORS
-                and part.dtype is whole.dtype
-                and whole.is_contiguous()
-                and part.is_contiguous()
-                and whole.numel() == part.numel() * self.size
-                and whole.layout is _STRIDED
-                and part.layout is _STRIDED
-            )
-        except RuntimeError:  # from is_contiguous, which some sparse layouts lack
-            return False
+    def _fitting(self, whole: Tensor, part: Tensor) -> torch.dtype | None:
+        """The dtype if ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
+        if type(whole) in _TENSORS and type(part) in _TENSORS:
+            dtype = whole.dtype
+            try:
+                if (
+                    part.dtype is dtype
+                    and whole.is_contiguous()
+                    and part.is_contiguous()
+                    and whole.numel() == part.numel() * self.size
+                    and whole.layout is _STRIDED
+                    and part.layout is _STRIDED
+                ):
+                    return dtype
+            except RuntimeError:  # from is_contiguous, which some sparse layouts lack
+                pass
+        return None
 
     def _check_alive(self) -> None:
         if self._ended is not None:
