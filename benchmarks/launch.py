@@ -2,8 +2,9 @@
 
 Start: from the command to the moment the last of N workers has finished its first gloo all-reduce.
 Recovery: from SIGKILL of one worker to the moment all workers have finished an all-reduce in their new group, under
-``--max-restarts`` (everybody restarts). A run that does not come back within the limit counts as hung.
-The worker is the same plain torch.distributed script for both, in a file of its own below.
+``--max-restarts`` (everybody restarts). A run that does not come back is told apart by how it ended: *hung* (the
+launcher still ran at the limit) or *gave up* (it ended by itself, with which exit code); one that never started
+counts as neither. The worker is the same plain torch.distributed script for both, in a file of its own below.
 
     python -m benchmarks.launch [--rounds 3] [--recoveries 20] [--torchrun-recoveries 5] [--workers 2 8]
 
@@ -13,6 +14,7 @@ torchrun's recoveries are fewer by default: one that hangs costs the whole limit
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import resource
 import shutil
@@ -22,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 HUNG_AFTER = 30.0
@@ -43,6 +47,25 @@ while stays and not os.path.exists(os.path.join(directory, "end")):
     dist.all_reduce(x)
     time.sleep(0.005)
 """
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How one attempt ended: ``recovered``, ``hung``, ``gave up`` or ``never started``."""
+
+    how: str
+    seconds: float = float("nan")
+    exit_code: int | None = None
+
+    def __str__(self) -> str:
+        if self.how == "recovered":
+            return f"recovered in {self.seconds:.2f} s"
+        if self.how == "hung":
+            return f"hung (no group of all workers within {HUNG_AFTER:g} s, the launcher still ran)"
+        return self.how + (
+            "" if self.exit_code is None else f" (the launcher ended with code {self.exit_code})"
+        )
+
 
 COMMANDS = {
     "phalanx": [sys.executable, "-m", "phalanx", "run"],
@@ -69,18 +92,28 @@ class Run:
             start_new_session=True,
         )
 
+        atexit.register(self.abandon)
+
     def wait_marks(self, restart: int) -> list[tuple[float, int]] | None:
         """Time and pid of every worker of a generation once all are there; None when they do not come."""
         until = time.monotonic() + HUNG_AFTER
         names = [self.directory / f"{restart}-{rank}" for rank in range(self.workers)]
         while not all(name.exists() for name in names):
-            if time.monotonic() > until or self.process.poll() not in (None, 0):
+            if time.monotonic() > until or self.process.poll() is not None:
+                if all(name.exists() for name in names):  # written just before the launcher ended
+                    break
                 return None
             time.sleep(0.002)
         marks = [name.read_text().split() for name in names]
         return [(float(seconds), int(pid)) for seconds, pid in marks]
 
+    def abandon(self) -> None:
+        """The benchmark itself ends early: its job shall not outlive it."""
+        _kill_tree(self.process.pid)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def end(self, *, kill: bool) -> None:
+        atexit.unregister(self.abandon)
         if kill:
             _kill_tree(self.process.pid)
         (self.directory / "end").touch()
@@ -126,18 +159,22 @@ def _cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def time_recovery(name: str, workers: int, victim: int) -> float | None:
-    """Seconds from the kill to a working group of everybody; None when that never came."""
+def time_recovery(name: str, workers: int, victim: int) -> Recovery:
+    """Kill a worker and see whether everybody comes together again."""
     run = Run(name, workers, stays=True)
     first = run.wait_marks(0)
     if first is None:
+        code = run.process.poll()
         run.end(kill=True)
-        return None
+        return Recovery("never started", exit_code=code)
     killed = time.time()
     os.kill(first[victim][1], signal.SIGKILL)
     second = run.wait_marks(1)
+    code = run.process.poll()  # before end(), which kills what hangs
     run.end(kill=second is None)
-    return max(seconds for seconds, _ in second) - killed if second else None
+    if second:
+        return Recovery("recovered", max(seconds for seconds, _ in second) - killed)
+    return Recovery("hung") if code is None else Recovery("gave up", exit_code=code)
 
 
 def main() -> int:
@@ -147,6 +184,7 @@ def main() -> int:
     parser.add_argument("--torchrun-recoveries", type=int, default=5, help="kills for torchrun")
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 8], help="sizes for the start")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"cores {os.cpu_count()}, load before {os.getloadavg()[0]:.1f}; seconds, median (min-max)")
     for workers in args.workers:
         times: dict[str, list[float]] = {name: [] for name in COMMANDS}
@@ -166,16 +204,18 @@ def main() -> int:
 
 def _compare_recoveries(kills: dict[str, int]) -> None:
     """Kill a worker so many times under each launcher, turn and turn about, and show times and counts."""
-    recovered: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    ends: dict[str, list[Recovery]] = {name: [] for name in COMMANDS}
     for turn in range(max(kills.values())):
         for name in COMMANDS:
             if turn < kills[name]:
-                seconds = time_recovery(name, 2, turn % 2)
-                recovered[name] += [] if seconds is None else [seconds]
-    _show("SIGKILL to all 2 workers in a working group again", recovered)
-    for name, times in recovered.items():
-        late = kills[name] - len(times)
-        print(f"  {name:9s} recovered {len(times)} of {kills[name]}, not within {HUNG_AFTER:g} s: {late}")
+                ends[name].append(time_recovery(name, 2, turn % 2))
+                print(f"  kill {turn + 1:2d} of rank {turn % 2}, {name:9s} {ends[name][-1]}", flush=True)
+    times = {name: [end.seconds for end in found if end.how == "recovered"] for name, found in ends.items()}
+    _show("SIGKILL to all 2 workers in a working group again (of those that recovered)", times)
+    for name, found in ends.items():
+        count = Counter(end.how for end in found)
+        others = ", ".join(f"{how} {count[how]}" for how in ("hung", "gave up", "never started"))
+        print(f"  {name:9s} recovered {count['recovered']} of {len(found)}; {others}")
 
 
 def _show(title: str, times: dict[str, list[float]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -20,6 +21,7 @@ from phalanx.launch import (
 from phalanx.launch._logs import to_map
 from phalanx.launch._orders import Plan
 from phalanx.launch._pump import Sinks, deliver, finish, tail_of_file, tail_of_sinks
+from phalanx.launch._signals import choose_signals
 
 pytestmark = pytest.mark.fast
 
@@ -59,6 +61,14 @@ def test_torchs_fields_are_all_there_in_their_order():
 def test_nonsense_is_refused(fields):
     with pytest.raises(ValueError):
         LaunchConfig(**{"min_nodes": 1, "max_nodes": 2, "nproc_per_node": 1, **fields})
+
+
+def test_torchs_signals_are_handled_by_default_or_as_the_variable_says():
+    default = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    assert choose_signals(None, {}) == default == choose_signals(LaunchConfig(1, 1, 1).signals_to_handle, {})
+    environ = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR1,SIGTERM"}
+    assert choose_signals(None, environ) == (signal.SIGUSR1, signal.SIGTERM)
+    assert choose_signals("SIGHUP", environ) == (signal.SIGHUP,)
 
 
 def test_many_nodes_need_an_endpoint():

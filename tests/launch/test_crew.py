@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.comm.stores import MemoryStore
 from phalanx.launch import _crew
 from phalanx.launch._crew import Crew, CrewOptions
+from phalanx.launch._diagnosis import write_stacks_everywhere
 from phalanx.launch._environment import JobFacts, Place
+from phalanx.launch._journal import Journal
 from phalanx.launch._logs import DefaultLogsSpecs
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import WorkerProcess
@@ -60,7 +66,7 @@ def crew_of(tmp_path, *processes: StuckProcess) -> tuple[Crew, list[str]]:
     places = [
         Place(
             worker_id=f"w{n}", rank=n, local_rank=n, world_size=2, local_size=2, node_rank=0, num_nodes=1, generation=0,
-            master_addr="h", master_port=1, store_url="memory://x",
+            master_addr="h", master_port=1, store_url="memory://x", role_rank=n, role_size=2,
         )
         for n in range(len(processes))
     ]  # fmt: skip
@@ -110,3 +116,29 @@ def test_an_exit_is_told_once_even_if_it_came_before_the_order(tmp_path, quick):
     assert told == ["w0"]
     crew.close()
     dying.theirs.close()
+
+
+def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
+    """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
+    store = MemoryStore()
+    crew, _ = crew_of(tmp_path)
+    info = SimpleNamespace(rank=0, world_size=2, store=store)
+    generation = SimpleNamespace(journal=Journal(store), number=3, info=info)
+    asked, written = threading.Event(), []
+
+    def other_node() -> None:
+        journal = Journal(store.clone())
+        while not journal.read_requests(3, "node1")[1]:
+            time.sleep(0.005)
+        asked.set()
+        time.sleep(0.2)  # its workers take a while to write
+        written.append("stacks")
+        journal.say_done(3, 1, "stacks")
+
+    other = threading.Thread(target=other_node)
+    other.start()
+    write_stacks_everywhere(crew, generation, "rank 0 made no progress")
+    assert written == ["stacks"]
+    assert asked.is_set()
+    other.join()
+    crew.close()

@@ -90,7 +90,7 @@ def test_survivors_keep_their_place_and_successors_take_the_dead_ones():
 
 PLACE = Place(
     worker_id="w7", rank=5, local_rank=1, world_size=8, local_size=4, node_rank=1, num_nodes=2, generation=3,
-    master_addr="node0", master_port=1234, store_url="tcp://node0:29400",
+    master_addr="node0", master_port=1234, store_url="tcp://node0:29400", role_rank=1, role_size=4,
 )  # fmt: skip
 JOB = JobFacts(
     run_id="j", role="trainer", restarts=2, max_restarts=4, on_failure="heal", use_agent_store=True
@@ -100,10 +100,10 @@ JOB = JobFacts(
 def test_workers_get_torchruns_variables_and_ours():
     env = worker_environment(PLACE, JOB, {})
     assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")} == {
-        "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "5", "ROLE_NAME": "trainer",
+        "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "1", "ROLE_NAME": "trainer",
     }  # fmt: skip
     assert {name: env[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")} == {
-        "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "8",
+        "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "4",
     }  # fmt: skip
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
     assert env["TORCHELASTIC_RESTART_COUNT"] == "2"
@@ -185,6 +185,20 @@ def test_failures_of_all_nodes_are_found_again():
     text = str(error)
     assert text.index("h3") < text.index("h0")
     assert journal.failures(1) == {}
+
+
+def test_a_huge_failure_is_told_to_others_in_a_size_that_every_store_takes():
+    store = MemoryStore()
+    where = {"rank": 0, "worker_id": "w", "generation": 0, "local_rank": 0, "pid": 1, "exitcode": 1}
+    huge = "a" * 1_000_000 + "z"
+    Journal(store).report(ProcessFailure(message=huge, traceback=huge, stderr_tail=(huge,) * 20, **where))
+    (data,) = store.items("agents/failures/0/").values()
+    assert len(data) < 500_000
+    told = Journal(store).failures(0)[0]
+    for text in (told.message, told.traceback, *told.stderr_tail):
+        assert text.startswith("aaa")
+        assert "characters left out" in text
+        assert text.endswith("az")
 
 
 def test_wishes_that_make_no_sense_are_no_wishes():

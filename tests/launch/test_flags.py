@@ -27,6 +27,34 @@ def test_torchruns_flags_are_all_known():
     assert theirs <= ours
 
 
+def test_the_flags_that_users_were_promised_are_there():
+    promised = (
+        "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval "
+        "start-method role module no-python run-path log-dir redirects tee local-ranks-filter node-rank master-addr "
+        "master-port local-addr numa-binding signals-to-handle event-log-handler duplicate-stdout-filters "
+        "duplicate-stderr-filters virtual-local-rank shutdown-timeout on-failure preload hang-timeout"
+    )
+    assert set(promised.split()) <= {flag.name for flag in FLAGS}
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_in_every_spelling_and_from_its_variable(flag):
+    text = flag.choices[-1] if flag.choices else {int: "7", float: "2.5"}.get(flag.kind, "some,text")
+    expected = True if flag.kind is None else flag.kind(text)
+    default = getattr(parse(["a.py"], {}), flag.dest)
+    assert default == (flag.default if flag.kind else False)
+    assert default != expected
+    names = [f"--{flag.name}", f"--{flag.dest}", *([f"-{flag.short}"] if flag.short else [])]
+    for name in names:
+        given = [name] if flag.kind is None else [name, text]
+        assert getattr(parse([*given, "a.py"], {}), flag.dest) == expected
+    assert flag.variable == f"PET_{flag.name.upper().replace('-', '_')}"
+    environ = {flag.variable: "1" if flag.kind is None else text}
+    assert getattr(parse(["a.py"], environ), flag.dest) == expected
+    with pytest.raises(UsageError, match=rf"^unknown flag --{flag.name}x; did you mean --{flag.name}\?$"):
+        parse([f"--{flag.name}x", "a.py"], {})
+
+
 def test_dashes_and_underscores_mean_the_same():
     for spelling in ("--nproc-per-node", "--nproc_per_node"):
         assert parse([spelling, "4", "a.py"], {}).nproc_per_node == "4"
@@ -163,6 +191,34 @@ def test_a_wrong_flag_is_answered_without_importing_torch():
     assert done.stderr.startswith(
         "phalanx run: unknown flag --nproc-pre-node; did you mean --nproc-per-node?"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nproc-per-node", "many"], "--nproc-per-node many; expected a number, auto, cpu, gpu or xpu"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0; expected at least 1"),
+        (["--nnodes", "3:1"], "--nnodes 3:1; expected 1 <= MIN <= MAX"),
+        (["--local-ranks-filter", "0,x"], "--local-ranks-filter 0,x; expected numbers"),
+        (["--rdzv-conf", "oops"], "--rdzv-conf has 'oops'; expected key=value"),
+        (
+            ["--rdzv-conf", "endpoint=h:1"],
+            "--rdzv-conf has 'endpoint=h:1'; that is said with --rdzv-endpoint",
+        ),
+        (["--redirects", "7"], "streams are '7'; expected 0, 1, 2 or 3"),
+        (["--signals-to-handle", "SIGX"], "unknown signal 'SIGX'"),
+        (["--logs-specs", "none-such"], "no installed package offers it"),
+        (["--numa-binding", "core"], "invalid choice: 'core'"),
+        (["--max-restarts", "-1"], "max_restarts is -1; expected 0 or more"),
+        (["--log-dir", __file__], "which is a file; expected a directory"),
+    ],
+)
+def test_wrong_values_get_one_line_and_code_2(flags, message, capsys):
+    assert main([*flags, __file__]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("phalanx run: ")
+    assert printed.count("\n") == 1
+    assert message in printed
 
 
 def test_unknown_commands_get_the_nearest(capsys):

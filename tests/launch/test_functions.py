@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -40,12 +41,15 @@ def test_return_values_by_global_rank(tmp_path, method):
 
 
 def test_config_is_not_changed_by_a_launch(tmp_path):
-    given = config(tmp_path, start_method="fork")
-    before = dict(vars(given))
-    elastic_launch(given, functions.add)(2, 3)
+    given = config(tmp_path, start_method="fork", rdzv_configs={"lease": 9}, metrics_cfg={"type": "null"})
+    before, logs_before = copy.copy(vars(given)), copy.deepcopy(vars(given.logs_specs))
+    configs_before = (dict(given.rdzv_configs), dict(given.metrics_cfg))
+    for _ in range(2):
+        assert elastic_launch(given, functions.add)(2, 3) == {0: (0, 5), 1: (1, 5)}
     assert vars(given) == before
-    assert given.run_id == ""
-    assert given.rdzv_configs == {}
+    assert (given.rdzv_configs, given.metrics_cfg) == configs_before
+    assert vars(given.logs_specs) == logs_before
+    assert len(list((tmp_path / "logs").iterdir())) == 2  # a config used twice: two runs, two directories
 
 
 def test_large_values_come_home(tmp_path):
@@ -64,6 +68,43 @@ def test_exceptions_come_home(tmp_path):
     assert "raise Custom" in failure.traceback
     assert isinstance(caught.value.__cause__, functions.Custom)
     assert caught.value.__cause__.args == ("with this text", 17)
+
+
+def test_large_exceptions_come_home_whole(tmp_path):
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.raising_large)(
+            3_000_000
+        )
+    assert caught.value.__cause__.args == ("x" * 3_000_000,)
+
+
+def test_a_value_that_cannot_be_read_back_is_a_clear_error_and_not_none(tmp_path):
+    with pytest.raises(ChildFailedError, match="its return value cannot be unpickled: TypeError"):
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.returning_one_way)()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (functions.raising_one_way, "OneWay: an exception (5)"),
+        (functions.raising_unpicklable, "Custom: holds a function"),
+    ],
+    ids=["one way", "unpicklable"],
+)
+def test_an_exception_that_cannot_travel_is_still_reported(tmp_path, function, text):
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), function)()
+    _, failure = caught.value.get_first_failure()
+    assert (failure.message, failure.exception) == (text, None)
+    assert "raise " in failure.traceback
+
+
+def test_sys_exit_in_a_function_is_its_exit_code(tmp_path):
+    one = {"nproc_per_node": 1, "start_method": "fork"}
+    assert elastic_launch(config(tmp_path, **one), functions.ending)(0) == {0: None}
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, **one), functions.ending)(7)
+    assert caught.value.get_first_failure()[1].exitcode == 7
 
 
 def test_an_unpicklable_value_is_a_clear_error(tmp_path):

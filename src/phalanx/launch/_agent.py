@@ -19,8 +19,7 @@ import time
 
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
-from phalanx.launch._diagnosis import HangWatch, dump_stacks
-from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._diagnosis import HangWatch, write_stacks, write_stacks_everywhere
 from phalanx.launch._generation import Generation
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -99,6 +98,12 @@ class Agent:
             if self.current:
                 self.current.close()
 
+    def observe_last_exits(self) -> None:
+        """After ``run``, when the crew is closed: who was stopped at the very end has exited too, one event each."""
+        while (event := self._sources.next(0)) is not None:
+            if isinstance(event, Exited):
+                self._observer.worker_exited(event.member)
+
     @property
     def _generation(self) -> Generation:
         assert self.current is not None, "nothing happens to workers before the first generation"
@@ -128,7 +133,7 @@ class Agent:
         """Ask for the next generation with the workers of the roster; fork those that are new meanwhile."""
         self._is_joining = True
         self._observer.joining()
-        self._handler.set_local_size(self._roster.size, tuple(self._roster.ids))
+        self._handler.set_local_size(self._roster.size, tuple(self._roster.ids), self.spec.role)
         self._sources.join()
         self._crew.prepare(sum(worker_id not in self._crew.members for worker_id in self._roster.ids))
 
@@ -186,8 +191,8 @@ class Agent:
                 self._end_generation(verdict, (member.id,))
             else:
                 self._finish_if_done()
-        elif member.has_succeeded:
-            self._results.values[member.place.rank] = self._crew.value_of(member)
+        elif member.has_succeeded and self._crew.fetch_value(member):
+            self._results.values[member.place.rank] = member.value
             self._finish_if_done()
         else:
             self._on_failure()
@@ -345,7 +350,8 @@ class Agent:
 
     def _on_request(self, request: Requested) -> None:
         if request.stacks and not self._are_stacks_dumped:
-            self._dump_stacks(request.stacks)
+            self._are_stacks_dumped = True
+            write_stacks(self._crew, self._generation, request.stacks)
         self._check_hang(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -385,15 +391,7 @@ class Agent:
         member, reason = found
         log.error("%s; writing all stacks, then it is killed", reason)
         self._observer.worker_hung(member, self._options.hang_timeout)
-        self._generation.journal.request_stacks(self._generation.number, reason)
-        self._dump_stacks(reason)
+        self._are_stacks_dumped = True
+        write_stacks_everywhere(self._crew, self._generation, reason)
         member.note = f"{reason}; all stacks are in the logs"
         member.process.send_signal(signal.SIGKILL)
-
-    def _dump_stacks(self, reason: str) -> None:
-        self._are_stacks_dumped = True
-        dump_stacks(self._crew, reason)
-
-
-def _unexplained(reason: str) -> ProcessFailure:
-    return ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())

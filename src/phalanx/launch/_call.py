@@ -93,7 +93,7 @@ def _store(fd: int, outcome: tuple[str, Any], what: str, *, is_fatal: bool = Tru
 
 
 def read_result(fd: int) -> tuple[str, Any] | None:
-    """``("value", v)``, ``("error", e)``, or None when the worker wrote nothing that can be read back."""
+    """``("value", v)``, ``("error", e)``, ``("unreadable", why)``, or None when the worker wrote nothing."""
     os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:
         data = file.read()
@@ -101,10 +101,8 @@ def read_result(fd: int) -> tuple[str, Any] | None:
         return None
     try:
         kind, value = pickle.loads(data)
-    except (
-        Exception
-    ):  # an exception class with a custom __init__ may pickle but not unpickle; the report has its text
-        return None
+    except Exception as error:  # a class with a custom __init__ may pickle but not unpickle
+        return "unreadable", f"{type(error).__name__}: {error}"
     return kind, value
 
 

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 HEAL_RESTARTS = 100
 """Default of --max-restarts under heal, where replacing one worker costs the others next to nothing."""
 
+FLAG_OF_SETTING = {
+    "backend": "--rdzv-backend",
+    "endpoint": "--rdzv-endpoint",
+    "run_id": "--rdzv-id",
+    "min_nodes": "--nnodes",
+    "max_nodes": "--nnodes",
+    "local_addr": "--local-addr",
+}
+"""What looks like a setting of the rendezvous but has a flag of its own."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx run`` with these arguments; the exit code."""
@@ -37,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         _check_script(args)
         local_size = local_world_size(args.nproc_per_node)
         config = config_from_args(args, local_size)
-    except ValueError as error:
+    except (ValueError, NotADirectoryError) as error:
         print(f"phalanx run: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING"))
@@ -163,6 +173,8 @@ def parse_settings(text: str) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--rdzv-conf has {pair!r}; expected key=value,key=value")
+        if (flag := FLAG_OF_SETTING.get(key.strip())) is not None:
+            raise UsageError(f"--rdzv-conf has {pair!r}; that is said with {flag}")
         settings[key.strip()] = value.strip()
     return settings
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,13 @@ class LaunchConfig:
             rdzv_endpoint=endpoint,
             rdzv_backend=backend,
             rdzv_configs=configs,
-            logs_specs=self.logs_specs or DefaultLogsSpecs(),
+            logs_specs=_own_logs(self.logs_specs),
             shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or 30) if patience is None else patience,
         )
+
+
+def _own_logs(specs: LogsSpecs | None) -> LogsSpecs:
+    """The specs of one launch: ours remember the directory of their run, which is the launch's, not the config's."""
+    if specs is None:
+        return DefaultLogsSpecs()
+    return copy(specs) if isinstance(specs, DefaultLogsSpecs) else specs

@@ -52,6 +52,9 @@ class CrewMember:
     is_asked_to_leave: bool = False
     note: str = ""
     value: Any = None
+    """What a function worker returned, once ``fetch_value`` has read it."""
+    problem: str = ""
+    """Why it has failed although it ended with 0."""
 
     @property
     def id(self) -> str:
@@ -63,7 +66,7 @@ class CrewMember:
 
     @property
     def has_succeeded(self) -> bool:
-        return self.process.exit_code == 0
+        return self.process.exit_code == 0 and not self.problem
 
     @property
     def wants_successor(self) -> bool:
@@ -212,10 +215,16 @@ class Crew:
     def running(self) -> list[CrewMember]:
         return [member for member in self.members.values() if member.is_running]
 
-    def value_of(self, member: CrewMember) -> Any:
-        """The return value of a function worker that succeeded."""
+    def fetch_value(self, member: CrewMember) -> bool:
+        """Read the return value of a worker that ended well; False, and it has failed, when that is not possible."""
         outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
-        return outcome[1] if outcome else None
+        if outcome and outcome[0] == "unreadable":
+            member.problem = (
+                f"the worker function ended well, but its return value cannot be unpickled: {outcome[1]}"
+            )
+            return False
+        member.value = outcome[1] if outcome else None
+        return True
 
     def failure_of(self, member: CrewMember, now: float) -> ProcessFailure:
         """What is known about a worker that died."""
@@ -236,6 +245,8 @@ class Crew:
         outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
         if outcome and outcome[0] == "error":
             failure.exception = outcome[1]
+        if member.problem:
+            failure.message = member.problem
         return failure
 
     def _stderr_tail(self, member: CrewMember) -> tuple[str, ...]:

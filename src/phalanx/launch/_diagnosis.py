@@ -11,13 +11,17 @@ import logging
 import time
 from collections.abc import Mapping
 
+from phalanx.errors import StoreError
 from phalanx.launch import _linux
 from phalanx.launch._crew import Crew, CrewMember
+from phalanx.launch._generation import Generation
 from phalanx.launch._hang import HangDetector
+from phalanx.launch._journal import Journal
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 2.0
+_OTHERS_PATIENCE = 5.0
 
 
 class HangWatch:
@@ -39,6 +43,25 @@ class HangWatch:
                 self._detector.reset(now)
                 return member, f"rank {member.place.rank} made no progress for {self._detector.timeout:g} s"
         return None
+
+
+def write_stacks(crew: Crew, generation: Generation, reason: str) -> None:
+    """Write the stacks of this node's workers and say that it is done."""
+    dump_stacks(crew, reason)
+    generation.journal.say_done(generation.number, generation.info.rank, "stacks")
+
+
+def write_stacks_everywhere(crew: Crew, generation: Generation, reason: str) -> None:
+    """The same on all nodes. Returns when all have: what follows, a kill, changes what the others' workers do."""
+    generation.journal.request_stacks(generation.number, reason)
+    write_stacks(crew, generation, reason)
+    store = generation.info.store.clone()
+    try:
+        Journal(store).wait_done(generation.number, generation.info.world_size, "stacks", _OTHERS_PATIENCE)
+    except StoreError as error:
+        log.warning("not every node has written its stacks: %s", error)
+    finally:
+        store.close()
 
 
 def dump_stacks(crew: Crew, reason: str) -> dict[str, str]:

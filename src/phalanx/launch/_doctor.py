@@ -168,6 +168,7 @@ def _time_reverse_lookup() -> float:
 
 
 def check_shared_memory() -> Iterator[Finding]:
+    """``/dev/shm`` is for torch's own multiprocessing; our own transport uses memfds, see ``check_transport``."""
     path = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     free = shutil.disk_usage(path).free
     try:
@@ -175,16 +176,18 @@ def check_shared_memory() -> Iterator[Finding]:
             file.write(b"\0" * 4096)
     except OSError as error:
         yield Finding(
-            "bad", f"{path} cannot be written: {error}. Workers of one machine exchange tensors through it"
-        )
+            "bad", f"{path} cannot be written: {error}. torch's data loader processes hand their batches over in it; "
+            "what workers of one machine exchange does not need it (anonymous memory)",
+        )  # fmt: skip
         return
     if free < MIN_SHARED_MEMORY:
         yield Finding(
             "warn",
-            f"only {free >> 20} MB free in {path}; containers need e.g. --shm-size=8g for large models",
+            f"only {free >> 20} MB free in {path}: data loader processes with large batches may need more (containers: "
+            "--shm-size=8g); what workers of one machine exchange does not count against it (anonymous memory)",
         )
     else:
-        yield Finding("ok", f"shared memory: {free >> 20} MB free in {path}")
+        yield Finding("ok", f"{free >> 20} MB free in {path} for torch's data loader processes")
 
 
 def check_transport() -> Iterator[Finding]:

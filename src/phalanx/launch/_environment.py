@@ -29,6 +29,9 @@ class Place:
     master_addr: str
     master_port: int
     store_url: str
+    role_rank: int
+    role_size: int
+    """Among the workers of the same role: other nodes may run another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,12 @@ def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) ->
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
         "GROUP_RANK": place.node_rank,
-        "ROLE_RANK": place.rank,
+        "ROLE_RANK": place.role_rank,
         "ROLE_NAME": job.role,
         "WORLD_SIZE": place.world_size,
         "LOCAL_WORLD_SIZE": place.local_size,
         "GROUP_WORLD_SIZE": place.num_nodes,
-        "ROLE_WORLD_SIZE": place.world_size,
+        "ROLE_WORLD_SIZE": place.role_size,
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": place.master_port,
         "TORCHELASTIC_RESTART_COUNT": job.restarts,

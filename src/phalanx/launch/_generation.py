@@ -55,6 +55,7 @@ class Generation:
     def places(self, master_addr: str | None) -> list[Place]:
         """Where the workers of this node stand. ``master_addr`` overrides the first node's own address."""
         info, store = self.info, self.info.bootstrap_store_info
+        role_base, role_size = info.role_place()
         return [
             Place(
                 worker_id=worker_id,
@@ -68,6 +69,8 @@ class Generation:
                 master_addr=master_addr or store.master_addr,
                 master_port=store.master_port,
                 store_url=self._handler.store_url,
+                role_rank=role_base + local_rank,
+                role_size=role_size,
             )
             for local_rank, worker_id in enumerate(info.node.worker_ids)
         ]

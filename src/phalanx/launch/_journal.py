@@ -14,6 +14,10 @@ from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
 from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
 
+MAX_TEXT = 100_000
+MAX_LINE = 2_000
+"""Characters of a failure that other agents are told: a store need not take more than about 1 MB (etcd does not)."""
+
 
 class Journal:
     """The records of one job. ``store`` is in the job's namespace."""
@@ -46,6 +50,9 @@ class Journal:
     def report(self, failure: ProcessFailure) -> None:
         record = failure.to_record()
         record.pop("error_file_data")  # large, and its content is in the other fields
+        for name in ("message", "traceback", "note"):
+            record[name] = clip(record[name], MAX_TEXT)
+        record["stderr_tail"] = [clip(line, MAX_LINE) for line in record["stderr_tail"]]
         key = f"agents/failures/{failure.generation}/{failure.worker_id}"
         self._store.set(key, _dump(record))
 
@@ -79,6 +86,18 @@ class Journal:
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))
+
+
+def clip(text: str, limit: int) -> str:
+    """The text, without its middle when it is longer than the limit.
+
+    >>> clip("0123456789", 4)
+    '01 [... 6 characters left out ...] 89'
+    """
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
 
 
 def parse_wish(data: bytes | None) -> int | None:

@@ -20,7 +20,7 @@ from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import Zygote
-from phalanx.launch._signals import DEFAULT_SIGNALS, ENV_SIGNALS, handled, parse_signals
+from phalanx.launch._signals import choose_signals, handled
 from phalanx.launch._sources import Exited, Signalled, Sources
 from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
 
@@ -57,7 +57,7 @@ class LocalElasticAgent:
     ) -> None:
         self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
-        self._signals = parse_signals(signals or os.environ.get(ENV_SIGNALS) or DEFAULT_SIGNALS)
+        self._signals = choose_signals(signals, os.environ)
         self._health = health_check_server or health_server_from(os.environ, self.alive_time)
         # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
         self._zygote = zygote or make_zygote(self._plan, tuple(preload), spec.local_world_size)
@@ -95,6 +95,7 @@ class LocalElasticAgent:
             if self._health:
                 self._health.stop()
             self._crew.close()
+            self._agent.observe_last_exits()
             self._observer.close()
             if result is None or not result.is_failed():
                 self._remove_temporary_logs()
@@ -120,14 +121,14 @@ class LocalElasticAgent:
         group.master_addr = info.bootstrap_store_info.master_addr
         group.master_port = info.bootstrap_store_info.master_port
         for member in list(self._crew.members.values()):
-            rank, size = member.place.rank, member.place.world_size
+            place = member.place
             group.workers.append(
                 Worker(
-                    local_rank=member.place.local_rank,
-                    global_rank=rank,
-                    role_rank=rank,
-                    world_size=size,
-                    role_world_size=size,
+                    local_rank=place.local_rank,
+                    global_rank=place.rank,
+                    role_rank=place.role_rank,
+                    world_size=place.world_size,
+                    role_world_size=place.role_size,
                     id=member.process.pid,
                 )
             )

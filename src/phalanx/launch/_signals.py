@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,15 @@ def parse_signals(names: str) -> tuple[signal.Signals, ...]:
         if signum in (signal.SIGKILL, signal.SIGSTOP):
             raise ValueError(f"{signum.name} cannot be handled by any process; remove it from the list")
     return tuple(found)
+
+
+def choose_signals(names: str | None, environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
+    """What was asked for, else what the environment says, else the default.
+
+    >>> choose_signals(None, {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR1"}) == (signal.SIGUSR1,)
+    True
+    """
+    return parse_signals(names or environ.get(ENV_SIGNALS) or DEFAULT_SIGNALS)
 
 
 @contextmanager

@@ -4,15 +4,19 @@ know."""
 from __future__ import annotations
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.stores import MemoryStore
 from phalanx.comm.stores._signing import SignatureError, Signer, read_secret
 from phalanx.launch.rendezvous import RendezvousParameters
-from phalanx.launch.rendezvous._backends import is_this_machine, split_endpoint
+from phalanx.launch.rendezvous._backends import describe_node, is_this_machine, split_endpoint
+from phalanx.launch.rendezvous._interface import RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.membership import RecordError
 
@@ -44,6 +48,24 @@ def test_global_ranks_follow_from_the_record() -> None:
     assert [(n.base_rank, n.local_size) for n in nodes] == [(0, 2), (2, 3)]
     assert nodes[0].worker_ids == ("w1", "w2")
     assert nodes[1].worker_ids == ("b.5.0", "b.5.1", "b.5.2")
+
+
+def test_ranks_within_a_role_count_only_nodes_of_that_role() -> None:
+    """Roles as torchrun means them: nodes of one job may run different ones."""
+    sizes = [("read", 2), ("train", 3), ("read", 1), ("train", 4)]
+    seats = tuple(
+        Seat.of(replace(NODE, id=str(n), local_size=size, worker_ids=(), role=role))
+        for n, (role, size) in enumerate(sizes)
+    )
+    nodes = GenerationRecord.from_json(GenerationRecord(0, seats).to_json()).nodes
+    where = RendezvousStoreInfo(master_addr="h", master_port=1)
+    places = [
+        RendezvousInfo(
+            store=MemoryStore(), rank=n, world_size=4, generation=0, nodes=nodes, bootstrap_store_info=where
+        ).role_place()
+        for n in range(4)
+    ]
+    assert places == [(0, 3), (0, 7), (2, 3), (3, 7)]
 
 
 @given(st.binary(max_size=50).map(lambda data: json.dumps(data.hex()).encode()), st.text(max_size=20))
@@ -117,6 +139,13 @@ def test_endpoints() -> None:
     for wrong in ("n:x", ":80", "n:99999"):
         with pytest.raises(ValueError, match="expected host"):
             split_endpoint(wrong, 5)
+
+
+def test_a_nodes_address_is_its_fqdn_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7.cluster.example")
+    told = RendezvousParameters("c10d", "e:1", "j", 1, 2, local_addr="10.0.0.7")
+    assert describe_node(RendezvousParameters("c10d", "e:1", "j", 1, 2)).addr == "node7.cluster.example"
+    assert describe_node(told).addr == "10.0.0.7"
 
 
 def test_only_own_addresses_are_this_machine() -> None:

@@ -38,6 +38,35 @@ def unpicklable() -> object:
     return lambda: None
 
 
+class OneWay(Exception):
+    """Can be pickled but not unpickled: pickle calls it with one argument."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+def returning_one_way() -> object:
+    return OneWay("a value", 5)
+
+
+def raising_one_way() -> None:
+    raise OneWay("an exception", 5)
+
+
+def raising_unpicklable() -> None:
+    error = Custom("holds a function")
+    error.held = lambda: None  # type: ignore[attr-defined]
+    raise error
+
+
+def raising_large(count: int) -> None:
+    raise Custom("x" * count)
+
+
+def ending(code: object) -> None:
+    raise SystemExit(code)
+
+
 def waiting(path: str) -> int:
     while not os.path.exists(path):
         time.sleep(0.01)

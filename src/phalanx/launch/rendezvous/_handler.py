@@ -118,14 +118,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         """The id of this node in ``RendezvousInfo.nodes``."""
         return self._participant.node.id
 
-    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
+    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = (), role: str = "") -> None:
         if local_size < 1:
             raise ValueError(f"local_size is {local_size}; expected at least 1")
         if worker_ids and len(worker_ids) != local_size:
             raise ValueError(f"{len(worker_ids)} worker ids for {local_size} workers; expected one for each")
         with self._changed:
-            node = replace(self._participant.node, local_size=local_size, worker_ids=tuple(worker_ids))
-            self._participant.node = node
+            self._participant.node = replace(
+                self._participant.node, local_size=local_size, worker_ids=tuple(worker_ids), role=role
+            )
 
     def set_bootstrap_port(self, port: int | None) -> None:
         self._port = port

@@ -127,6 +127,8 @@ class NodeInfo(NamedTuple):
     topology: str = ""
     worker_ids: tuple[str, ...] = ()
     """Of length ``local_size``; what the agent passed to ``set_local_size``, or made from ``id``."""
+    role: str = ""
+    """Of all its workers; what the agent passed to ``set_local_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,12 @@ class RendezvousInfo:
     def num_workers(self) -> int:
         """The number of workers of all nodes."""
         return self.nodes[-1].base_rank + self.nodes[-1].local_size
+
+    def role_place(self) -> tuple[int, int]:
+        """Among the workers of this node's role: the rank of its first one, and how many there are in all."""
+        same = [node for node in self.nodes if node.role == self.node.role]
+        before = sum(node.local_size for node in same if node.base_rank < self.node.base_rank)
+        return before, sum(node.local_size for node in same)
 
     def members(self) -> Members:
         """The same as the record that workers read; the handler has already written it to ``members_key``."""
@@ -250,8 +258,8 @@ class RendezvousHandler(ABC):
         return ""
 
     @abstractmethod
-    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = ()) -> None:
-        """Say how many workers this node runs, and optionally their ids; counts from the next join on."""
+    def set_local_size(self, local_size: int, worker_ids: tuple[str, ...] = (), role: str = "") -> None:
+        """Say how many workers this node runs, optionally their ids and role; counts from the next join on."""
 
     @abstractmethod
     def set_bootstrap_port(self, port: int | None) -> None:

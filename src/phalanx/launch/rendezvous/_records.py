@@ -87,6 +87,7 @@ class NodeRecord:
     worker_ids: tuple[str, ...] = ()
     topology: str = ""
     fixed_rank: int = -1
+    role: str = ""
 
     def to_json(self) -> bytes:
         return dump(asdict(self))
@@ -113,6 +114,7 @@ class Seat(NamedTuple):
     port: int
     local_size: int
     topology: str
+    role: str
     worker_ids: tuple[str, ...]
 
     @classmethod
@@ -125,6 +127,7 @@ class Seat(NamedTuple):
             node.port,
             node.local_size,
             node.topology,
+            node.role,
             node.worker_ids,
         )
 
@@ -158,7 +161,9 @@ class GenerationRecord:
         for seat in self.seats:
             ids = seat.worker_ids or tuple(f"{seat.id}.{self.generation}.{i}" for i in range(seat.local_size))
             nodes.append(
-                NodeInfo(seat.id, seat.host, seat.addr, seat.local_size, base_rank, seat.topology, ids)
+                NodeInfo(
+                    seat.id, seat.host, seat.addr, seat.local_size, base_rank, seat.topology, ids, seat.role
+                )
             )
             base_rank += seat.local_size
         return tuple(nodes)
