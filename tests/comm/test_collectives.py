@@ -216,6 +216,12 @@ def all_to_all_takes_even_and_uneven(group: Group) -> None:
         group.all_to_all(outputs, inputs)
         for r, output in enumerate(outputs):
             same(output, values(r * 10 + group.rank, (r + group.rank,), dtype), f"{dtype}")
+        flat = torch.empty(group.size, 3, dtype=dtype)
+        group.all_to_all_single(
+            flat, torch.stack([values(group.rank * 10 + r, (3,), dtype) for r in range(group.size)])
+        )
+        for r in range(group.size):
+            same(flat[r], values(r * 10 + group.rank, (3,), dtype), f"flat {dtype}")
     sent = torch.arange(group.size * 2.0).reshape(group.size, 2) + 100 * group.rank
     received = torch.empty(group.size, 2)
     group.all_to_all_single(received, sent)
