@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -131,6 +132,39 @@ def test_regrouping_loses_no_memory():
             assert max(counts[1:]) - min(counts[1:]) <= 40, counts  # the other rank is somewhere in its step
 
     simulate(2).run(main)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("view", [False, True])
+def test_the_buckets_of_a_failed_step_are_given_back(view):
+    def main(group):
+        survivors = group.subgroup([0, 1]) if group.rank < 2 else None
+        model = DistributedDataParallel(
+            cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001
+        )
+        memory = []
+        for step in range(3):
+            model.zero_grad()
+            if step == 2:
+                model.reducer.exchange.on_bucket_ready = lambda index, flat: memory.append(
+                    weakref.ref(flat.untyped_storage())
+                )
+            _step(model, group.rank, step)
+        model.zero_grad()
+        with play(kill_at(rank=2, step=1, name="all_reduce")):
+            try:
+                _step(model, group.rank, 3)
+            except PeerLost:
+                pass
+        model.reducer.exchange.on_bucket_ready = None
+        model.regroup(survivors)
+        gc.collect()
+        alive = [reference for reference in memory if reference() is not None]
+        # The broken group keeps its error, and the error's traceback the tensor of the call that raised it.
+        assert len({id(reference()) for reference in alive}) <= 1
+        assert len(memory) >= 3
+
+    simulate(3).run(main)
 
 
 @pytest.mark.fast

@@ -233,6 +233,9 @@ class ThreadTransport(Transport):
     def _check_alive(self) -> None:
         if self._ended is None:
             self._ended = self._board.fault(self.rank)
+            if self._ended is not None:  # meetings that can never be held keep nobody's tensors
+                for meeting in self._board.meetings.values():
+                    meeting.brought.pop(self.rank, None)
         if self._ended is not None:
             raise self._ended
 
