@@ -58,6 +58,23 @@ def rendezvous(backend: str, directory: Path) -> Iterator[str]:
         yield server.url.removeprefix("etcd://")
 
 
+@contextmanager
+def several_agents(directory: Path) -> Iterator[tuple[Cluster, list[subprocess.Popen[bytes]]]]:
+    """A place for agents that the test starts, ended with it, and the eyes of a cluster on what they do."""
+    directory.mkdir()
+    cluster = Cluster.__new__(Cluster)  # only for its eyes: it has one agent
+    cluster.directory, cluster.output = directory, (directory / "output").open("wb")
+    agents: list[subprocess.Popen[bytes]] = []
+    try:
+        yield cluster, agents
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+        cluster.output.close()
+
+
 def ancestors(pid: int) -> set[int]:
     found: set[int] = set()
     while pid > 1:
@@ -81,27 +98,20 @@ def test_a_whole_node_dies_and_the_other_goes_on(tmp_path, backend, seat):
     Rank 0's agent is the one that hosts the job's store where the rendezvous itself is not one.
     """
     directory, num_steps = tmp_path / "job", 40
-    directory.mkdir()
-    cluster = Cluster.__new__(Cluster)  # only for its eyes: there are two agents here
-    cluster.directory, cluster.output = directory, (directory / "output").open("wb")
-    with rendezvous(backend, tmp_path / "rendezvous") as endpoint:
-        agents = [start_agent(directory, backend, endpoint, num_steps) for _ in range(2)]
+    with (
+        rendezvous(backend, tmp_path / "rendezvous") as endpoint,
+        several_agents(directory) as (cluster, agents),
+    ):
+        agents += [start_agent(directory, backend, endpoint, num_steps) for _ in range(2)]
         cluster.process = agents[0]
-        try:
-            cluster.wait_workers(2)
-            cluster.wait_step(8)
-            seated = max(cluster.events("regrouped"), key=lambda r: (r["generation"], r["round"]))["workers"]
-            above = ancestors(cluster.pids()[seated[seat]])
-            victim = next(agent for agent in agents if agent.pid in above)
-            survivor = next(agent for agent in agents if agent is not victim)
-            victim.send_signal(signal.SIGKILL)
-            assert survivor.wait(100) == 0, cluster.text()[-4000:]
-        finally:
-            for agent in agents:
-                if agent.poll() is None:
-                    agent.kill()
-                agent.wait()
-            cluster.output.close()
+        cluster.wait_workers(2)
+        cluster.wait_step(8)
+        seated = max(cluster.events("regrouped"), key=lambda r: (r["generation"], r["round"]))["workers"]
+        above = ancestors(cluster.pids()[seated[seat]])
+        victim = next(agent for agent in agents if agent.pid in above)
+        survivor = next(agent for agent in agents if agent is not victim)
+        victim.send_signal(signal.SIGKILL)
+        assert survivor.wait(100) == 0, cluster.text()[-4000:]
     assert check_directory(directory / "logs").problems == []
     alone = make_job(run=RunOptions(progress=False))
     train(alone, max_steps=num_steps)
@@ -111,13 +121,10 @@ def test_a_whole_node_dies_and_the_other_goes_on(tmp_path, backend, seat):
 def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
     """Two nodes are the least; one is killed, and the other goes on from where it was when a third comes."""
     directory, num_steps = tmp_path / "job", 40
-    directory.mkdir()
-    cluster = Cluster.__new__(Cluster)
-    cluster.directory, cluster.output = directory, (directory / "output").open("wb")
     endpoint = str(tmp_path / "rendezvous")
-    agents = [start_agent(directory, "file", endpoint, num_steps, "2:2") for _ in range(2)]
-    cluster.process = agents[0]
-    try:
+    with several_agents(directory) as (cluster, agents):
+        agents += [start_agent(directory, "file", endpoint, num_steps, "2:2") for _ in range(2)]
+        cluster.process = agents[0]
         cluster.wait_workers(2)
         cluster.wait_step(8)
         survivor = next(worker for worker, pid in cluster.pids().items() if agents[0].pid in ancestors(pid))
@@ -128,12 +135,6 @@ def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
         agents.append(start_agent(directory, "file", endpoint, num_steps, "2:2"))
         assert agents[0].wait(100) == 0, cluster.text()[-4000:]
         assert agents[2].wait(100) == 0, cluster.text()[-4000:]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                agent.kill()
-            agent.wait()
-        cluster.output.close()
     later = [event for event in cluster.events("regrouped") if event["generation"] > 0]
     assert later
     assert min(event["time"] for event in later) > third, "it went on below the minimum"
