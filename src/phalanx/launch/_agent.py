@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 
+from phalanx.errors import StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch, write_stacks, write_stacks_everywhere
@@ -92,6 +93,11 @@ class Agent:
                 if event is not None:
                     self._take(event)
             return self._result
+        except (
+            StoreLost
+        ) as error:  # from a record that this node wrote or read, before the rendezvous noticed
+            run_id = self._handler.get_run_id()
+            raise RendezvousConnectionError.lost("this node", run_id, error) from error
         finally:
             self._sources.leave_generation()
             self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)

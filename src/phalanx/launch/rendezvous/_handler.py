@@ -230,11 +230,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._participant.close_watch()
 
     def _lost(self, error: StoreLost) -> RendezvousConnectionError:
-        return RendezvousConnectionError(
-            f"node {self.node_id} lost the store of job {self._run_id!r} at {self._store_url}: {error}. "
-            "With the c10d and static backends it lives in the agent that serves the endpoint; is that one "
-            "still running?"
-        )
+        return RendezvousConnectionError.lost(f"node {self.node_id}", self._run_id, error)
 
     # -- the rest of a job's life ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from phalanx.comm.stores._interface import Store
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, StoreLost
 from phalanx.membership import Broken, Member, Members
 
 
@@ -39,6 +39,14 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 class RendezvousConnectionError(RendezvousError, ConnectionError):
     """The store behind the rendezvous cannot be reached."""
+
+    @classmethod
+    def lost(cls, node: str, run_id: str, error: StoreLost) -> RendezvousConnectionError:
+        """The store went away in the middle of a job."""
+        return cls(
+            f"{node} lost the store of job {run_id!r} at {error.address}: {error}. With the c10d and static "
+            "backends it lives in the agent that serves the endpoint; is that one still running?"
+        )
 
 
 class RendezvousStateError(RendezvousError):
