@@ -12,7 +12,7 @@ demo: $(RUN)
 	$(PY) examples/demo.py
 
 test: $(DEV)
-	$(PY) -m pytest -m "not soak"
+	$(PY) -m pytest -m "not soak" -n 2
 
 check: $(DEV)
 	$(PY) -m ruff check .

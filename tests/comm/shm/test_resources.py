@@ -139,9 +139,14 @@ def die_together(worker) -> None:
 
 
 def test_nothing_is_left_when_all_are_killed() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = _segments()
     assert [o.exit_code for o in run_processes(3, die_together)] == [-signal.SIGKILL] * 3
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert _segments() <= before
+
+
+def _segments() -> set[str]:
+    """Named shared memory, but for what Python's and torch's own process helpers of other tests make."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
 
 
 def do_without(worker, what: str) -> tuple[str, float, list[str]]:
