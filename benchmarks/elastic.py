@@ -6,7 +6,7 @@ torchrun restarts all workers from their script's beginning; a job that has no n
 as not recovered and is started anew.
 Steady state: two processes build torch's DDP (gloo) and ours beside each other and take turns, step by step.
 
-    python -m benchmarks.elastic [--kills 20] [--rounds 20]
+    python -m benchmarks.elastic [--kills 20] [--torchrun-kills 20] [--rounds 20]
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Contender:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def recovery(num_kills: int) -> None:
+def recovery(num_kills: int, num_torchrun_kills: int) -> None:
     chance = random.Random(0)
     python = [sys.executable, "-m"]
     ours = ["phalanx", "run", "--on-failure=heal", "--preload=torch._dynamo,phalanx.elastic"]
@@ -194,10 +194,11 @@ def recovery(num_kills: int) -> None:
             stack.callback(contenders[-1].stop)
             contenders[-1].start()
         stack.callback(show, contenders)  # also when it is cut short
-        for _ in range(num_kills):
+        for turn in range(num_kills):
             for contender in contenders:
-                contender.strike(chance)
-                time.sleep(0.5)
+                if contender.name == "phalanx" or turn < num_torchrun_kills:
+                    contender.strike(chance)
+                    time.sleep(0.5)
 
 
 def show(contenders: list[Contender]) -> None:
@@ -361,11 +362,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--torchrun-kills", type=int, default=20, help="fewer: a hang of its costs LIMIT seconds"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
     if args.kills:
-        recovery(args.kills)
+        recovery(args.kills, args.torchrun_kills)
     if args.rounds:
         steady(args.rounds)
 
