@@ -9,7 +9,6 @@ causes a needless look at records that are signed. Nothing here keeps a stranger
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,12 +17,10 @@ from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
 from phalanx.comm.stores._signing import Signer, is_signed, read_secret
-from phalanx.membership import RecordError, is_counter, job_prefix
+from phalanx.membership import is_counter, job_prefix
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
-
-log = logging.getLogger(__name__)
 
 
 def job_store(root: Store, job: str) -> Store:
@@ -40,7 +37,6 @@ class SealedStore(Store):
     def __init__(self, below: Store, signer: Signer) -> None:
         self._below = below
         self._signer = signer
-        self._refused: dict[str, bytes] = {}
         self.address = below.address
 
     def _seal(self, key: str, value: bytes) -> bytes:
@@ -51,13 +47,7 @@ class SealedStore(Store):
             return value
         if not self._signer.has_secret:
             return self._signer.open(key, value) if is_signed(value) else value  # open says what is missing
-        try:
-            return self._signer.open(key, value)
-        except RecordError as error:
-            if self._refused.get(key) != value:
-                self._refused[key] = value
-                log.warning("refused a record: %s", error)
-            return None
+        return self._signer.open_trusted(key, value)
 
     def get(self, key: str) -> bytes | None:
         return self._open(key, self._below.get(key))

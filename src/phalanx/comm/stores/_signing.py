@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.membership import ENV_SECRET, ENV_SECRET_FILE, RecordError
+
+log = logging.getLogger(__name__)
 
 _PLAIN = b'{"v":1,"record":'
 _SIGNED = b'{"v":1,"mac":"'
@@ -39,6 +42,7 @@ class Signer:
     def __init__(self, job: str, secret: bytes | None = None) -> None:
         self._job = job.encode()
         self._secret = secret or None
+        self._refused: dict[str, bytes] = {}
 
     @property
     def has_secret(self) -> bool:
@@ -69,6 +73,16 @@ class Signer:
         elif sealed.startswith(_PLAIN):
             raise SignatureError(f"the record at {key!r} is not signed, but the job has a secret")
         raise RecordError(f"the record at {key!r} is not one of this release (version 1): {sealed[:60]!r}")
+
+    def open_trusted(self, key: str, sealed: bytes) -> bytes | None:
+        """The record inside, or None when it cannot be trusted; the log names each such value once."""
+        try:
+            return self.open(key, sealed)
+        except RecordError as error:
+            if self._refused.get(key) != sealed:
+                self._refused[key] = sealed
+                log.warning("refused a record: %s", error)
+            return None
 
     def _mac(self, key: str, record: bytes) -> bytes:
         assert self._secret is not None, "only called with a secret"

@@ -36,7 +36,6 @@ from phalanx.launch.rendezvous._interface import (
 from phalanx.launch.rendezvous._leader import (
     describe,
     end_generation,
-    opened,
     publish_members,
     ring,
     write_once,
@@ -245,7 +244,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _read(self, key: str) -> bytes | None:
         """A record that can be trusted, or None."""
         value = self._store.get(key)
-        return None if value is None else opened(self._signer, key, value)
+        return None if value is None else self._signer.open_trusted(key, value)
 
     def set_closed(self) -> None:
         reason = records.dump(f"closed by node {self.node_id}")

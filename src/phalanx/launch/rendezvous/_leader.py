@@ -52,18 +52,9 @@ def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
     expected = None
     while not store.compare_and_set(key, expected, sealed):
         expected = store.get(key)
-        if expected is not None and opened(signer, key, expected) is not None:
+        if expected is not None and signer.open_trusted(key, expected) is not None:
             return False
     return True
-
-
-def opened(signer: Signer, key: str, value: bytes) -> bytes | None:
-    """The content of a record, or None (and a log line) when it cannot be trusted."""
-    try:
-        return signer.open(key, value)
-    except RecordError as error:
-        log.warning("refused a record: %s", error)
-        return None
 
 
 def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:

@@ -29,7 +29,7 @@ from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Leader, opened, ring
+from phalanx.launch.rendezvous._leader import Leader, ring
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord
 from phalanx.membership import Broken, RecordError
 
@@ -222,7 +222,7 @@ class Participant:
 
     def _open(self, key: str, value: bytes, default: Any) -> Any:
         """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""
-        record = opened(self.signer, key, value)
+        record = self.signer.open_trusted(key, value)
         return default if record is None else records.load(record, key)
 
     def _follow(self, number: int) -> None:
@@ -230,7 +230,7 @@ class Participant:
         while True:
             key = records.generation_key(number)
             value = self.store.get(key)
-            record = None if value is None else opened(self.signer, key, value)
+            record = None if value is None else self.signer.open_trusted(key, value)
             if record is None or record == records.GONE:
                 return
             self.facts.latest = GenerationRecord.from_json(record)
