@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, turn_back
+from phalanx.tensor._execute import _apply_move, exposed_gradient, redistribute_local, run_plan, turn_back
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
@@ -240,7 +240,9 @@ class DTensor(torch.Tensor):
             return None
         known = self._grads
         if known is None or known[0] is not local_grad:
-            known = self._grads = (local_grad, wrap(local_grad, self._spec.cotangent))
+            spec = self._spec
+            shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
+            known = self._grads = (local_grad, wrap(shown, spec.cotangent))
         return known[1]
 
     @grad.setter

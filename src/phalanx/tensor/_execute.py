@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.tensor._placement import Partial
+from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
@@ -119,6 +119,23 @@ def turn_back(route: Route) -> Route:
         )
         back.back, route.back = route, back
     return route
+
+
+def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
+    """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
+
+    Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
+    is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
+    of them may go on.
+    """
+    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum")]
+    if not (sums and local.requires_grad and torch.is_grad_enabled()):
+        return local
+    whole = spec.cotangent.with_dtype(local.dtype)
+    parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
+    back = turn_back(route_of(plan_redistribute(whole, whole.with_placements(parts)))).back
+    result: Tensor = _apply_move(local, back)
+    return result
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
