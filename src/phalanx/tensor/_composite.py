@@ -16,7 +16,7 @@ from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._distribute import redistribute_input
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
-from phalanx.tensor._names import op_name
+from phalanx.tensor._names import op_name, torch_keywords
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, StridedShard
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._through import run_through, through
@@ -78,7 +78,7 @@ _cross_entropy_body: Any = through(F.cross_entropy)
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """The norm of the ranks' norms, over the axes that cut a reduced dim."""
-    options = dict(kwargs or {})
+    options = torch_keywords(kwargs or {})
     x = args[0]
     names = ("x", "ord", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **options}
@@ -130,7 +130,7 @@ def _without_partial(x: DTensor) -> DTensor:
 
 def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
     """argmax, argmin over a cut dim: each rank's candidate, then the best of the candidates (the first of equals)."""
-    given = {**dict(zip(("x", "dim", "keepdim"), args, strict=False)), **(kwargs or {})}
+    given = {**dict(zip(("x", "dim", "keepdim"), args, strict=False)), **torch_keywords(kwargs or {})}
     x, dim, keepdim = args[0], given.get("dim"), bool(given.get("keepdim", False))
     if (
         not isinstance(x, DTensor)
@@ -263,6 +263,26 @@ def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
+
+# Functions of torch.nn.functional with a rule under their name, and their bodies, which know how to work in place.
+ACTIVATIONS: dict[Any, Any] = {
+    func: through(func)
+    for func in (F.relu, F.silu, F.elu, F.leaky_relu, F.hardtanh, F.relu6, F.mish, F.celu, F.selu)
+}
+
+
+def activation(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.relu(x, inplace=False)`` and the like; in place they are other functions."""
+    if kwargs and "inplace" in kwargs:
+        kwargs = dict(kwargs)
+        in_place = kwargs.pop("inplace")
+    else:
+        in_place = args[-1] is True  # their other arguments are numbers
+    if in_place:
+        given = args[:-1] if args[-1] is True else args
+        return run_through(ACTIVATIONS[func], func, given, {**(kwargs or {}), "inplace": True})
+    return run_rule(func, args, kwargs)
+
 
 COMPOSITE = {
     "layer_norm": layer_norm,

@@ -29,7 +29,7 @@ from phalanx.tensor._modes import (
     check_explicit_reduction,
     settings,
 )
-from phalanx.tensor._names import OpName, op_name
+from phalanx.tensor._names import OpName, in_signature_order, op_name
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding, tensors_in
 from phalanx.tensor._select import select
@@ -240,7 +240,7 @@ def _move_inputs(decision: Decision, args: Any, values: list[Any]) -> None:
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     """The same for nested arguments, keywords, plain tensors among them, and ``out=``."""
-    kwargs = dict(kwargs) if kwargs else {}
+    kwargs = in_signature_order(func, dict(kwargs)) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
         return write_out(func(*args, **kwargs), out)

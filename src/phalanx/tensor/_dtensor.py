@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
+from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
@@ -50,6 +51,8 @@ class DTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _num_dispatch_modes():
             refuse_tracing(func)
+        if not args:
+            args, kwargs = first_by_position(func, kwargs)
         handler = _handlers.get(func)
         if handler is None:
             handler = _find_handler(func)

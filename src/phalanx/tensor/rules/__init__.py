@@ -40,6 +40,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("hsplit", "vsplit", "dsplit"), shape.split),
     "flip": shape.untouched_dims((1, "dims", None), partial=("sum", "avg", "min", "max", "product")),
+    "roll": shape.untouched_dims((2, "dims", None), partial=("sum", "avg", "min", "max", "product")),
     "cumsum": shape.untouched_dims((1, "dim", None), partial=("sum", "avg")),
     "cumprod": shape.untouched_dims((1, "dim", None)),
     "logcumsumexp": shape.untouched_dims((1, "dim", None)),
