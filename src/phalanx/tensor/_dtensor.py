@@ -84,7 +84,8 @@ class DTensor(torch.Tensor):
         """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
 
         Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
-        broadcasts replicas from the first rank and checks shapes across ranks.
+        broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
+        is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         """
         from phalanx.tensor._distribute import from_local
 
@@ -98,7 +99,7 @@ class DTensor(torch.Tensor):
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
             given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
             if given is not spec.cotangent:
-                apply: Any = _GradLayout.apply
+                apply: Any = GradLayout.apply
                 result: Tensor = apply(self._local, given, spec.cotangent)
                 return result
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
@@ -339,7 +340,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     return result
 
 
-class _GradLayout(torch.autograd.Function):
+class GradLayout(torch.autograd.Function):
     """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
 
     @staticmethod

@@ -53,7 +53,7 @@ def op_name(func: Any) -> OpName:
     if name.startswith("__") and name.endswith("__"):
         name = _DUNDER.get(name[2:-2], name)
         if name.startswith("__"):
-            return OpName(name, False)
+            return OpName(name, name == "__setitem__")
     if name.endswith("_") and not name.endswith("__"):
         return OpName(name[:-1], True)
     return OpName(name, False)

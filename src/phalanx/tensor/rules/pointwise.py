@@ -238,13 +238,11 @@ BINARY = [
     "polar",
     "complex",
     "copy",
-    "prelu_kernel",
     "masked_fill",
     "where",
     "lerp",
     "addcmul",
     "addcdiv",
-    "dist_pointwise",
     "special_chebyshev_polynomial_t",
     "special_chebyshev_polynomial_u",
     "special_chebyshev_polynomial_v",
@@ -259,8 +257,13 @@ BINARY = [
     "special_shifted_chebyshev_polynomial_w",
     "rlshift",
     "rrshift",
-    "isin_pointwise",
 ]
+
+# Losses without their reduction, which ``_composite.py`` takes away first.
+LOSSES = [
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss", "poisson_nll_loss",
+]  # fmt: skip
 
 # Linear: for each operation the sets of tensor arguments that may be partial together (the others replicated).
 _ONE = ((0,),)
@@ -268,8 +271,9 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
         (
             "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
-            "to", "float", "double", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj",
-            "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero",
+            "to", "float", "double", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like",
+            "deg2rad", "rad2deg", "resolve_conj", "resolve_neg", "type", "bfloat16", "half", "cfloat", "cdouble",
+            "zero",
         ),
         _ONE,
     ),
@@ -283,9 +287,7 @@ _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
 _IDENTITY = frozenset({"clone", "detach", "contiguous", "cpu", "cuda"})  # whatever is partial stays so
 _ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
-_CASTS = frozenset(
-    {"to", "type", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
-)
+_CASTS = frozenset({"to", "type", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"})
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
