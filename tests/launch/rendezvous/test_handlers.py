@@ -237,7 +237,7 @@ def test_nodes_that_left_are_not_waited_for(c10d: Job) -> None:
 
 
 def test_a_node_that_was_paused_for_too_long_finds_out_and_joins_again(c10d: Job) -> None:
-    first, second = c10d.node(1, 2, lease=2), c10d.node(1, 2, lease=2)
+    first, second = c10d.node(1, 2, lease=6), c10d.node(1, 2, lease=6)
     first_rank = meet(first, second)[0].rank
     with second._changed:  # holds up the thread that refreshes the lease
         end = first.watch_generation(0).wait(JOIN)
