@@ -60,14 +60,14 @@ def run_rank(rank: int, address: str, results: Any, size: int) -> None:
             "async": lambda t=tensor: waited(t),
             "Group": lambda t=tensor: group.all_reduce(t),
         }
-        medians = compare(ways, group.barrier, *rounds_for(nbytes, quick=False))
+        timings = compare(ways, group.barrier, *rounds_for(nbytes, quick=False))
         if rank == 0:
-            results.put((f"all_reduce {amount(nbytes)}", medians))
-    medians = compare(
+            results.put((f"all_reduce {amount(nbytes)}", timings))
+    timings = compare(
         {"gloo": wide_step(gloo), "phalanx": wide_step(ours)}, group.barrier, rounds=12, calls=2
     )
     if rank == 0:
-        results.put(("step of torch's DDP", medians))
+        results.put(("step of torch's DDP", timings))
         results.put(None)
     dist.barrier()
     dist.destroy_process_group()
@@ -79,9 +79,9 @@ def main() -> None:
         "plain torch on the phalanx backend, 2 ranks; medians in microseconds per call; ratio is gloo / phalanx"
     )
     print(f"{'':<22}" + "".join(f"{name:>12}" for name in names) + f"{'ratio':>8}")
-    for what, medians in on_ranks(2, run_rank, 2):
-        cells = "".join(f"{medians[n] * 1e6:>12.0f}" if n in medians else f"{'':>12}" for n in names)
-        print(f"{what:<22}{cells}{medians['gloo'] / medians['phalanx']:>7.1f}x", flush=True)
+    for what, timings in on_ranks(2, run_rank, 2):
+        cells = "".join(f"{timings[n].call * 1e6:>12.0f}" if n in timings else f"{'':>12}" for n in names)
+        print(f"{what:<22}{cells}{timings['gloo'].call / timings['phalanx'].call:>7.1f}x", flush=True)
 
 
 if __name__ == "__main__":

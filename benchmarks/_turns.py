@@ -10,17 +10,26 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.comm.stores import TCPStore
 
 KB, MB = 1024, 1024 * 1024
 
 
+class Timing(NamedTuple):
+    """Median seconds, over rounds."""
+
+    call: float
+    """Of one call in the loop of a round."""
+    first: float
+    """Of the loop's first call, which finds what the way before it left in the caches."""
+
+
 def rounds_for(nbytes: int, quick: bool) -> tuple[int, int]:
-    """(rounds, calls per round): about the same time for every size; whole turns of two or four ways."""
+    """(rounds, calls in each round's loop): whole turns of two or four ways."""
     rounds = 4 if quick else 12
-    calls = max(1, min(50, 8 * MB // max(nbytes, 64 * KB)))
+    calls = max(1, min(50, 32 * MB // max(nbytes, 64 * KB)))
     return rounds, calls
 
 
@@ -38,21 +47,26 @@ def orders(names: Sequence[str]) -> list[list[str]]:
 
 def compare(
     ways: Mapping[str, Callable[[], object]], meet: Callable[[], object], rounds: int, calls: int
-) -> dict[str, float]:
-    """Median seconds per call of each way, on this rank; all ranks ``meet`` before each is timed."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+) -> dict[str, Timing]:
+    """What each way takes on this rank; all ranks ``meet`` before each is timed."""
+    times: dict[str, list[Timing]] = {name: [] for name in ways}
     turns = orders(list(ways))
     for number in range(rounds + 1):
         for name in turns[number % len(turns)]:
-            call = ways[name]
             meet()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            seconds = (time.perf_counter() - start) / calls
+            timing = _timed(ways[name], calls)
             if number:  # the first warms up
-                times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append(timing)
+    return {name: Timing(*map(statistics.median, zip(*times[name], strict=True))) for name in ways}
+
+
+def _timed(call: Callable[[], object], calls: int) -> Timing:
+    start = time.perf_counter()
+    call()
+    first = time.perf_counter() - start
+    for _ in range(calls - 1):
+        call()
+    return Timing((time.perf_counter() - start) / calls, first)
 
 
 def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any]:

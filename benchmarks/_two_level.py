@@ -53,9 +53,9 @@ def run_rank(rank: int, address: str, results: Any, hosts: str) -> None:
         for nbytes in SIZES:
             rounds, calls = rounds_for(nbytes, quick=False)
             ways = {"flat": call_on(kind, both._flat, nbytes), "two": call_on(kind, both, nbytes)}
-            medians = compare(ways, lambda: both._flat.barrier(async_op=False), rounds, min(calls, 20))
+            timings = compare(ways, lambda: both._flat.barrier(async_op=False), rounds, min(calls, 20))
             if rank == 0:
-                results.put((kind, nbytes, medians["flat"], medians["two"]))
+                results.put((kind, nbytes, timings["flat"].call, timings["two"].call))
     both._flat.barrier(async_op=False)
     if rank == 0:
         results.put(None)
