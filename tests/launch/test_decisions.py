@@ -42,11 +42,11 @@ situations = st.builds(
 
 
 @given(situations, st.booleans())
-def test_failures_never_use_more_restarts_than_allowed(now, is_start_failure):
-    verdict = _policy.on_failure(now, reason="x", is_start_failure=is_start_failure)
+def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
+    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable)
     if verdict.action in (Action.RESTART, Action.HEAL):
         assert verdict.restarts == now.restarts + 1 <= now.max_restarts
-        assert not is_start_failure
+        assert not is_incurable
     else:
         assert verdict.restarts == now.restarts
     assert verdict.action is not Action.REGROUP
@@ -60,7 +60,7 @@ def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
     now = Situation(
         heals=True, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
     )
-    assert _policy.on_failure(now, reason="x", is_start_failure=True).action is Action.SHRINK
+    assert _policy.on_failure(now, reason="x", is_incurable=True).action is Action.SHRINK
 
 
 class Started:

@@ -246,7 +246,7 @@ class Crew:
         if outcome and outcome[0] == "error":
             failure.exception = outcome[1]
         if member.problem:
-            failure.message = member.problem
+            failure.message, failure.is_incurable = member.problem, True
         return failure
 
     def _stderr_tail(self, member: CrewMember) -> tuple[str, ...]:

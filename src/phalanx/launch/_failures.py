@@ -37,7 +37,7 @@ class ProcessFailure:
     worker_id: str = ""
     generation: int = 0
     stderr_tail: tuple[str, ...] = ()
-    is_start_failure: bool = False
+    is_incurable: bool = False
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
@@ -55,7 +55,7 @@ class ProcessFailure:
             message=message,
             traceback=stack,
             timestamp=seconds or now,
-            is_start_failure=bool(data.get("phalanx", {}).get("is_start_failure")),
+            is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
             **fields,
         )
         if not failure.message:
