@@ -211,17 +211,23 @@ def test_report_shows_what_is_known(tmp_path):
         json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
     )
     failure = ProcessFailure.observe(
-        exitcode=1, error_file=str(path), now=9.0, local_rank=0, pid=1, rank=0, stderr_tail=("last words",)
+        exitcode=1,
+        error_file=str(path),
+        ended_at=9.0,
+        local_rank=0,
+        pid=1,
+        rank=0,
+        stderr_tail=("last words",),
     )
     assert (failure.message, failure.traceback, failure.timestamp) == ("E: x", "T", 5.0)
     text = ChildFailedError("train.py", {0: failure}).format_msg()
     for expected in ("train.py FAILED", "E: x", "last words", "exitcode  : 1"):
         assert expected in text
-    bare = ProcessFailure.observe(exitcode=-11, error_file="", now=9.0, local_rank=0, pid=1)
+    bare = ProcessFailure.observe(exitcode=-11, error_file="", ended_at=9.0, local_rank=0, pid=1)
     assert (bare.signal_name(), bare.timestamp) == ("SIGSEGV", 9.0)
     assert "SIGSEGV" in bare.message
     path.write_text("{half a rec")
-    torn = ProcessFailure.observe(exitcode=3, error_file=str(path), now=9.0, local_rank=0, pid=1)
+    torn = ProcessFailure.observe(exitcode=3, error_file=str(path), ended_at=9.0, local_rank=0, pid=1)
     assert torn.message == "exit code 3"
 
 

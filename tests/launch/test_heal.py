@@ -51,23 +51,23 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.mark.again
 @pytest.mark.parametrize(
-    "faults",
-    [["0:5:kill"], ["1:5:raise"], ["1:5:kill", "2:5:kill"]],
+    ("fault", "num_dead"),
+    [("0:5:kill", 1), ("1:5:raise", 1), ("1:5:kill+2", 2)],
     ids=["rank 0 killed", "one raises", "two at once"],
 )
-def test_the_dead_are_replaced_and_survivors_keep_their_process(launcher, out, faults):
-    agent = launcher.run("--nproc-per-node", 3, *FLAGS, "healing.py", out, 12, *faults)
+def test_the_dead_are_replaced_and_survivors_keep_their_process(launcher, out, fault, num_dead):
+    agent = launcher.run("--nproc-per-node", 3, *FLAGS, "healing.py", out, 12, fault)
     assert agent.wait() == 0, agent.output
     story = Story(out)
     check_sums(story)
-    assert len(story.lines) == 3 + len(faults)
+    assert len(story.lines) == 3 + num_dead
     assert len(story.finished()) == 3
     assert story.last_sizes() == {3}
     for worker_id in story.finished():  # every step once, whoever regrouped in between
         done = [step for _, step, *_ in story.steps(worker_id)]
         assert done == list(range(done[0], 12))
     originals = [worker_id for worker_id in story.finished() if story.steps(worker_id)[0][1] == 0]
-    assert len(originals) == 3 - len(faults)
+    assert len(originals) == 3 - num_dead
     launcher.wait_until_empty()
 
 

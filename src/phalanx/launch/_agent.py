@@ -210,10 +210,9 @@ class Agent:
 
     def _on_failure(self) -> None:
         """At least one worker of this node has failed; all that have by now are dealt with together."""
-        now = time.time()
         members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
         members = [member for member in members if not member.is_running and not member.has_succeeded]
-        failures = [self._crew.failure_of(member, now) for member in members]
+        failures = [self._crew.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.timestamp)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
         verdict = _policy.on_failure(self._situation(), reason=reason, is_incurable=first.is_incurable)

@@ -44,7 +44,7 @@ class ProcessFailure:
     """The exception itself, for function workers on this machine; never sent to other agents."""
 
     @classmethod
-    def observe(cls, *, exitcode: int, error_file: str, now: float, **fields: Any) -> ProcessFailure:
+    def observe(cls, *, exitcode: int, error_file: str, ended_at: float, **fields: Any) -> ProcessFailure:
         """Build one from what the worker left behind."""
         data = read_error_file(error_file) or {}
         message, stack, seconds = _read(data)
@@ -54,7 +54,7 @@ class ProcessFailure:
             error_file_data=data,
             message=message,
             traceback=stack,
-            timestamp=seconds or now,
+            timestamp=seconds or ended_at,
             is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
             **fields,
         )
