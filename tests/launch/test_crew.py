@@ -118,6 +118,18 @@ def test_an_exit_is_told_once_even_if_it_came_before_the_order(tmp_path, quick):
     dying.theirs.close()
 
 
+def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_at(tmp_path):
+    """Else one that was killed would come after its peers' complaints about it, and not be named as the cause."""
+    killed = StuckProcess(1, signal.SIGKILL)
+    crew, told = crew_of(tmp_path, killed)
+    killed.ended_at = 5.0
+    killed.send_signal(signal.SIGKILL)
+    assert told == ["w0"]
+    assert crew.failure_of(crew.members["w0"]).timestamp == 5.0
+    crew.close()
+    killed.theirs.close()
+
+
 def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
     """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
     store = MemoryStore()
