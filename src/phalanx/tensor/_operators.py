@@ -74,8 +74,7 @@ def _method(func: Any) -> Callable[..., Any]:
     return functools.wraps(func)(_hidden_from_compilers(method))
 
 
-def _hidden_from_compilers(call: Any) -> Any:
+def _hidden_from_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
     # Read by torch.compile: without it, tracing would go on in here and fail with a message that helps nobody.
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = "tracing DTensors is not supported"
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="tracing DTensors is not supported")
     return call
