@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.tensor import _autograd, _foreach
-from phalanx.tensor._composite import ACTIVATIONS, COMPOSITE, activation
+from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._names import OpName, op_name, torch_keywords
@@ -196,8 +196,8 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
         return _foreach.fused
     if name.in_place and name.base in _IN_PLACE:
         return _IN_PLACE[name.base]
-    if func in ACTIVATIONS:
-        return activation
+    if func in FUNCTIONAL:
+        return FUNCTIONAL[func]
     if name.base in COMPOSITE:
         return (
             COMPOSITE[name.base]
