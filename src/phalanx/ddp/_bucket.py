@@ -51,10 +51,11 @@ class GradBucket:
         """Replace the flat gradients, e.g. by a compressed copy of as many elements."""
         self._buffer = buffer
 
-    def copy_as(self, dtype: torch.dtype) -> Tensor:
-        """The flat gradients in another dtype, in memory that is good until the next backward."""
-        if self._space_for_copy is None:
-            return self._buffer.to(dtype, copy=True)
+    def as_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The flat gradients in ``dtype``: the buffer itself if it has it, else a copy, in memory of the bucket's that
+        is written again in the next step."""
+        if self._buffer.dtype is dtype or self._space_for_copy is None:
+            return self._buffer.to(dtype)
         return self._space_for_copy(dtype).copy_(self._buffer)
 
     def gradients(self) -> list[Tensor]:
