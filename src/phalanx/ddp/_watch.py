@@ -5,8 +5,8 @@ itself, which costs a fraction of a microsecond; for the *watched* ones it also 
 arrivals since the last call, in order.
 
 Rejected: no hooks on small parameters, but looking at ``.grad`` of a bucket's members when its last one arrives. The
-hooks then cost nothing, but reading a gradient that no hook has come by costs as much more, and a second gradient has to
-be found by version counters; measured on 2,000 parameters it gained nothing.
+hooks then cost nothing, but reading a gradient that no hook has come by costs as much more, and a second gradient has
+to be found by version counters; measured on 2,000 parameters it gained nothing.
 """
 
 from __future__ import annotations
