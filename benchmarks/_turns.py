@@ -92,8 +92,8 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
 
 def _seconds_of_others() -> float:
     """Processor time that processes other than this one and its ended children have used since the machine started."""
-    _, user, nice, system, *_ = Path("/proc/stat").read_text().split(maxsplit=4)
-    used = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+    _, user, nice, system, _, _, irq, softirq, _ = Path("/proc/stat").read_text().split(maxsplit=8)
+    used = sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         used -= usage.ru_utime + usage.ru_stime
@@ -105,7 +105,7 @@ def disturbance_told() -> Iterator[None]:
     """Says in the end how busy other processes kept the machine during the block, whose own have ended by then."""
     began, before = time.monotonic(), _seconds_of_others()
     yield
-    cores = (_seconds_of_others() - before) / (time.monotonic() - began)
+    cores = max(0.0, (_seconds_of_others() - before) / (time.monotonic() - began))  # ticks may miss some
     verdict = "quiet" if cores < 0.1 else "NOT quiet: measure again"
     print(f"other processes used {cores:.2f} of {os.cpu_count()} cores meanwhile; {verdict}", flush=True)
 
