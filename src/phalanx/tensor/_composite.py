@@ -40,7 +40,9 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[Any]) -> Any:
-    first, target, weight, reduction, ignored, *rest = [*args, *defaults[len(args) - 2 :]]
+    first, target, weight, reduction, ignored, *rest = (
+        args if len(args) > 4 else (*args, *defaults[len(args) - 2 :])
+    )
     if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:
@@ -63,16 +65,26 @@ _LOSS_NAMES = (
 
 def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.cross_entropy`` without its Python body, which only renames the reduction."""
-    given = {**dict(zip(_LOSS_NAMES, args, strict=False)), **(kwargs or {})}
+    given = kwargs or {}
+    if len(args) != 2:
+        given = {**dict(zip(_LOSS_NAMES, args, strict=False)), **given}
     reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
     old_names = given.get("size_average") is not None or given.get("reduce") is not None
-    if old_names or reduction is None or len(args) > len(_LOSS_NAMES) or not given.keys() <= set(_LOSS_NAMES):
+    if (
+        old_names
+        or reduction is None
+        or len(args) > len(_LOSS_NAMES)
+        or not _LOSS_NAMES_SET.issuperset(given)
+    ):
         return run_through(_cross_entropy_body, func, args, kwargs)
-    values = (given.get("ignore_index", -100), given.get("label_smoothing", 0.0))
-    first, target, weight = (given.get(name) for name in _LOSS_NAMES[:3])
-    return cross_entropy(torch._C._nn.cross_entropy_loss, (first, target, weight, reduction, *values), None)
+    pair = args if len(args) == 2 else (given.get("input"), given.get("target"))
+    values = (*pair, given.get("weight"), reduction, given.get("ignore_index", -100))
+    smoothing = given.get("label_smoothing", 0.0)
+    return cross_entropy(_LOSS, (*values, smoothing) if smoothing else values, None)
 
 
+_LOSS: Any = torch._C._nn.cross_entropy_loss
+_LOSS_NAMES_SET = frozenset(_LOSS_NAMES)
 _cross_entropy_body: Any = through(F.cross_entropy)
 
 
@@ -235,8 +247,6 @@ _EMBEDDING_NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "
 
 def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.embedding(indices, weight)`` without its Python body; ``torch.embedding`` has the rule."""
-    if func is not F.embedding:
-        return run_rule(func, args, kwargs)
     given = kwargs or {}
     if len(args) != 2:
         given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **given}
@@ -248,26 +258,42 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
         )
     padding = given.get("padding_idx")
     padding = -1 if padding is None else padding % weight.shape[0]
-    options = (bool(given.get("scale_grad_by_freq", False)), bool(given.get("sparse", False)))
+    by_frequency, sparse = given.get("scale_grad_by_freq"), given.get("sparse")
+    options = (bool(by_frequency), bool(sparse)) if by_frequency or sparse else ()
     return run_rule(torch.embedding, (weight, indices, padding, *options), None)
 
 
 def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.layer_norm`` gives weight and bias as keywords; by position they take the quick way."""
     given = kwargs or {}
-    if func is not F.layer_norm:
+    x, shape, weight, bias, eps = args if len(args) > 4 else (*args, *_NORM_DEFAULTS[len(args) :])
+    if given:
+        shape = given.get("normalized_shape", shape)
+        weight, bias, eps = given.get("weight", weight), given.get("bias", bias), given.get("eps", eps)
+    return run_rule(torch.layer_norm, (x, shape, weight, bias, eps), None)
+
+
+def softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.softmax(x, dim)`` and ``F.log_softmax(x, dim)`` are methods of tensors if they say the dim."""
+    given = kwargs or {}
+    dim = args[1] if len(args) > 1 else given.get("dim")
+    if dim is None or len(args) > 2 or given.get("dtype") is not None:
         return run_rule(func, args, kwargs)
-    x, shape, weight, bias, eps = list(args) + _NORM_DEFAULTS[len(args) :]
-    values = (x, given.get("normalized_shape", shape), given.get("weight", weight), given.get("bias", bias))
-    return run_rule(torch.layer_norm, (*values, given.get("eps", eps)), None)
+    return run_rule(_SOFTMAX[func], (args[0], dim), None)
 
 
+_SOFTMAX: dict[Any, Any] = {F.softmax: torch.Tensor.softmax, F.log_softmax: torch.Tensor.log_softmax}
 _NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
 
+# Functions of torch.nn.functional whose body need not run: they are one call of a function that has the rule.
+FUNCTIONAL = {
+    F.layer_norm: layer_norm,
+    F.embedding: embedding,
+    F.cross_entropy: functional_cross_entropy,
+    **dict.fromkeys(_SOFTMAX, softmax),
+}
+
 COMPOSITE = {
-    "layer_norm": layer_norm,
-    "embedding": embedding,
-    "cross_entropy": functional_cross_entropy,
     "cross_entropy_loss": cross_entropy,
     "nll_loss_nd": nll_loss,
     "batch_norm": batch_norm,

@@ -1,83 +1,52 @@
 """From a torch call on DTensors to the same call on local tensors.
 
-Owns the cache of decisions and their execution. The first call with given layouts and arguments asks a rule
-(``rules/``), chooses layouts (``_select.py``) and remembers a ``Decision``; later ones look it up, move inputs if
-needed, run torch on the locals and wrap the result.
+Owns the cache of decisions and their execution. The first call with given layouts and arguments asks for a
+``Decision`` (``_decision.py``); later ones look it up, move inputs if needed, run torch on the locals and wrap the
+result.
 
-Order of handlers for a torch function: a special handler (``_special.py``), a sharding rule, running a Python function
-through (``_through.py``), computing replicated (``_fallback.py``).
+How a call is looked up is settled once for the types of its arguments: a runner knows where the DTensors are and what
+of the other arguments belongs in the key. Calls on one to three DTensors and nothing else are written out.
 
-Invariants: a decision depends on nothing but its key (function, specs, other arguments, whether gradients are needed);
-specs name the mesh with its groups, so simulated ranks never share one.
+Invariants: a decision depends on nothing but its key (function, specs, other arguments with their types, whether
+gradients are needed); specs name the mesh with its groups, so simulated ranks never share one.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
-from phalanx.tensor._dtensor import DTensor, _handlers, _make_subclass, wrap
+from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
+from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, reduce_gradient, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
-from phalanx.tensor._log import log_decision
-from phalanx.tensor._modes import (
-    check_explicit_move,
-    check_explicit_reduction,
-    settings,
-)
-from phalanx.tensor._names import OpName, op_name
-from phalanx.tensor._plan import Plan, plan_redistribute
-from phalanx.tensor._rule import Call, In, LocalRun, Sharding, tensors_in
-from phalanx.tensor._select import select
-from phalanx.tensor._spec import Spec
-from phalanx.tensor._through import run_through, through
+from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
+from phalanx.tensor._names import op_name
+from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
 CACHE_LIMIT = 20_000
 
-_PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, complex})
-_SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are equal across types
-_FLOATS = KEPT_FLOATS
-_SEQUENCES = frozenset({tuple, list, torch.Size})
+_Runner = Callable[[Any, Any], Any]
+
+# Types of arguments whose value can be a part of the key as it is; types are told apart by the runner's number.
+_PLAIN = frozenset(
+    {int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, complex, torch.Size}
+)
+SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are equal across types
+_SEQUENCES = frozenset({tuple, list})
+_KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
 _NO_KEYWORDS: dict[str, Any] = {}
-_BOOL_KEYS = {False: "=False", True: "=True"}
+_grad_enabled = torch.is_grad_enabled
+_FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
 
-
-class Decision:
-    """How one call runs on locals."""
-
-    __slots__ = (
-        "form",
-        "inputs",
-        "is_view",
-        "local",
-        "moves",
-        "name",
-        "outputs",
-        "plain",
-        "reductions",
-        "run",
-    )
-
-    def __init__(self, name: str, form: str, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
-        self.name = name
-        self.form = form  # "one" tensor, "many", "self" (in place)
-        self.inputs = inputs
-        self.outputs = outputs
-        self.moves: tuple[tuple[int, Plan], ...] = ()
-        self.reductions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
-        self.local: Any = None
-        self.run: Any = None
-        self.is_view = False
-        self.plain = False  # one local call, nothing moved, one result
-
-
-_cache: dict[Any, Decision | None] = {}
+_cache: dict[Any, Decision] = {}
 
 
 def forget_decisions() -> None:
@@ -87,159 +56,235 @@ def forget_decisions() -> None:
 
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of every function that has a sharding rule; the hot path."""
-    if not kwargs and args and type(args[0]) is DTensor:
-        if len(args) == 1:
-            return _run_first(func, args)
-        if len(args) == 2 and type(args[1]) is DTensor:
-            return _run_pair(func, args)
-        if _SIMPLE.issuperset(map(type, args[1:])):
-            return _run_first(func, args)
-    key: list[Any] = [func]
-    values: list[Any] = []
-    grad = False
-    for arg in args:
-        kind = type(arg)
-        if kind is DTensor:
-            if arg._stale is not None:
-                check_fresh(arg)
-            local = arg._local
-            if local.requires_grad:
-                grad = True
-            key.append(arg._spec)
-            values.append(local)
-            continue
-        values.append(arg)
-        if kind in _PLAIN:
-            key.append(arg)
-        elif kind is float:
-            key.append(arg if arg in _FLOATS else float)
-        elif kind is bool:
-            key.append(_BOOL_KEYS[arg])
-        elif kind in _SEQUENCES and _INTS.issuperset(map(type, arg)):
-            key.append(tuple(arg))
-        else:
-            return _run_general(func, args, kwargs)
     if kwargs:
-        for name, arg in kwargs.items():
-            kind = type(arg)
-            if kind in _PLAIN:
-                key += (name, arg)
-            elif kind is bool:
-                key += (name, _BOOL_KEYS[arg])
-            elif kind is float:
-                key += (name, arg if arg in _FLOATS else float)
-            else:
-                return _run_general(func, args, kwargs)
-    else:
-        kwargs = _NO_KEYWORDS
-    if grad:
-        grad = torch.is_grad_enabled()
-    key.append(grad)
-    found = tuple(key)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        tensors = [arg for arg in args if type(arg) is DTensor]
-        if any(t._spec.mesh is not tensors[0]._spec.mesh for t in tensors):
-            return _run_general(func, args, kwargs)
-        decision = _decide_and_remember(found, func, args, kwargs, tensors, grad)
-    if decision is None:
-        return run_replicated(func, args, kwargs)
-    if decision.form == "self" and args[0]._stale is not None:
-        check_writable(args[0], decision.name)
-    if decision.moves or decision.reductions:
-        _move_inputs(decision, args, values)
-    if decision.local is None:
-        result = func(*values, **kwargs)
-    else:
-        result = decision.local(decision.run, tuple(values), kwargs)
-    if decision.form == "one" and not decision.is_view:
-        return wrap(result, decision.outputs[0])
-    return _finish(decision, result, args[0], args)
+        names = tuple(kwargs)
+        values = (*args, *kwargs.values())
+        kinds = tuple(map(type, values))
+        runner = _runners.get((names, kinds)) or _make_runner(kinds, names)
+        return _run_general(func, args, kwargs) if runner is None else runner(func, values)
+    if args and type(args[0]) is DTensor:  # one to three DTensors: most of what a model does
+        count = len(args)
+        if count == 1:
+            return run_one(func, args[0])
+        if type(args[1]) is DTensor:
+            if count == 2:
+                return run_pair(func, args[0], args[1])
+            if count == 3 and type(args[2]) is DTensor:
+                return _run_three(func, *args)
+            rest = args[2:]
+            if SIMPLE.issuperset(map(type, rest)):
+                return run_first_two(func, args[0], args[1], rest)
+        rest = args[1:]
+        if SIMPLE.issuperset(map(type, rest)):
+            return run_first(func, args[0], rest)
+    kinds = tuple(map(type, args))
+    runner = _runners.get(kinds) or _make_runner(kinds, ())
+    return _run_general(func, args, None) if runner is None else runner(func, args)
 
 
-def _run_first(func: Any, args: Any) -> Any:
-    """``run_rule`` for one DTensor, with sizes and dims after it or nothing."""
-    tensor, rest = args[0], args[1:]
-    stale = tensor._stale
-    if stale is not None:
-        check_fresh(tensor)
+def run_one(func: Any, tensor: DTensor) -> Any:
+    """``run_rule`` for one DTensor and nothing else."""
     local = tensor._local
-    grad = local.requires_grad and torch.is_grad_enabled()
-    found = (func, grad, tensor._spec, rest)
+    grad = local.requires_grad and _grad_enabled()
+    found = (func, tensor._spec, grad)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _decide_and_remember(found, func, args, {}, [tensor], grad)
-    if decision is None:
-        return run_replicated(func, args, None)
-    if decision.plain and stale is None:
-        return wrap(func(local, *rest), decision.outputs[0])
-    values = [local, *rest]
-    if decision.form == "self" and stale is not None:
-        check_writable(tensor, decision.name)
-    if decision.moves or decision.reductions:
-        _move_inputs(decision, args, values)
-    result = func(*values) if decision.local is None else decision.local(decision.run, tuple(values), {})
-    return _finish(decision, result, tensor, args)
+        decision = _learn(found, func, (tensor,), _NO_KEYWORDS, (tensor,), grad)
+    if decision.plain is None or tensor._stale is not None:
+        return _run(decision, func, (tensor,), [local], _FIRST)
+    return wrap(decision.call(local), decision.plain)
 
 
-def _run_pair(func: Any, args: Any) -> Any:
-    """``run_rule`` for two DTensors and nothing else, which is most of what a model does."""
-    left, right = args
-    if left._stale is not None:
-        check_fresh(left)
-    if right._stale is not None:
-        check_fresh(right)
+def run_pair(func: Any, left: DTensor, right: DTensor) -> Any:
+    """``run_rule`` for two DTensors and nothing else."""
     a, b = left._local, right._local
-    grad = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+    grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
     found = (func, left._spec, right._spec, grad)
     try:
         decision = _cache[found]
     except KeyError:
-        if left._spec.mesh is not right._spec.mesh:
-            return _run_general(func, args, None)
-        decision = _decide_and_remember(found, func, args, {}, [left, right], grad)
-    if decision is None:
-        return run_replicated(func, args, None)
-    if decision.plain and left._stale is None:
-        result = func(a, b)
-        spec = decision.outputs[0]
-        if result.dtype is not spec.dtype:
-            spec = spec.with_dtype(result.dtype)
-        wrapped = _make_subclass(DTensor, spec.template)
-        wrapped._local = result
-        wrapped._spec = spec
-        return wrapped
-    values = [a, b]
-    if decision.form == "self" and left._stale is not None:
-        check_writable(left, decision.name)
+        decision = _learn(found, func, (left, right), _NO_KEYWORDS, (left, right), grad)
+    if decision.plain is None or left._stale is not None or right._stale is not None:
+        return _run(decision, func, (left, right), [a, b], _FIRST_TWO)
+    return wrap(decision.call(a, b), decision.plain)
+
+
+def _run_three(func: Any, x: DTensor, y: DTensor, z: DTensor) -> Any:
+    a, b, c = x._local, y._local, z._local
+    grad = (a.requires_grad or b.requires_grad or c.requires_grad) and _grad_enabled()
+    found = (func, x._spec, y._spec, z._spec, grad)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        decision = _learn(found, func, (x, y, z), _NO_KEYWORDS, (x, y, z), grad)
+    if decision.plain is None or x._stale is not None or y._stale is not None or z._stale is not None:
+        return _run(decision, func, (x, y, z), [a, b, c], _FIRST_THREE)
+    return wrap(decision.call(a, b, c), decision.plain)
+
+
+def run_first(func: Any, tensor: DTensor, rest: tuple[Any, ...]) -> Any:
+    """``run_rule`` for a DTensor followed by values of the types in ``SIMPLE``: sizes, dims."""
+    local = tensor._local
+    grad = local.requires_grad and _grad_enabled()
+    found = (func, tensor._spec, grad, rest)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        decision = _learn(found, func, (tensor, *rest), _NO_KEYWORDS, (tensor,), grad)
+    if decision.plain is None or tensor._stale is not None:
+        return _run(decision, func, (tensor, *rest), [local, *rest], _FIRST)
+    return wrap(decision.call(local, *rest), decision.plain)
+
+
+def run_first_two(func: Any, left: DTensor, right: DTensor, rest: tuple[Any, ...]) -> Any:
+    """``run_rule`` for two DTensors followed by such values."""
+    a, b = left._local, right._local
+    grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
+    found = (func, left._spec, right._spec, grad, rest)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        decision = _learn(found, func, (left, right, *rest), _NO_KEYWORDS, (left, right), grad)
+    if decision.plain is None or left._stale is not None or right._stale is not None:
+        return _run(decision, func, (left, right, *rest), [a, b, *rest], _FIRST_TWO)
+    return wrap(decision.call(a, b, *rest), decision.plain)
+
+
+_numbers = itertools.count()
+_runners: dict[Any, _Runner] = {}
+
+
+def _make_runner(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | None:
+    """The runner for arguments of these types, the last ones keywords; None: only the general way will do.
+
+    It alone puts several DTensors among the keywords in order.
+    """
+    if DTensor not in kinds or "out" in names or not _KNOWN.issuperset(kinds):
+        return None
+    if kinds[len(kinds) - len(names) :].count(DTensor) > 1:
+        return None
+    number = next(_numbers)  # no two runners have one, whichever threads make them
+    runner = _mixed_runner(number, kinds, names)
+    _runners[(names, kinds) if names else kinds] = runner
+    return runner
+
+
+def _mixed_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner:
+    """For DTensors anywhere; floats are left out of the key as ``KEPT_FLOATS`` says."""
+    positions = [i for i, kind in enumerate(kinds) if kind is DTensor]
+    floats = [i for i, kind in enumerate(kinds) if kind is float]
+    sequences = [i for i, kind in enumerate(kinds) if kind in _SEQUENCES]
+
+    def run_mixed(func: Any, given: Any) -> Any:
+        key, values = list(given), list(given)
+        grad, usual = False, True
+        for i in positions:
+            tensor = given[i]
+            local = values[i] = tensor._local
+            key[i] = tensor._spec
+            if local.requires_grad:
+                grad = True
+            if tensor._stale is not None:
+                usual = False
+        for i in floats:
+            if key[i] not in KEPT_FLOATS:
+                key[i] = None
+        for i in sequences:
+            if not _INTS.issuperset(map(type, key[i])):
+                return _run_general(func, *_split(given, names))
+            key[i] = tuple(key[i])
+        grad = grad and _grad_enabled()
+        found = (number, func, grad, *key)
+        decision = _cache.get(found)
+        if decision is None:
+            tensors = [given[i] for i in positions]
+            decision = _learn(found, func, *_split(given, names), tensors, grad)
+        if decision.plain is None or not usual:
+            return _run(decision, func, given, values, positions, names)
+        if not names:
+            return wrap(decision.call(*values), decision.plain)
+        args, kwargs = _split(values, names)
+        return wrap(decision.call(*args, **kwargs), decision.plain)
+
+    return run_mixed
+
+
+def _split(values: Any, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """Positional arguments and keywords, the last values, apart again."""
+    count = len(values) - len(names)
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
+def _learn(
+    found: Any,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[DTensor],
+    grad: bool,
+    structure: Structure | None = None,
+) -> Decision:
+    """Decide and remember."""
+    mesh = tensors[0]._spec.mesh
+    if structure is None and any(t._spec.mesh is not mesh for t in tensors):
+        decision = GENERAL
+    else:
+        decision = decide(func, args, kwargs, tensors, grad, structure)
+    if len(_cache) >= CACHE_LIMIT:
+        _cache.clear()
+    _cache[found] = decision
+    return decision
+
+
+def _run(
+    decision: Decision,
+    func: Any,
+    given: Any,
+    values: list[Any],
+    positions: Sequence[int],
+    names: tuple[str, ...] = (),
+) -> Any:
+    """Whatever a plain call spares. ``values`` are those given, with locals at the ``positions`` of DTensors."""
+    if decision is REPLICATED or decision is GENERAL:
+        elsewhere = run_replicated if decision is REPLICATED else _run_general
+        return elsewhere(func, *_split(given, names))
+    for i in positions:
+        if given[i]._stale is not None:
+            check_fresh(given[i])
+    first = given[positions[0]]
+    if decision.form == "self" and first._stale is not None:
+        check_writable(first, decision.name)
     if decision.moves or decision.reductions:
-        _move_inputs(decision, args, values)
-    result = func(*values) if decision.local is None else decision.local(decision.run, tuple(values), {})
-    return _finish(decision, result, left, args)
+        _move_inputs(decision, given, values, positions)
+    if names:
+        args, kwargs = _split(values, names)
+        return _finish(decision, decision.call(*args, **kwargs), first)
+    return _finish(decision, decision.call(*values), first)
 
 
-def _move_inputs(decision: Decision, args: Any, values: list[Any]) -> None:
-    """Bring inputs into the layouts of the decision. ``values`` holds the locals, at the positions of ``args``."""
+def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
+    """Bring inputs into the layouts of the decision, in ``values``."""
     explicit = settings.comm != "auto"
-    for position, plan in decision.moves:
+    for index, plan in decision.moves:
         if explicit:
             check_explicit_move(decision.name, plan.source, plan.target)
+        position = positions[index]
         local = values[position]
         values[position] = (
-            move(local, plan) if local.requires_grad and torch.is_grad_enabled() else run_plan(local, plan)
+            move(local, plan) if local.requires_grad and _grad_enabled() else run_plan(local, plan)
         )
-    for position, (groups, axes) in decision.reductions:
+    for index, (groups, axes) in decision.reductions:
+        position = positions[index]
         local = values[position]
         if local.requires_grad:
             if explicit:
-                check_explicit_reduction(decision.name, args[position]._spec, axes)
+                check_explicit_reduction(decision.name, given[position]._spec, axes)
             values[position] = reduce_gradient(local, groups)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same for nested arguments, keywords, plain tensors among them, and ``out=``."""
+    """The same for nested arguments, plain tensors among them, and ``out=``."""
     kwargs = dict(kwargs) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
@@ -250,39 +295,36 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = promote(op_name(func).base, args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
-    grad = torch.is_grad_enabled() and any(t._local.requires_grad for t in tensors)
+    grad = _grad_enabled() and any(t._local.requires_grad for t in tensors)
     if structure.key is None:
-        decision = _decide(func, args, kwargs, tensors, grad, structure)
+        decision = decide(func, args, kwargs, tensors, grad, structure)
     else:
         found = (func, *structure.key, grad)
         try:
             decision = _cache[found]
         except KeyError:
-            decision = _decide_and_remember(found, func, args, kwargs, tensors, grad, structure)
-    if decision is None:
+            decision = _learn(found, func, args, kwargs, tensors, grad, structure)
+    if decision is REPLICATED:
         return run_replicated(func, args, kwargs)
     if decision.form == "self" and tensors[0]._stale is not None:
         check_writable(tensors[0], decision.name)
     values: list[Any] = [t._local for t in tensors]
     if decision.moves or decision.reductions:
-        _move_inputs(decision, tensors, values)
+        _move_inputs(decision, tensors, values, range(len(values)))
     local_args, local_kwargs = structure.rebuild(values)
-    if decision.local is None:
-        result = func(*local_args, **local_kwargs)
-    else:
-        result = decision.local(decision.run, local_args, local_kwargs)
-    return _finish(decision, result, tensors[0], tensors)
+    return _finish(decision, decision.call(*local_args, **local_kwargs), tensors[0])
 
 
-def _finish(decision: Decision, result: Any, first: DTensor, tensors: Any) -> Any:
+def _finish(decision: Decision, result: Any, first: DTensor) -> Any:
     if decision.form == "self":
         return first
-    if decision.form == "one" and not (decision.is_view and (decision.moves or first._stale is not None)):
+    copied = decision.is_view and (decision.moves or first._stale is not None)
+    if decision.form == "one" and not copied:
         return wrap(result, decision.outputs[0])
     wrapped = wrap_all(result, iter(decision.outputs))
-    if decision.is_view and (decision.moves or first._stale is not None):
+    if copied:
         for view in tensors_in(wrapped):
-            mark_copied_view(view, tensors[0], decision.name)
+            mark_copied_view(view, first, decision.name)
     return wrapped
 
 
@@ -297,120 +339,3 @@ def wrap_all(result: Any, outputs: Any) -> Any:
             type(result)(items) if type(result).__module__ == "torch.return_types" else type(result)(*items)
         )
     return result
-
-
-def _decide_and_remember(
-    found: Any,
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    tensors: list[DTensor],
-    grad: bool,
-    structure: Structure | None = None,
-) -> Decision | None:
-    decision = _decide(func, args, kwargs, tensors, grad, structure)
-    if len(_cache) >= CACHE_LIMIT:
-        _cache.clear()
-    _cache[found] = decision
-    return decision
-
-
-def _decide(
-    func: Any, args: Any, kwargs: Any, tensors: list[DTensor], grad: bool, structure: Structure | None
-) -> Decision | None:
-    """Ask the rule and choose. None: no rule for this call, compute it replicated."""
-    name = op_name(func)
-    flat = structure is None
-    structure = structure or flatten(args, kwargs)
-    inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
-    call_args, call_kwargs = structure.rebuild(inputs)
-    call = Call(name.base, func, call_args, call_kwargs, inputs, grad, name.in_place)
-    sharding = rule_of(name)(call) if inputs and inputs[0].spec.mesh.get_coordinate() is not None else None
-    if sharding is None:
-        return None
-    keep = inputs[0].spec.placements if name.in_place else None
-    layouts = select(inputs, sharding, keep)
-    if layouts is None:
-        log_decision(name.base, inputs, None)
-        return None
-    decision = _make(call, name, sharding, layouts)
-    if flat:  # positions among all arguments, which is how the hot path finds them
-        positions = [i for i, arg in enumerate(args) if type(arg) is DTensor]
-        decision.moves = tuple((positions[i], plan) for i, plan in decision.moves)
-        decision.reductions = tuple((positions[i], what) for i, what in decision.reductions)
-    decision.plain = (
-        decision.form == "one" and decision.local is None and not (decision.moves or decision.reductions)
-    )
-    log_decision(name.base, inputs, decision)
-    return decision
-
-
-def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decision:
-    ins, outs = layouts
-    targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
-    if name.in_place:
-        form = "self"
-        outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
-    else:
-        shapes = sharding.shapes or call.output_shapes()
-        form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
-        mesh, dtype = call.inputs[0].spec.mesh, call.inputs[0].dtype
-        assert len(shapes) == len(outs), (
-            f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
-        )
-        outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
-    decision = Decision(call.name, form, targets, outputs)
-    decision.is_view = sharding.is_view
-    decision.local = sharding.local
-    decision.run = LocalRun(call.func, targets, outputs)
-    decision.moves = tuple(
-        (i, plan_redistribute(one.spec, target))
-        for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
-        if target is not one.spec
-    )
-    if call.needs_grad:
-        decision.reductions = tuple(_reductions(targets, outs))
-    return decision
-
-
-def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
-    """Replicas that meet sharded or partial work on an axis: their gradients must be summed over it."""
-    for index, target in enumerate(targets):
-        if not (target.dtype.is_floating_point or target.dtype.is_complex):
-            continue
-        axes = tuple(
-            axis
-            for axis, placement in enumerate(target.placements)
-            if placement.is_replicate()
-            and target.mesh.shape[axis] > 1
-            and any(not out[axis].is_replicate() for out in outs)
-        )
-        if axes:
-            yield index, (tuple(target.mesh.get_group(axis) for axis in axes), axes)
-
-
-def rule_of(name: OpName) -> Any:
-    from phalanx.tensor.rules import RULES
-
-    return RULES.get(
-        name.base, lambda call: None
-    )  # a rule may have been taken away since the handler was found
-
-
-def find_handler(func: Any) -> Any:
-    """Decide once how a torch function is handled."""
-    from phalanx.tensor._special import special_handler
-    from phalanx.tensor.rules import DIRECT_PYTHON, RULES
-
-    name = op_name(func)
-    handler = special_handler(func, name)
-    if handler is None:
-        body = None if func in DIRECT_PYTHON else through(func)
-        if body is not None:
-            handler = functools.partial(run_through, body)
-        elif name.base in RULES:
-            handler = run_rule
-        else:
-            handler = run_replicated
-    _handlers[func] = handler
-    return handler

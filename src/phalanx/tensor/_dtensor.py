@@ -363,12 +363,12 @@ def _restore(tensor: DTensor, state: dict[str, Any]) -> DTensor:
     return tensor
 
 
-# Filled by ``_dispatch.py``, which imports this module: what runs each torch function.
+# Filled by ``_handler.py``, which imports this module: what runs each torch function.
 _handlers: dict[Any, Any] = {}
 
 
 def _find_handler(func: Any) -> Any:
-    from phalanx.tensor._dispatch import find_handler
+    from phalanx.tensor._handler import find_handler
 
     return find_handler(func)
 

@@ -1,16 +1,19 @@
-"""Operators between two DTensors, ``a + b`` and the like, without the detour through torch's argument parser.
+"""Operators and methods of DTensors, ``a + b``, ``a.view(...)``, without the detour through torch's argument parser.
 
-Owns the methods that ``install`` puts on ``DTensor``. Each asks the handler that ``__torch_function__`` would ask; with
-anything but two DTensors, or inside a torch function mode or dispatch mode, the inherited operator runs.
+Owns those that ``install`` puts on ``DTensor``. Each asks the handler that ``__torch_function__`` would ask. The
+inherited way is taken by an operator with anything but two DTensors, by a DTensor whose data is still on its way (a
+subclass), and by calls inside a torch function mode or dispatch mode.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from phalanx.tensor._dispatch import SIMPLE, run_first, run_one, run_pair, run_rule
 from phalanx.tensor._dtensor import DTensor, _find_handler, _handlers, _num_dispatch_modes
 
 _num_function_modes = torch._C._len_torch_function_stack
@@ -25,20 +28,53 @@ _OPERATORS = {
 }
 
 
+# Methods that models call at every step and that have a rule.
+_METHODS = (
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
+    "split", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "add",
+    "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_",
+)  # fmt: skip
+
+
 def install() -> None:
-    """Give ``DTensor`` its operators."""
+    """Give ``DTensor`` its operators and methods."""
     for name, func in _OPERATORS.items():
         setattr(DTensor, name, _operator(func, getattr(torch.Tensor, name)))
+    for name in _METHODS:
+        setattr(DTensor, name, _method(getattr(torch.Tensor, name)))
 
 
 def _operator(func: Any, inherited: Any) -> Callable[[DTensor, Any], Any]:
     def operator(self: DTensor, other: Any) -> Any:
-        if type(other) is not DTensor or _num_function_modes() or _num_dispatch_modes():
+        if (
+            type(other) is not DTensor
+            or type(self) is not DTensor
+            or _num_function_modes()
+            or _num_dispatch_modes()
+        ):
             return inherited(self, other)
         handler = _handlers.get(func) or _find_handler(func)
-        return handler(func, (self, other), None)
+        return run_pair(func, self, other) if handler is run_rule else handler(func, (self, other), None)
 
+    return _hidden_from_compilers(operator)
+
+
+def _method(func: Any) -> Callable[..., Any]:
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
+            return func(self, *args, **kwargs)
+        handler = _handlers.get(func) or _find_handler(func)
+        if handler is run_rule and not kwargs:
+            if not args:
+                return run_one(func, self)
+            if SIMPLE.issuperset(map(type, args)):
+                return run_first(func, self, args)
+        return handler(func, (self, *args), kwargs)
+
+    return functools.wraps(func)(_hidden_from_compilers(method))
+
+
+def _hidden_from_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
     # Read by torch.compile: without it, tracing would go on in here and fail with a message that helps nobody.
-    operator._torchdynamo_disable = True  # type: ignore[attr-defined]  # a mark of torch's
-    operator._torchdynamo_disable_msg = "tracing DTensors is not supported"  # type: ignore[attr-defined]  # as above
-    return operator
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="tracing DTensors is not supported")
+    return call

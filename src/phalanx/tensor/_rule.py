@@ -68,7 +68,8 @@ Local = Callable[["LocalRun", tuple[Any, ...], dict[str, Any]], Any]
 class Sharding:
     """A rule's answer: choices for one mesh axis, the best guess first among equals.
 
-    ``local`` computes on local tensors in place of the torch function itself. ``valid`` may veto a combination over all
+    ``local`` computes on local tensors in place of the torch function itself; ``bind`` gives such a function once, when
+    layouts are chosen, for the caller's arguments with locals in them. ``valid`` may veto a combination over all
     axes (given each input's placements). ``shapes`` gives the outputs' global shapes where the rule knows them.
     """
 
@@ -77,6 +78,7 @@ class Sharding:
     valid: Valid | None = None
     shapes: list[torch.Size] | None = None
     is_view: bool = False
+    bind: Callable[[LocalRun], Callable[..., Any]] | None = None
 
 
 class LocalRun:

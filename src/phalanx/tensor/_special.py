@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.tensor import _autograd, _foreach
-from phalanx.tensor._composite import COMPOSITE
+from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._names import OpName
 from phalanx.tensor._random_ops import REFUSED, random_handler
@@ -149,6 +149,8 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
         return _foreach.foreach
     if name.base.startswith("_fused_"):
         return _foreach.fused
+    if func in FUNCTIONAL:
+        return FUNCTIONAL[func]
     if name.base in COMPOSITE:
         return (
             COMPOSITE[name.base]

@@ -80,13 +80,16 @@ def embedding(call: Call) -> Sharding | None:
     choices.append(Choice((Shard(0), REPLICATE), (MASK_PARTIAL,)))
     choices.append(all_replicated(call, 1))
 
-    def local(run: LocalRun, args: Any, kwargs: Any) -> Tensor:
+    def bind(run: LocalRun) -> Callable[..., Any]:
         spec = run.inputs[0]
         if spec.local_shape[0] == spec.shape[0]:
-            return run.func(*args, **kwargs)  # type: ignore[no-any-return]  # torch.embedding
-        return masked_lookup(args[0], args[1], spec.local_offset(0), padding, spec.shape[0])
+            return run.func  # type: ignore[no-any-return]  # torch.embedding
+        offset, total = spec.local_offset(0), spec.shape[0]
+        return lambda weight, indices, *rest, **options: masked_lookup(
+            weight, indices, offset, padding, total
+        )
 
-    return Sharding(choices, local=local)
+    return Sharding(choices, bind=bind)
 
 
 def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, total: int) -> Tensor:

@@ -24,6 +24,7 @@ def dim_map(
     is_view: bool = True,
     even: dict[int, tuple[int, ...]] | None = None,
     partial: Sequence[str] = REDUCE_OPS,
+    bind: Callable[[LocalRun], Callable[..., Any]] | None = None,
 ) -> Sharding | None:
     """Input dim i may be sharded for i in ``mapping``, and is output dim ``mapping[i]``.
 
@@ -58,7 +59,7 @@ def dim_map(
                 return False
         return True
 
-    return Sharding(choices, local=local, valid=valid if even else None, is_view=is_view)
+    return Sharding(choices, local=local, valid=valid if even else None, is_view=is_view, bind=bind)
 
 
 def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
@@ -109,14 +110,14 @@ def reshape(call: Call) -> Sharding | None:
         if len(real_ins) > 1 or len(real_outs) > 1:
             leading[first] = (before[first], after[onto])
     is_view = call.name != "reshape" and call.name != "flatten"
-    return dim_map(call, mapping, local=_to_local_shape, is_view=is_view, even=leading)
+    return dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
 
 
-def _to_local_shape(run: LocalRun, args: Any, kwargs: Any) -> Any:
+def _to_local_shape(run: LocalRun) -> Callable[..., Any]:
     shape = run.outputs[0].local_shape
     if run.func is torch.Tensor.view or run.func is torch.Tensor.view_as:
-        return args[0].view(shape)
-    return args[0].reshape(shape)
+        return lambda input, *args, **kwargs: input.view(shape)
+    return lambda input, *args, **kwargs: input.reshape(shape)
 
 
 def view(call: Call) -> Sharding | None:

@@ -1,0 +1,126 @@
+"""How a torch call on DTensors will run on local tensors: asking the rule, choosing layouts, preparing the call.
+
+Owns ``Decision`` and ``decide``, which ``_dispatch.py`` runs and remembers. A decision depends on nothing but the
+function, the specs of the DTensors, the other arguments and whether gradients are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.tensor._arguments import Structure, flatten
+from phalanx.tensor._dtensor import DTensor
+from phalanx.tensor._log import log_decision
+from phalanx.tensor._names import OpName, op_name
+from phalanx.tensor._plan import Plan, plan_redistribute
+from phalanx.tensor._rule import Call, In, LocalRun, Sharding
+from phalanx.tensor._select import select
+from phalanx.tensor._spec import Spec
+from phalanx.tensor.rules import RULES
+
+
+class Decision:
+    """How one call runs on locals."""
+
+    __slots__ = ("call", "form", "is_view", "moves", "name", "outputs", "plain", "reductions")
+
+    def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
+        self.name = name
+        self.form = form  # "one" tensor, "many", "self" (in place); "replicated", "general": not decided here
+        self.outputs = outputs
+        self.call = call  # takes the caller's arguments with locals in place of DTensors
+        self.moves: tuple[tuple[int, Plan], ...] = ()  # by position among the DTensors, as are reductions
+        self.reductions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+        self.is_view = False
+        self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
+
+
+def _not_here(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a decision to run elsewhere has no local call")
+
+
+REPLICATED = Decision("", "replicated", (), _not_here)  # no rule for this call: ``_fallback.py``
+GENERAL = Decision("", "general", (), _not_here)  # DTensors of several meshes, which are promoted first
+
+
+def decide(
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], grad: bool, structure: Structure | None
+) -> Decision:
+    """Ask the rule and choose. The DTensors are on one mesh."""
+    name = op_name(func)
+    structure = structure or flatten(args, kwargs)
+    inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
+    call_args, call_kwargs = structure.rebuild(inputs)
+    call = Call(name.base, func, call_args, call_kwargs, inputs, grad, name.in_place)
+    rule = RULES.get(name.base)  # None: it was taken away since the handler was found
+    if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
+        return REPLICATED
+    sharding = rule(call)
+    if sharding is None:
+        return REPLICATED
+    keep = inputs[0].spec.placements if name.in_place else None
+    layouts = select(inputs, sharding, keep)
+    if layouts is None:
+        log_decision(name.base, inputs, None)
+        return REPLICATED
+    decision = _make(call, name, sharding, layouts)
+    log_decision(name.base, inputs, decision)
+    return decision
+
+
+def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decision:
+    ins, outs = layouts
+    targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
+    if name.in_place:
+        form = "self"
+        outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
+    else:
+        shapes = sharding.shapes or call.output_shapes()
+        form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
+        mesh, dtype = call.inputs[0].spec.mesh, call.inputs[0].dtype
+        assert len(shapes) == len(outs), (
+            f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
+        )
+        outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+    decision = Decision(
+        call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
+    )
+    decision.is_view = sharding.is_view
+    decision.moves = tuple(
+        (i, plan_redistribute(one.spec, target))
+        for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
+        if target is not one.spec
+    )
+    if call.needs_grad:
+        decision.reductions = tuple(_reductions(targets, outs))
+    if form == "one" and not decision.moves and not decision.reductions:
+        decision.plain = outputs[0]
+    return decision
+
+
+def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
+    if sharding.bind is not None:
+        return sharding.bind(run)
+    local = sharding.local
+    if local is None:
+        return run.func  # type: ignore[no-any-return]  # a torch function
+    return lambda *args, **kwargs: local(run, args, kwargs)
+
+
+def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
+    """Replicas that meet sharded or partial work on an axis: their gradients must be summed over it."""
+    for index, target in enumerate(targets):
+        if not (target.dtype.is_floating_point or target.dtype.is_complex):
+            continue
+        axes = tuple(
+            axis
+            for axis, placement in enumerate(target.placements)
+            if placement.is_replicate()
+            and target.mesh.shape[axis] > 1
+            and any(not out[axis].is_replicate() for out in outs)
+        )
+        if axes:
+            yield index, (tuple(target.mesh.get_group(axis) for axis in axes), axes)
