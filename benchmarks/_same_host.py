@@ -1,18 +1,15 @@
 """Same-host transport against gloo: time per collective and size, in one interleaved run.
 
 For 2 and 4 ranks, each round times gloo, shared memory, shared memory on shared tensors and one memcpy of the same
-bytes, one after the other, so that what else the machine does hits them alike; medians over rounds are printed, and the
-ratio gloo / ours. Bytes are those of the larger side of the collective.
+bytes in turns (``_turns``); medians are printed, and the ratio gloo / ours. Bytes are those of the larger side of the
+collective.
 
-Run: ``python -m benchmarks._same_host [--quick]``
+Run: ``python -m benchmarks._same_host [--quick] [--ranks 2 4] [--kinds all_reduce] [--up-to 4]``
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,28 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks._turns import KB, MB, Timing, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm import Group
-from phalanx.comm.stores import TCPStore, connect
+from phalanx.comm.stores import connect
 
-KB, MB = 1024, 1024 * 1024
+KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
 SIZES = [4 * KB, 64 * KB, 256 * KB, 4 * MB, 32 * MB, 128 * MB]
-OTHER_SIZES = [4 * KB, 256 * KB, 4 * MB, 64 * MB]
+OTHER_SIZES = [4 * KB, 256 * KB, 4 * MB, 32 * MB, 128 * MB]
 GOALS = {4 * KB: 15.0, 256 * KB: 8.0, 4 * MB: 6.0, 128 * MB: 2.5}
 SHARED_GOALS = {128 * MB: 3.5}
-
-
-def rounds_for(nbytes: int, quick: bool) -> tuple[int, int]:
-    """(rounds, calls per round): about the same time for every size."""
-    rounds = 5 if quick else 11
-    calls = max(1, min(50, 8 * MB // max(nbytes, 64 * KB)))
-    return rounds, calls
-
-
-def timed(call: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
 
 
 def contenders(kind: str, nbytes: int, gloo: Any, group: Group) -> dict[str, Callable[[], object]]:
@@ -83,78 +67,64 @@ def contenders(kind: str, nbytes: int, gloo: Any, group: Group) -> dict[str, Cal
     return {**calls[kind], "memcpy": lambda: other.copy_(whole)}
 
 
-def measure(kind: str, nbytes: int, gloo: Any, group: Group, quick: bool) -> dict[str, float]:
-    """Median seconds per call, on this rank."""
-    candidates = contenders(kind, nbytes, gloo, group)
-    rounds, calls = rounds_for(nbytes, quick)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_number in range(rounds + 1):
-        for name, call in candidates.items():
-            group.barrier()
-            seconds = timed(call, calls)
-            if round_number:  # the first warms up
-                times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def run_rank(rank: int, size: int, address: str, quick: bool, results: Any) -> None:
+def run_rank(
+    rank: int, address: str, results: Any, size: int, plan: list[tuple[str, int]], quick: bool
+) -> None:
     torch.set_num_threads(1)
     store = connect(address)
     native = store.namespace(f"gloo/{size}").as_c10d()
     gloo = dist.ProcessGroupGloo(native, rank, size, timedelta(seconds=60))
     group = Group.create(store, rank, size, backend="auto", timeout=60.0, job=f"bench{size}")
     assert group.backend == "shm", group.backend
-    plan = [("all_reduce", s) for s in SIZES]
-    plan += [
-        (kind, s) for kind in ("broadcast", "all_gather", "reduce_scatter", "all_to_all") for s in OTHER_SIZES
-    ]
     for kind, nbytes in plan:
-        if quick and nbytes > 32 * MB and kind != "all_reduce":
-            continue
-        medians = measure(kind, nbytes, gloo, group, quick)
+        ways = contenders(kind, nbytes, gloo, group)
+        timings = compare(ways, group.barrier, *rounds_for(nbytes, quick))
         if rank == 0:
-            results.put((kind, nbytes, medians))
+            results.put((kind, nbytes, timings))
     group.barrier()
     if rank == 0:
         results.put(None)
     group.close()
 
 
-def show(size: int, kind: str, nbytes: int, medians: dict[str, float]) -> str:
-    amount = f"{nbytes // MB} MB" if nbytes >= MB else f"{nbytes // KB} KB"
-    cells = "".join(f"{medians[name] * 1e6:>12.0f}" for name in ("gloo", "shm", "shared", "memcpy"))
-    ratio, shared_ratio = medians["gloo"] / medians["shm"], medians["gloo"] / medians["shared"]
+def show(size: int, kind: str, nbytes: int, timings: dict[str, Timing]) -> str:
+    cells = "".join(f"{timings[name].call * 1e6:>10.0f}" for name in ("gloo", "shm", "shared", "memcpy"))
+    gloo, shm, shared = (timings[name] for name in ("gloo", "shm", "shared"))
+    ratio, shared_ratio = gloo.call / shm.call, gloo.call / shared.call
+    firsts = f"{gloo.first / shm.first:>9.1f}x{gloo.first / shared.first:>9.1f}x"
     notes = ""
     if size == 2 and kind == "all_reduce":
         for what, goals, value in (("", GOALS, ratio), (" shared", SHARED_GOALS, shared_ratio)):
             if nbytes in goals:
                 notes += f"  goal{what} {goals[nbytes]:g}x {'met' if value >= goals[nbytes] else 'MISSED'}"
-    return f"{size:>5} {kind:<15}{amount:>7}{cells}{ratio:>9.1f}x{shared_ratio:>9.1f}x{notes}"
+    return f"{size:>5} {kind:<15}{amount(nbytes):>7}{cells}{ratio:>9.1f}x{shared_ratio:>9.1f}x{firsts}{notes}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="which collectives")
+    parser.add_argument("--up-to", type=int, default=128, metavar="MB", help="no larger sizes")
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
-    print("medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors")
-    columns = "".join(f"{name:>12}" for name in ("gloo", "shm", "shared", "memcpy"))
-    print(f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}")
+    plan = [
+        (kind, nbytes)
+        for kind in options.kinds
+        for nbytes in (SIZES if kind == "all_reduce" else OTHER_SIZES)
+        if nbytes <= min(options.up_to, 32 if options.quick and kind != "all_reduce" else 128) * MB
+    ]
+    print(
+        "medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors, of calls in a"
+    )
+    print("loop, and of the first call after something else")
+    columns = "".join(f"{name:>10}" for name in ("gloo", "shm", "shared", "memcpy"))
+    print(
+        f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}{'1st shm':>10}{'1st shrd':>10}"
+    )
     for size in options.ranks:
-        store = TCPStore.serve()
-        results = context.Queue()
-        processes = [
-            context.Process(target=run_rank, args=(rank, size, store.address, options.quick, results))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        while (item := results.get(timeout=300)) is not None:
-            print(show(size, *item), flush=True)
-        for process in processes:
-            process.join(30)
-        store.close()
+        with disturbance_told():
+            for item in on_ranks(size, run_rank, size, plan, options.quick):
+                print(show(size, *item), flush=True)
 
 
 if __name__ == "__main__":

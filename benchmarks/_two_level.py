@@ -10,18 +10,16 @@ Run: ``python -m benchmarks._two_level``
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks._same_host import KB, MB, rounds_for, timed
+from benchmarks._turns import KB, MB, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm import Group, _liveness
 from phalanx.comm._transport import ReduceOp, Transport
 from phalanx.comm._two_level import ANY, TwoLevelTransport
-from phalanx.comm.stores import TCPStore, connect
+from phalanx.comm.stores import connect
 
 SIZES = [4 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB]
 HOSTS = ["aabb", "aab"]
@@ -44,7 +42,7 @@ def call_on(kind: str, transport: Transport, nbytes: int) -> Callable[[], object
     return run[kind]
 
 
-def run_rank(rank: int, hosts: str, address: str, results: Any) -> None:
+def run_rank(rank: int, address: str, results: Any, hosts: str) -> None:
     torch.set_num_threads(1)
     _liveness._machine = lambda: hosts[rank]
     group = Group.create(connect(address), rank, len(hosts), backend="auto", timeout=60.0, job=f"two{hosts}")
@@ -54,16 +52,10 @@ def run_rank(rank: int, hosts: str, address: str, results: Any) -> None:
     for kind in KINDS:
         for nbytes in SIZES:
             rounds, calls = rounds_for(nbytes, quick=False)
-            contenders = {"flat": call_on(kind, both._flat, nbytes), "two": call_on(kind, both, nbytes)}
-            times: dict[str, list[float]] = {name: [] for name in contenders}
-            for round_number in range(rounds + 1):
-                for name, call in contenders.items():
-                    both._flat.barrier(async_op=False)
-                    seconds = timed(call, min(calls, 20))
-                    if round_number:
-                        times[name].append(seconds)
+            ways = {"flat": call_on(kind, both._flat, nbytes), "two": call_on(kind, both, nbytes)}
+            timings = compare(ways, lambda: both._flat.barrier(async_op=False), rounds, min(calls, 20))
             if rank == 0:
-                results.put((kind, nbytes, *(statistics.median(times[name]) for name in contenders)))
+                results.put((kind, nbytes, timings["flat"].call, timings["two"].call))
     both._flat.barrier(async_op=False)
     if rank == 0:
         results.put(None)
@@ -74,24 +66,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", nargs="*", default=HOSTS, help="one letter per rank: its host")
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
     print("medians in microseconds per call; ratio is single level / two levels")
     print(f"{'hosts':<6} {'collective':<15}{'bytes':>8}{'gloo':>10}{'two levels':>12}{'ratio':>8}")
     for hosts in options.hosts:
-        store, results = TCPStore.serve(), context.Queue()
-        processes = [
-            context.Process(target=run_rank, args=(rank, hosts, store.address, results))
-            for rank in range(len(hosts))
-        ]
-        for process in processes:
-            process.start()
-        while (item := results.get(timeout=300)) is not None:
-            kind, nbytes, flat, two = item
-            row = f"{nbytes // KB} KB".rjust(8) + f"{flat * 1e6:>10.0f}{two * 1e6:>12.0f}"
-            print(f"{hosts:<6} {kind:<15}{row}{flat / two:>7.1f}x", flush=True)
-        for process in processes:
-            process.join(30)
-        store.close()
+        with disturbance_told():
+            for kind, nbytes, flat, two in on_ranks(len(hosts), run_rank, hosts):
+                row = f"{amount(nbytes):>8}{flat * 1e6:>10.0f}{two * 1e6:>12.0f}"
+                print(f"{hosts:<6} {kind:<15}{row}{flat / two:>7.1f}x", flush=True)
 
 
 if __name__ == "__main__":

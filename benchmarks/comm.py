@@ -3,7 +3,8 @@
 Overhead: on torch's fake backend, so that no network hides it; both sides interleaved call by call, medians.
 Recovery: real processes, SIGKILL to one of them, until the survivors get ``PeerLost``, and until the first collective
 of the next generation has finished on all of them; for gloo and for shared memory.
-Same host: gloo, shared memory, shared memory on shared buffers and one memcpy, interleaved (``_same_host``).
+Same host: gloo, shared memory, shared memory on shared buffers and one memcpy, interleaved (``_same_host``); and plain
+torch programs on the ``phalanx`` backend (``_as_backend``).
 
     python -m benchmarks.comm [--faults]
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from benchmarks import _same_host
+from benchmarks import _as_backend, _same_host
 from phalanx.comm import Group, observe
 from phalanx.comm.stores import TCPStore, connect
 from phalanx.errors import PeerLost
@@ -164,6 +165,7 @@ def main() -> None:
         recovery(size, options.kills, "auto", doing)
     if not options.faults:
         _same_host.main(["--quick"] if options.quick else [])
+        _as_backend.main()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # torch looks the peer's name up for every connection; a question that a name server drops costs a second, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+# An example may take any time on a busy machine; in CI the examples are the same in every run.
+settings.register_profile("phalanx", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("phalanx")
 
 SOAK_TIMES = int(os.environ.get("SOAK_TIMES", "50"))
 

@@ -5,7 +5,6 @@ Owns the table of subcommands. Each is a module with ``main(argv) -> exit code``
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"phalanx {__version__}")
         return 0
     if words[0] not in COMMANDS:
+        import difflib  # only for this: it is not small
+
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"phalanx: unknown command {words[0]!r}; {hint}", file=sys.stderr)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -39,8 +38,8 @@ def _create(common: Any, options: Any) -> Any:
     return create_process_group(common)
 
 
-class _Finder(MetaPathFinder):
-    """Waits for the one module, once."""
+class _Finder:
+    """Waits for the one module, once. No ``MetaPathFinder``: that class's module costs as much as all of ours."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

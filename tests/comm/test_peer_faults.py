@@ -98,7 +98,7 @@ def test_the_next_call_after_a_death_raises() -> None:
 
 
 def hang_one(worker):
-    group = worker.group(timeout=2.0)
+    group = worker.group(timeout=8.0)  # also the time to form it and to pass the barrier
     group.barrier()
     pids = group.all_gather_values(os.getpid())
     if worker.rank == 2:

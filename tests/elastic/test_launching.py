@@ -40,7 +40,7 @@ def start_agent(
 ) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", "--nproc-per-node=1", "--on-failure=heal",
-        f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--rdzv-conf=lease=3",
+        f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--rdzv-conf=lease=6",
         f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03",
     ]  # fmt: skip
     with (directory / "output").open("ab") as log:
@@ -130,7 +130,7 @@ def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
         survivor = next(worker for worker, pid in cluster.pids().items() if agents[0].pid in ancestors(pid))
         agents[1].send_signal(signal.SIGKILL)
         cluster.wait_until(lambda: list(cluster.pids()) == [survivor], "death of the other node's worker")
-        time.sleep(5.0)  # longer than the lease: had the survivor gone on alone, it would have by now
+        time.sleep(7.0)  # longer than the lease: had the survivor gone on alone, it would have by now
         third = time.time()
         agents.append(start_agent(directory, "file", endpoint, num_steps, "2:2"))
         assert agents[0].wait(100) == 0, cluster.text()[-4000:]

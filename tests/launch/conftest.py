@@ -113,7 +113,7 @@ class Launcher:
 
     def wait_until_empty(self) -> None:
         """No process of this test is left."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE
         while (left := self._nursery.descendants()) and time.monotonic() < until:
             time.sleep(0.02)
         assert not left, f"processes outlived the job: {left}"

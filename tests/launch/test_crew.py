@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.comm.stores import MemoryStore
-from phalanx.launch import _crew
+from phalanx.launch import _crew, _diagnosis
 from phalanx.launch._crew import Crew, CrewOptions
-from phalanx.launch._diagnosis import write_stacks_everywhere
+from phalanx.launch._diagnosis import HangWatch
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._journal import Journal
 from phalanx.launch._logs import DefaultLogsSpecs
@@ -118,27 +118,81 @@ def test_an_exit_is_told_once_even_if_it_came_before_the_order(tmp_path, quick):
     dying.theirs.close()
 
 
+def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_at(tmp_path):
+    """Else one that was killed would come after its peers' complaints about it, and not be named as the cause."""
+    killed = StuckProcess(1, signal.SIGKILL)
+    crew, told = crew_of(tmp_path, killed)
+    killed.ended_at = 5.0
+    killed.send_signal(signal.SIGKILL)
+    assert told == ["w0"]
+    assert crew.failure_of(crew.members["w0"]).timestamp == 5.0
+    crew.close()
+    killed.theirs.close()
+
+
 def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
     """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
     store = MemoryStore()
-    crew, _ = crew_of(tmp_path)
+    silent = StuckProcess(1, signal.SIGKILL)
+    crew, _ = crew_of(tmp_path, silent)
     info = SimpleNamespace(rank=0, world_size=2, store=store)
     generation = SimpleNamespace(journal=Journal(store), number=3, info=info)
-    asked, written = threading.Event(), []
+    written: list[str] = []
 
     def other_node() -> None:
         journal = Journal(store.clone())
         while not journal.read_requests(3, "node1")[1]:
             time.sleep(0.005)
-        asked.set()
         time.sleep(0.2)  # its workers take a while to write
         written.append("stacks")
         journal.say_done(3, 1, "stacks")
 
     other = threading.Thread(target=other_node)
     other.start()
-    write_stacks_everywhere(crew, generation, "rank 0 made no progress")
+    watch = HangWatch(crew, timeout=10)
+    assert watch.check({"w0": b'{"step":4}'}, generation, now=0) is None
+    member, reason = watch.check({"w0": b'{"step":4}'}, generation, now=11)
     assert written == ["stacks"]
-    assert asked.is_set()
+    assert member.id == "w0"
+    assert reason == "rank 0 made no progress for 10 s after step 4; it did not say what it does"
     other.join()
     crew.close()
+    silent.theirs.close()
+
+
+ASKED = "Current thread 0x1 (most recent call first):\n"
+WAITS = f'{ASKED}  File "/x/torch/distributed/distributed_c10d.py", line 9 in wait\n'
+SLEEPS = (
+    'Thread 0x2 (most recent call first):\n  File "/x/phalanx/comm/_liveness.py", line 3 in run\n\n'
+    f'{ASKED}  File "/w/train.py", line 7 in load\n  File "/w/train.py", line 9 in main\n'
+)
+
+
+def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeypatch):
+    """Rank 0 waits and has been silent for longest; rank 1, which it waits for, is late a moment after it."""
+    dumps = []
+    monkeypatch.setattr(_diagnosis, "dump_stacks", lambda crew, reason: dumps.append(reason) or stacks)
+    crew, _ = crew_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
+    store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
+    generation = SimpleNamespace(
+        journal=Journal(store), number=0, info=SimpleNamespace(rank=0, world_size=1, store=store)
+    )
+    watch = HangWatch(crew, timeout=10)
+    at = {"w0": b'{"step":4}', "w1": b'{"step":3}'}
+    assert watch.check(at, generation, now=0) is None
+    at["w1"] = b'{"step":4}'
+    assert watch.check(at, generation, now=1) is None
+    assert watch.check(at, generation, now=10.5) is None  # only the one that waits is late
+    member, reason = watch.check(at, generation, now=11.5)
+    assert member.place.rank == 1
+    assert reason == (
+        "rank 1 made no progress for 10 s after step 4; it is in load (train.py:7), while rank 0 waits in a collective"
+    )
+    assert len(dumps) == 1
+    assert watch.check(at, generation, now=12) is None  # everybody has the full time again
+    stacks["w1"] = WAITS  # now both wait for each other: the exchange itself hangs
+    assert watch.check(at, generation, now=22) is None
+    assert watch.check(at, generation, now=32)[0].place.rank == 0
+    crew.close()
+    for process in processes:
+        process.theirs.close()

@@ -42,11 +42,11 @@ situations = st.builds(
 
 
 @given(situations, st.booleans())
-def test_failures_never_use_more_restarts_than_allowed(now, is_start_failure):
-    verdict = _policy.on_failure(now, reason="x", is_start_failure=is_start_failure)
+def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
+    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable)
     if verdict.action in (Action.RESTART, Action.HEAL):
         assert verdict.restarts == now.restarts + 1 <= now.max_restarts
-        assert not is_start_failure
+        assert not is_incurable
     else:
         assert verdict.restarts == now.restarts
     assert verdict.action is not Action.REGROUP
@@ -60,7 +60,7 @@ def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
     now = Situation(
         heals=True, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
     )
-    assert _policy.on_failure(now, reason="x", is_start_failure=True).action is Action.SHRINK
+    assert _policy.on_failure(now, reason="x", is_incurable=True).action is Action.SHRINK
 
 
 class Started:
@@ -211,17 +211,23 @@ def test_report_shows_what_is_known(tmp_path):
         json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
     )
     failure = ProcessFailure.observe(
-        exitcode=1, error_file=str(path), now=9.0, local_rank=0, pid=1, rank=0, stderr_tail=("last words",)
+        exitcode=1,
+        error_file=str(path),
+        ended_at=9.0,
+        local_rank=0,
+        pid=1,
+        rank=0,
+        stderr_tail=("last words",),
     )
     assert (failure.message, failure.traceback, failure.timestamp) == ("E: x", "T", 5.0)
     text = ChildFailedError("train.py", {0: failure}).format_msg()
     for expected in ("train.py FAILED", "E: x", "last words", "exitcode  : 1"):
         assert expected in text
-    bare = ProcessFailure.observe(exitcode=-11, error_file="", now=9.0, local_rank=0, pid=1)
+    bare = ProcessFailure.observe(exitcode=-11, error_file="", ended_at=9.0, local_rank=0, pid=1)
     assert (bare.signal_name(), bare.timestamp) == ("SIGSEGV", 9.0)
     assert "SIGSEGV" in bare.message
     path.write_text("{half a rec")
-    torn = ProcessFailure.observe(exitcode=3, error_file=str(path), now=9.0, local_rank=0, pid=1)
+    torn = ProcessFailure.observe(exitcode=3, error_file=str(path), ended_at=9.0, local_rank=0, pid=1)
     assert torn.message == "exit code 3"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch._cli import config_from_args
 from phalanx.launch._config import LaunchConfig
 from phalanx.launch._flags import parse
+from phalanx.launch._from_flags import config_from_args
 
 pytestmark = pytest.mark.fast
 

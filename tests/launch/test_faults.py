@@ -15,7 +15,7 @@ def lines(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.again
-@pytest.mark.parametrize("fault", ["0:2:kill", "1:2:kill", "1:2:raise", "1:2:segv"])
+@pytest.mark.parametrize("fault", ["0:2:kill", "1:2:kill", "1:2:raise", "1:2:segv", "1:2:exit1"])
 def test_restart_after_a_fault_runs_everybody_again(launcher, tmp_path, fault):
     agent = launcher.run("--nproc-per-node", 3, "--max-restarts", 2, "summing.py", tmp_path, 4, fault)
     assert agent.wait() == 0, agent.output
@@ -144,3 +144,11 @@ def test_second_signal_kills_at_once(launcher, tmp_path, wait_for):
     os.kill(agent.pid, signal.SIGINT)
     assert agent.wait() == 128 + signal.SIGINT
     launcher.wait_until_empty()
+
+
+def test_an_exit_is_noticed_when_it_happens_and_not_at_an_interval(launcher, tmp_path):
+    """An agent that polled would look once an hour here."""
+    words = ("--monitor-interval", 3600, "--nproc-per-node", 2, "--max-restarts", 1)
+    agent = launcher.run(*words, "summing.py", tmp_path, 3, "1:1:kill")
+    assert agent.wait() == 0, agent.output
+    assert sorted(lines(tmp_path / "ends")) == [["0"], ["1"]]

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from phalanx.launch._cli import config_from_args, main, parse_nodes, parse_settings
+from phalanx.launch._cli import main
 from phalanx.launch._flags import FLAGS, UsageError, parse, words
+from phalanx.launch._from_flags import config_from_args, parse_nodes, parse_settings
 from phalanx.launch._logs import Std
 from phalanx.launch.numa import AffinityMode
 

@@ -78,9 +78,20 @@ def test_large_exceptions_come_home_whole(tmp_path):
     assert caught.value.__cause__.args == ("x" * 3_000_000,)
 
 
-def test_a_value_that_cannot_be_read_back_is_a_clear_error_and_not_none(tmp_path):
-    with pytest.raises(ChildFailedError, match="its return value cannot be unpickled: TypeError"):
-        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.returning_one_way)()
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (functions.returning_one_way, "its return value cannot be unpickled: TypeError"),
+        (functions.unpicklable, "its return value, a function, cannot be pickled"),
+    ],
+    ids=["one way", "unpicklable"],
+)
+def test_a_value_that_cannot_travel_is_a_clear_error_at_once(tmp_path, function, complaint):
+    """The function would return the same again: no restart is spent on it."""
+    given = config(tmp_path, nproc_per_node=1, start_method="fork", max_restarts=3)
+    with pytest.raises(ChildFailedError, match=complaint) as caught:
+        elastic_launch(given, function)()
+    assert caught.value.get_first_failure()[1].generation == 0
 
 
 @pytest.mark.parametrize(
@@ -105,11 +116,6 @@ def test_sys_exit_in_a_function_is_its_exit_code(tmp_path):
     with pytest.raises(ChildFailedError) as caught:
         elastic_launch(config(tmp_path, **one), functions.ending)(7)
     assert caught.value.get_first_failure()[1].exitcode == 7
-
-
-def test_an_unpicklable_value_is_a_clear_error(tmp_path):
-    with pytest.raises(ChildFailedError, match="its return value, a function, cannot be pickled"):
-        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.unpicklable)()
 
 
 def test_an_unpicklable_function_is_refused_before_anything_starts(tmp_path):
@@ -144,7 +150,7 @@ def test_agent_tells_about_its_workers(tmp_path):
         entrypoint=functions.waiting,
         args=(str(tmp_path / "go"),),
     )
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), start_method="fork")
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), start_method="forkserver")
     assert agent.get_worker_group().state is WorkerState.INIT
 
     def look() -> None:

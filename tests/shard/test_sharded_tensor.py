@@ -105,6 +105,41 @@ def test_gather_to_a_file_and_in_another_dtype(tmp_path) -> None:
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["tensor"], whole)
 
 
+def test_gather_to_a_file_in_another_dtype(tmp_path) -> None:
+    from safetensors.torch import load_file
+
+    whole = values(6, 4)
+
+    def main(group):
+        out = str(tmp_path / "half.safetensors") if group.rank == 1 else None
+        shard._shard_tensor(whole, grid((6, 4))).gather(1, out, dtype=torch.bfloat16)
+
+    run(4, main)
+    assert torch.equal(load_file(tmp_path / "half.safetensors")["tensor"], whole.bfloat16())
+
+
+def test_a_file_that_cannot_be_made_is_an_error_of_its_rank_and_keeps_nobody_waiting(tmp_path) -> None:
+    whole = values(6, 4)
+
+    def main(group):
+        tensor = shard._shard_tensor(whole, grid((6, 4)))
+        error = None
+        try:
+            tensor.gather(
+                0, tmp_path / "missing" / "whole.safetensors" if group.rank == 0 else None, max_bytes=16
+            )
+        except FileNotFoundError as raised:
+            error = raised
+        out = torch.empty(6, 4) if group.rank == 0 else None
+        tensor.gather(0, out)  # the group is as good as before
+        return error, out
+
+    results = run(4, main)
+    assert [error is not None for error, _ in results] == [True, False, False, False]
+    assert torch.equal(results[0][1], whole)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_gather_refuses_wrong_outputs() -> None:
     def main(group, case):
         tensor = shard.ones(chunk(2), 4, 2)

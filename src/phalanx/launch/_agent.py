@@ -20,7 +20,7 @@ import time
 from phalanx.errors import StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
-from phalanx.launch._diagnosis import HangWatch, write_stacks, write_stacks_everywhere
+from phalanx.launch._diagnosis import HangWatch
 from phalanx.launch._generation import Generation
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -79,8 +79,7 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._hang = HangWatch(crew, options.hang_timeout) if options.hang_timeout > 0 else None
-        self._are_stacks_dumped = False
+        self._hang = HangWatch(crew, options.hang_timeout)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -159,10 +158,9 @@ class Agent:
         for place in places:
             self._crew.members[place.worker_id].place = place
         self.state = WorkerState.HEALTHY
-        self._are_stacks_dumped = False
-        if self._hang:
-            self._hang.reset(time.monotonic())
-        self._sources.follow(info, max(self.spec.monitor_interval, REQUEST_INTERVAL), self._watched_ids)
+        self._hang.begin_generation(time.monotonic())
+        interval = max(self.spec.monitor_interval, REQUEST_INTERVAL)
+        self._sources.follow(info, interval, self._hang.watched_ids)
         self._judge_early_exits()
 
     def _judge_early_exits(self) -> None:
@@ -212,15 +210,12 @@ class Agent:
 
     def _on_failure(self) -> None:
         """At least one worker of this node has failed; all that have by now are dealt with together."""
-        now = time.time()
         members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
         members = [member for member in members if not member.is_running and not member.has_succeeded]
-        failures = [self._crew.failure_of(member, now) for member in members]
+        failures = [self._crew.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.timestamp)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        verdict = _policy.on_failure(
-            self._situation(), reason=reason, is_start_failure=first.is_start_failure
-        )
+        verdict = _policy.on_failure(self._situation(), reason=reason, is_incurable=first.is_incurable)
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
@@ -351,14 +346,10 @@ class Agent:
 
     # -- requests through the store, hangs -----------------------------------------------------------------------
 
-    def _watched_ids(self) -> list[str]:
-        return [member.id for member in self._crew.running] if self._hang else []
-
     def _on_request(self, request: Requested) -> None:
-        if request.stacks and not self._are_stacks_dumped:
-            self._are_stacks_dumped = True
-            write_stacks(self._crew, self._generation, request.stacks)
-        self._check_hang(request.progress)
+        if request.stacks:
+            self._hang.answer(self._generation, request.stacks)
+        self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
         if request.wish is not None and request.wish != self._wish:
@@ -390,14 +381,12 @@ class Agent:
                     member.is_asked_to_leave = True
                     member.process.send_signal(signal.SIGTERM, to_group=False)
 
-    def _check_hang(self, progress: dict[str, bytes | None]) -> None:
-        found = self._hang.check(progress, time.monotonic()) if self._hang else None
+    def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
+        found = self._hang.check(progress, self._generation, time.monotonic())
         if found is None:
             return
         member, reason = found
-        log.error("%s; writing all stacks, then it is killed", reason)
+        log.error("%s; it is killed", reason)
         self._observer.worker_hung(member, self._options.hang_timeout)
-        self._are_stacks_dumped = True
-        write_stacks_everywhere(self._crew, self._generation, reason)
         member.note = f"{reason}; all stacks are in the logs"
         member.process.send_signal(signal.SIGKILL)

@@ -85,7 +85,7 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
 
         message = f"cannot execute {command[0]!r}: {error.strerror}"
         os.write(2, f"phalanx: {message}\n".encode())
-        write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE", ""), message, "", is_start_failure=True)
+        write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE", ""), message, "", is_incurable=True)
         os._exit(EXIT_CANNOT_START)
 
 

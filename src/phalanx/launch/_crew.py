@@ -226,14 +226,14 @@ class Crew:
         member.value = outcome[1] if outcome else None
         return True
 
-    def failure_of(self, member: CrewMember, now: float) -> ProcessFailure:
+    def failure_of(self, member: CrewMember) -> ProcessFailure:
         """What is known about a worker that died."""
         exit_code = member.process.exit_code
         assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
         failure = ProcessFailure.observe(
             exitcode=exit_code,
             error_file=member.error_file,
-            now=now,
+            ended_at=member.process.ended_at,
             local_rank=member.place.local_rank,
             pid=member.process.pid,
             rank=member.place.rank,
@@ -246,7 +246,7 @@ class Crew:
         if outcome and outcome[0] == "error":
             failure.exception = outcome[1]
         if member.problem:
-            failure.message = member.problem
+            failure.message, failure.is_incurable = member.problem, True
         return failure
 
     def _stderr_tail(self, member: CrewMember) -> tuple[str, ...]:

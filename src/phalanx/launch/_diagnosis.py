@@ -1,12 +1,14 @@
 """Workers that hang: which one, and the stacks of all of them in the logs.
 
-Owns ``HangWatch`` (the rule is ``_hang``'s) and the dump: every Python worker writes its stacks to ``stacks.log``
-beside its other logs when it gets a signal (``_child`` arranged that), also when it is stuck in native code; the
-agent copies them to its own log.
+Owns ``HangWatch`` (the rule is ``_hang``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
+writes its stacks to ``stacks.log`` beside its other logs when it gets a signal (``_child`` arranged that), also when it
+is stuck in native code; the agent copies them to its own log. All nodes write before anybody is killed: a kill changes
+what the others do.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._generation import Generation
 from phalanx.launch._hang import HangDetector
 from phalanx.launch._journal import Journal
+from phalanx.launch._stacks import frames_of, is_in_collective
 
 log = logging.getLogger(__name__)
 
@@ -25,43 +28,83 @@ _OTHERS_PATIENCE = 5.0
 
 
 class HangWatch:
-    """Finds the worker of this node that has been silent for longest, once that is too long."""
+    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
 
     def __init__(self, crew: Crew, timeout: float) -> None:
+        self.timeout = timeout
         self._crew = crew
         self._detector = HangDetector(timeout)
+        self._stacks: dict[str, str] | None = None
+        """What each worker was doing when somebody began to hang; None: nobody does."""
+        self._has_answered = False
+        """Whether stacks were written in this generation: another node's request stays in the store."""
 
-    def reset(self, now: float) -> None:
+    def begin_generation(self, now: float) -> None:
         self._detector.reset(now)
+        self._stacks = None
+        self._has_answered = False
 
-    def check(self, progress: Mapping[str, bytes | None], now: float) -> tuple[CrewMember, str] | None:
-        """The worker to blame and why. Everybody then gets the full time again."""
+    def watched_ids(self) -> list[str]:
+        """Whose reports ``check`` wants to see."""
+        return [member.id for member in self._crew.running] if self.timeout > 0 else []
+
+    def answer(self, generation: Generation, reason: str) -> None:
+        """Another node asks for stacks; once for a generation."""
+        if not self._has_answered:
+            self._write_here(generation, reason)
+
+    def check(
+        self, progress: Mapping[str, bytes | None], generation: Generation, now: float
+    ) -> tuple[CrewMember, str] | None:
+        """The worker to blame and why; None while nobody hangs or it is not clear who. Then all get the full time."""
+        if self.timeout <= 0:
+            return None
         self._detector.observe(progress, now)
-        for worker_id in self._detector.hanging(now):
-            member = self._crew.members.get(worker_id)
-            if member is not None and member.is_running:
-                self._detector.reset(now)
-                return member, f"rank {member.place.rank} made no progress for {self._detector.timeout:g} s"
-        return None
+        late = [
+            self._crew.members[each] for each in self._detector.hanging(now) if each in self._crew.members
+        ]
+        if not late:
+            self._stacks = None
+            return None
+        if self._stacks is None:
+            first = late[0].place.rank
+            self._write_everywhere(generation, f"rank {first} made no progress for {self.timeout:g} s")
+        stacks = self._stacks or {}
+        waiting = {each for each, dump in stacks.items() if is_in_collective(frames_of(dump))}
+        member = self._crew.members.get(self._detector.to_blame(now, waiting) or "")
+        if member is None or not member.is_running:
+            return None
+        self._detector.reset(now)
+        return member, self._explain(member, waiting - {member.id}, progress.get(member.id))
 
+    def _write_everywhere(self, generation: Generation, reason: str) -> None:
+        """On all nodes. Returns when all have, or have not after some patience."""
+        log.error("%s; writing all stacks", reason)
+        generation.journal.request_stacks(generation.number, reason)
+        self._write_here(generation, reason)
+        store = generation.info.store.clone()
+        try:
+            Journal(store).wait_done(
+                generation.number, generation.info.world_size, "stacks", _OTHERS_PATIENCE
+            )
+        except StoreError as error:
+            log.warning("not every node has written its stacks: %s", error)
+        finally:
+            store.close()
 
-def write_stacks(crew: Crew, generation: Generation, reason: str) -> None:
-    """Write the stacks of this node's workers and say that it is done."""
-    dump_stacks(crew, reason)
-    generation.journal.say_done(generation.number, generation.info.rank, "stacks")
+    def _write_here(self, generation: Generation, reason: str) -> None:
+        self._stacks = dump_stacks(self._crew, reason)
+        self._has_answered = True
+        generation.journal.say_done(generation.number, generation.info.rank, "stacks")
 
-
-def write_stacks_everywhere(crew: Crew, generation: Generation, reason: str) -> None:
-    """The same on all nodes. Returns when all have: what follows, a kill, changes what the others' workers do."""
-    generation.journal.request_stacks(generation.number, reason)
-    write_stacks(crew, generation, reason)
-    store = generation.info.store.clone()
-    try:
-        Journal(store).wait_done(generation.number, generation.info.world_size, "stacks", _OTHERS_PATIENCE)
-    except StoreError as error:
-        log.warning("not every node has written its stacks: %s", error)
-    finally:
-        store.close()
+    def _explain(self, member: CrewMember, waiting: set[str], report: bytes | None) -> str:
+        text = f"rank {member.place.rank} made no progress for {self.timeout:g} s{_step_of(report)}"
+        frames = frames_of((self._stacks or {}).get(member.id, ""))
+        text += f"; it is in {frames[0]}" if frames else "; it did not say what it does"
+        ranks = sorted(self._crew.members[each].place.rank for each in waiting if each in self._crew.members)
+        if ranks:
+            text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
+        return text
 
 
 def dump_stacks(crew: Crew, reason: str) -> dict[str, str]:
@@ -82,6 +125,16 @@ def dump_stacks(crew: Crew, reason: str) -> dict[str, str]:
             or f"(no answer; process state: {_linux.process_state(member.process.pid) or 'gone'})",
         )
     return found
+
+
+def _step_of(report: bytes | None) -> str:
+    """What the last report said, for a message."""
+    if report is None:
+        return " and has never reported any"
+    try:
+        return f" after step {json.loads(report)['step']}"
+    except (ValueError, KeyError, TypeError):  # a worker may report what it likes
+        return ""
 
 
 def _wait_for_dump(member: CrewMember, before: str) -> str:

@@ -37,14 +37,14 @@ class ProcessFailure:
     worker_id: str = ""
     generation: int = 0
     stderr_tail: tuple[str, ...] = ()
-    is_start_failure: bool = False
+    is_incurable: bool = False
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
     """The exception itself, for function workers on this machine; never sent to other agents."""
 
     @classmethod
-    def observe(cls, *, exitcode: int, error_file: str, now: float, **fields: Any) -> ProcessFailure:
+    def observe(cls, *, exitcode: int, error_file: str, ended_at: float, **fields: Any) -> ProcessFailure:
         """Build one from what the worker left behind."""
         data = read_error_file(error_file) or {}
         message, stack, seconds = _read(data)
@@ -54,8 +54,8 @@ class ProcessFailure:
             error_file_data=data,
             message=message,
             traceback=stack,
-            timestamp=seconds or now,
-            is_start_failure=bool(data.get("phalanx", {}).get("is_start_failure")),
+            timestamp=seconds or ended_at,
+            is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
             **fields,
         )
         if not failure.message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from phalanx.comm.stores import TCPStore
+from phalanx.comm import stores
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._journal import Journal
 from phalanx.launch._policy import Situation, Verdict
@@ -28,7 +28,7 @@ class Generation:
         self.journal = Journal(info.store)
         self.restarts = self.journal.restarts_before(info.generation)
         self._handler = handler
-        self._bootstrap: TCPStore | None = None
+        self._bootstrap: stores.TCPStore | None = None
 
     def serve_bootstrap(self) -> bool:
         """On the first node: serve the store for ``init_process_group("env://")``. False when its port is taken.
@@ -40,7 +40,7 @@ class Generation:
         port = self.info.bootstrap_store_info.master_port
         host = "127.0.0.1" if self.info.world_size == 1 else "0.0.0.0"
         try:
-            self._bootstrap = TCPStore.serve(host, port)
+            self._bootstrap = stores.TCPStore.serve(host, port)
         except OSError as error:
             log.warning("port %d for the workers' store is taken: %s", port, error)
             return False

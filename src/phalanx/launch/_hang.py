@@ -3,6 +3,7 @@
 Owns the rule, as a pure bookkeeping object with the time passed in: a worker is watched from its first report on; once
 any worker of the node has reported, the others are watched too, from their start. A worker reports with
 ``phalanx.launch.report_progress`` (elastic jobs do it by themselves); scripts that never report are never suspected.
+Of several that are silent, the one is to blame that does not merely wait for others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from phalanx import membership
@@ -34,6 +35,8 @@ class HangDetector:
     >>> hang.observe({"a": b"1", "b": None}, now=0.0)
     >>> hang.hanging(now=11.0)
     ['a', 'b']
+    >>> hang.to_blame(now=11.0, waiting={"a"})
+    'b'
     """
 
     def __init__(self, timeout: float) -> None:
@@ -63,6 +66,18 @@ class HangDetector:
             (seen.at, worker_id) for worker_id, seen in self._seen.items() if now - seen.at > self.timeout
         ]
         return [worker_id for _, worker_id in sorted(late)]
+
+    def to_blame(self, now: float, waiting: Container[str]) -> str | None:
+        """The one that hangs and is not ``waiting`` for others, silent for longest; None while that is not clear.
+
+        One that waits is taken only after twice the time: by then whoever it waits for, maybe on another node, would
+        have been found, so the exchange between them is itself what hangs.
+        """
+        late = self.hanging(now)
+        for worker_id in late:
+            if worker_id not in waiting:
+                return worker_id
+        return next((each for each in late if now - self._seen[each].at > 2 * self.timeout), None)
 
 
 class _Reporter:

@@ -51,18 +51,20 @@ class Situation:
     """Whether this is not the first generation: then workers have started well before."""
 
 
-def on_failure(now: Situation, *, reason: str, is_start_failure: bool) -> Verdict:
+def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
     """A worker failed.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
-    >>> on_failure(now, reason="rank 3 died", is_start_failure=False).action.value
+    >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
     'fail'
     """
-    if is_start_failure and now.heals and now.is_under_way and now.survivors:
+    if is_incurable and now.heals and now.is_under_way and now.survivors:
         return Verdict(
-            action=Action.SHRINK, restarts=now.restarts, reason=f"{reason}; the replacement cannot start"
+            action=Action.SHRINK,
+            restarts=now.restarts,
+            reason=f"{reason}; a replacement would fare no better",
         )
-    if is_start_failure:
+    if is_incurable:
         return Verdict(
             action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; a restart cannot cure that"
         )

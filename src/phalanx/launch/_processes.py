@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -36,6 +37,8 @@ class WorkerProcess:
     def __init__(self, pid: int, orders: socket.socket) -> None:
         self.pid = pid
         self.exit_code: int | None = None
+        self.ended_at = 0.0
+        """When the zygote saw its end: the agent may be busy and hear of several ends at once."""
         self._orders: socket.socket | None = orders
 
     @property
@@ -222,6 +225,7 @@ class Zygote:
         elif kind == "exited":
             with self._lock:
                 process = self._processes.pop(message["pid"])
+            process.ended_at = message["time"]
             process.exit_code = message["code"]
             self._on_exit(process)
 
@@ -237,5 +241,6 @@ class Zygote:
             future.set_exception(ProcessStartError(f"the zygote (pid {self.pid}) is gone"))
         for process in processes.values():
             _linux.signal_group(process.pid, signal.SIGKILL)
+            process.ended_at = time.time()
             process.exit_code = -signal.SIGKILL
             self._on_exit(process)

@@ -43,8 +43,11 @@ def record(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return recorded
 
 
-def record_exception(error: BaseException) -> None:
-    """Write the error file of this process, unless there is none to write or an earlier error is in it."""
+def record_exception(error: BaseException, *, is_incurable: bool = False) -> None:
+    """Write the error file of this process, unless there is none to write or an earlier error is in it.
+
+    ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would.
+    """
     from phalanx.launch._failures import ChildFailedError
     from phalanx.launch._script import user_traceback
 
@@ -52,14 +55,14 @@ def record_exception(error: BaseException) -> None:
     if isinstance(error, ChildFailedError):
         _copy_root_cause(error, path)
         return
-    pointless = isinstance(error, (ImportError, SyntaxError))
+    is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
     write_error_file(
-        path, f"{type(error).__name__}: {error}", user_traceback(error), is_start_failure=pointless
+        path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
     )
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_start_failure: bool) -> None:
-    """Write one error file. ``is_start_failure`` marks what no restart can cure."""
+def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> None:
+    """Write one error file. ``is_incurable`` marks what no restart can cure."""
     if not path or os.path.exists(path):
         return
     data = {
@@ -67,7 +70,7 @@ def write_error_file(path: str, message: str, stack: str, *, is_start_failure: b
             "message": message,
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         },
-        "phalanx": {"time": time.time(), "is_start_failure": is_start_failure},
+        "phalanx": {"time": time.time(), "is_incurable": is_incurable},
     }
     _write(path, data)
 

@@ -18,6 +18,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -25,6 +26,17 @@ from typing import NoReturn
 from phalanx.launch import _linux
 from phalanx.launch._child import FunctionTable, run_parked
 from phalanx.launch._messages import receive_message, send_message
+
+LATER_IMPORTS = (
+    "phalanx.comm._init",
+    "phalanx.comm._create",
+    "phalanx.comm._mesh",
+    "phalanx.comm.stores._tcp",
+)
+"""Imported once nothing has been asked for during ``IDLE`` seconds, beside torch: workers that are forked later, to
+replace others, need not do it. The first ones do it themselves if they want it, so that nobody else waits for it."""
+
+IDLE = 1.0
 
 
 @contextmanager
@@ -99,8 +111,12 @@ class _Server:
         selector.register(self._sock, selectors.EVENT_READ)
         selector.register(wake_read, selectors.EVENT_READ)
         self._not_for_children = (self._sock.fileno(), wake_read.fileno(), wake_write.fileno(), selector)
+        later = list(LATER_IMPORTS) if "torch" in sys.modules else []
         while True:
-            ready = {key.fileobj for key, _ in selector.select()}
+            ready = {key.fileobj for key, _ in selector.select(IDLE if later else None)}
+            if later and not ready:
+                with quiet_imports():
+                    _import_all((later.pop(0),))  # should it fail, whoever needs it will say so
             if wake_read in ready:
                 try:
                     wake_read.recv(4096)
@@ -156,7 +172,8 @@ class _Server:
                 return
             if pid in self._workers:
                 self._workers.discard(pid)
-                self.say({"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                code = os.waitstatus_to_exitcode(status)
+                self.say({"kind": "exited", "pid": pid, "code": code, "time": time.time()})
 
     def _next_exit(self) -> tuple[int, int]:
         """Reap one child that has ended, its process group killed; pid 0 when there is none."""
@@ -199,8 +216,6 @@ class _Server:
 
 
 def _reap_for(seconds: float) -> None:
-    import time
-
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:

@@ -44,7 +44,10 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Move:
-    """What happens to one tensor; ``local_*`` hold the tensors of the pieces that are this rank's, by position."""
+    """What happens to one tensor; ``local_*`` hold the tensors of the pieces that are this rank's, by position.
+
+    What comes for a target without a tensor is dropped.
+    """
 
     dtype: torch.dtype
     sources: Sequence[Piece]
@@ -110,7 +113,7 @@ def exchange(group: Group, moves: Sequence[Move]) -> None:
                 if source.rank == group.rank:
                     given = view_of(move.local_sources[copy.source].detach(), copy.box, source.box.offsets)
                 if target.rank == group.rank:
-                    wanted = view_of(move.local_targets[copy.target].detach(), copy.box, target.box.offsets)
+                    wanted = _room(move, copy)
                 if source.rank == target.rank:
                     staying.append((wanted, given))
                 elif source.rank == group.rank:
@@ -122,6 +125,14 @@ def exchange(group: Group, moves: Sequence[Move]) -> None:
             wanted.copy_(given)
         if finish is not None:
             finish()
+
+
+def _room(move: Move, copy: Copy) -> Tensor:
+    """Where a copy goes on this rank; if its piece has no tensor, memory that is dropped after the exchange."""
+    tensor = move.local_targets.get(copy.target)
+    if tensor is None:
+        return torch.empty(copy.box.sizes, dtype=move.dtype)
+    return view_of(tensor.detach(), copy.box, move.targets[copy.target].box.offsets)
 
 
 def _carry(

@@ -6,6 +6,8 @@ No metadata travels: every rank knows every layout. A round moves at most ``max_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ ROUND_BYTES = 64 << 20
 
 
 class Whole(NamedTuple):
-    """A tensor to gather: its layout, this rank's shards, and on the destination where to put it."""
+    """A tensor to gather: its layout, this rank's shards, and on the destination where to put it (None: nowhere)."""
 
     metadata: ShardedTensorMetadata
     shards: Sequence[Shard]
@@ -49,6 +51,29 @@ def gather_tensors(group: Group, wholes: Sequence[Whole], dst: int, max_bytes: i
             moves.append(_part(move, copies))
             pending += nbytes
     exchange(group, moves)
+
+
+def gather_to_file(
+    group: Group,
+    metadata: ShardedTensorMetadata,
+    shards: Sequence[Shard],
+    path: Path,
+    max_bytes: int | None,
+) -> None:
+    """Gather a tensor on this rank into a new safetensors file; the other ranks call ``gather_tensors``.
+
+    They do not know of the file. If it cannot be made, this rank takes what they send, round by round, and then raises:
+    otherwise they would wait for it until the group's timeout.
+    """
+    from phalanx.shard._file import mapped_file  # only gathering to a file needs it
+
+    with ExitStack() as stack:
+        try:
+            mapped = stack.enter_context(mapped_file(path, metadata))
+        except Exception:
+            gather_tensors(group, [Whole(metadata, shards, None)], group.rank, max_bytes)
+            raise
+        gather_tensors(group, [Whole(metadata, shards, mapped)], group.rank, max_bytes)
 
 
 def _part(move: Move, copies: Sequence[Copy]) -> Move:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.shard import _local
 from phalanx.shard._compatible import check_format, same_layout
-from phalanx.shard._gather import Whole, check_out, gather_tensors
+from phalanx.shard._gather import Whole, check_out, gather_tensors, gather_to_file
 from phalanx.shard._groups import as_group, check_rank_in_group, owner_of
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard._pickling import ProcessGroupState, rebuild
@@ -260,14 +259,13 @@ class ShardedTensor(torch.Tensor):
         """
         group = self._process_group
         check_rank_in_group(group, "dst", dst)
+        source = self if dtype is None else self.to(dtype)
         if isinstance(out, (str, Path)):
-            from phalanx.shard._file import mapped_file  # only gathering to a file needs it
-
-            with mapped_file(Path(out), self._metadata) if group.rank == dst else nullcontext() as mapped:
-                self.gather(dst, mapped, max_bytes=max_bytes)
-            return
+            if group.rank == dst:
+                gather_to_file(group, source._metadata, source._local_shards, Path(out), max_bytes)
+                return
+            out = None
         check_out(group.rank, dst, self._metadata.size, out)
-        source = self.to(dtype) if dtype is not None and dtype != self.dtype else self
         gather_tensors(group, [Whole(source._metadata, source._local_shards, out)], dst, max_bytes)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:

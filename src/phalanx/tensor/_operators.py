@@ -8,6 +8,7 @@ subclass), and by calls inside a torch function mode or dispatch mode.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,8 +77,7 @@ def _method(func: Any) -> Any:
     return functools.wraps(func)(_hidden_from_compilers(method))
 
 
-def _hidden_from_compilers(call: Any) -> Any:
+def _hidden_from_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
     # Read by torch.compile: without it, tracing would go on in here and fail with a message that helps nobody.
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = "tracing DTensors is not supported"
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="tracing DTensors is not supported")
     return call

@@ -106,7 +106,7 @@ def test_a_death_wakes_who_sleeps_long() -> None:
 
 
 def meet_a_stopped_rank(worker) -> tuple[str, tuple[int, ...]]:
-    group = worker.group(backend="auto", timeout=1.0)
+    group = worker.group(backend="auto", timeout=8.0)  # also the time to form it and to pass the barrier
     group.barrier()
     if worker.rank == 1:
         worker.store().set("stopping", b"")
@@ -124,6 +124,7 @@ def meet_a_stopped_rank(worker) -> tuple[str, tuple[int, ...]]:
 
 def test_a_stopped_rank_times_out() -> None:
     outcomes = run_stopped(meet_a_stopped_rank)
+    assert [outcomes[r].error for r in (0, 2)] == ["", ""]
     kinds = [outcomes[r].value[0] for r in (0, 2)]
     assert "PeerTimeout" in kinds, kinds
     assert all(ranks == (1,) for kind, ranks in (outcomes[r].value for r in (0, 2)) if kind == "PeerTimeout")

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,21 +133,24 @@ def test_another_user_cannot_open_the_memory() -> None:
         assert set(outcome.value) == {"PermissionError"}
 
 
-def die_together(worker) -> None:
+def die_together(worker, folder: Path) -> None:
     group = worker.group(backend="auto")
-    group.all_reduce(group.shared_empty((1 << 20,), torch.float32))
+    buffer = group.shared_empty((1 << 20,), torch.float32)
+    group.all_reduce(buffer)
+    mapped = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    shared = {fields[5] for fields in mapped if fields[1].endswith("s") and len(fields) == 6}
+    (folder / str(group.rank)).write_text("\n".join(sorted(shared)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_nothing_is_left_when_all_are_killed() -> None:
-    before = _segments()
-    assert [o.exit_code for o in run_processes(3, die_together)] == [-signal.SIGKILL] * 3
-    assert _segments() <= before
-
-
-def _segments() -> set[str]:
-    """Named shared memory, but for what Python's and torch's own process helpers of other tests make."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
+def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
+    """What the dead had mapped is either nameless, so that the kernel frees it with its last user, or gone."""
+    outcomes = run_processes(3, die_together, tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 3
+    for rank in range(3):
+        shared = (tmp_path / str(rank)).read_text().splitlines()
+        assert any("memfd:phalanx" in name for name in shared), shared
+        assert [name for name in shared if name.startswith("/dev/shm/") and Path(name).exists()] == []
 
 
 def do_without(worker, what: str) -> tuple[str, float, list[str]]:

@@ -217,7 +217,7 @@ def test_closing_sends_spares_away_and_lets_nobody_in(job: Job) -> None:
 
 
 def test_too_few_nodes_is_a_timeout_that_says_who_is_there(job: Job) -> None:
-    handler = job.node(2, 2, join_timeout=0.5)
+    handler = job.node(2, 2, join_timeout=2)
     with pytest.raises(RendezvousTimeoutError, match=r"1 node\(s\) are there, at least 2 are needed"):
         handler.next_rendezvous()
     assert handler.shutdown()
@@ -237,7 +237,7 @@ def test_nodes_that_left_are_not_waited_for(c10d: Job) -> None:
 
 
 def test_a_node_that_was_paused_for_too_long_finds_out_and_joins_again(c10d: Job) -> None:
-    first, second = c10d.node(1, 2, lease=2), c10d.node(1, 2, lease=2)
+    first, second = c10d.node(1, 2, lease=6), c10d.node(1, 2, lease=6)
     first_rank = meet(first, second)[0].rank
     with second._changed:  # holds up the thread that refreshes the lease
         end = first.watch_generation(0).wait(JOIN)
@@ -298,7 +298,7 @@ def test_an_endpoint_where_nobody_serves_is_a_clear_error() -> None:
 def test_a_store_without_rendezvous_is_a_clear_error() -> None:
     with TCPStore.serve() as stranger:
         endpoint = stranger.address.removeprefix("tcp://")
-        params = RendezvousParameters("c10d", endpoint, "x", 1, 1, is_host=False, read_timeout=0.3)
+        params = RendezvousParameters("c10d", endpoint, "x", 1, 1, is_host=False, read_timeout=3)
         with pytest.raises(RendezvousConnectionError, match="no agent of this release"):
             get_rendezvous_handler(params)
 

@@ -1,7 +1,8 @@
 """A worker that survives its peers: sums ranks in steps, regroups when the generation is broken or wanted.
 
 Usage: healing.py DIRECTORY STEPS [FAULT...]; writes lines "generation step rank size sum" to DIRECTORY/<worker id>.
-Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv, leave or hang.
+Faults are "rank:step:what" and happen in generation 0 only; what is kill, raise, exit, segv, leave, hang or kill+R: it
+kills rank R, then itself.
 A file DIRECTORY/end ends all at the same step.
 Who has finished says so in the store: a replacement of one that died after that has nobody to join and goes away.
 """
@@ -27,8 +28,10 @@ from phalanx.launch import report_progress
 torch.set_num_threads(1)
 
 
-def fault(what: str, store, generation: int, worker_id: str) -> None:
-    if what == "kill":
+def fault(what: str, pids: list[int], store, generation: int, worker_id: str) -> None:
+    if what.startswith("kill"):
+        for rank in what.split("+")[1:]:
+            os.kill(pids[int(rank)], signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "raise":
         raise RuntimeError("told to fail")
@@ -70,12 +73,13 @@ def main() -> None:
                     interrupt=partial(_over, store, generation),
                 )
                 # Everybody goes on with the most advanced step.
-                values = group.all_gather_values(step)
-                step = max(values)
+                values = group.all_gather_values([step, os.getpid()])
+                step = max(value[0] for value in values)
+                pids = [value[1] for value in values]
                 while step < steps:
                     what = faults.get((mine[0].rank, step)) if generation == 0 else None
                     if what:
-                        fault(what, store, generation, worker_id)
+                        fault(what, pids, store, generation, worker_id)
                     x = torch.tensor([float(mine[0].rank)])
                     group.all_reduce(x)
                     is_wanted = store.get(m.wanted_key(generation)) is not None

@@ -19,7 +19,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.comm.stores import Store, TCPStore, connect
+from phalanx.comm import stores
+from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
@@ -174,7 +175,7 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
         if bind == "0.0.0.0" and ":" in host:
             bind = "::"
         try:
-            store = TCPStore.serve(bind, port)
+            store = stores.TCPStore.serve(bind, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
@@ -188,7 +189,7 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
         )
     url = _tcp_url(host, port)
     try:
-        store = TCPStore(host, port, timeout=timeout)
+        store = stores.TCPStore(host, port, timeout=timeout)
         store.wait([_SERVED], timeout)
     except StoreTimeout as error:
         raise RendezvousConnectionError(
@@ -208,6 +209,6 @@ def _tcp_url(host: str, port: int) -> str:
 
 def _connect(url: str, params: RendezvousParameters) -> Store:
     try:
-        return connect(url, params.get_as_float("read_timeout", 60.0))
+        return stores.connect(url, params.get_as_float("read_timeout", 60.0))
     except StoreError as error:
         raise RendezvousConnectionError(f"cannot reach the rendezvous store {url}: {error}") from error

@@ -1,0 +1,118 @@
+"""Timing several ways of doing the same on several ranks, fairly: in turns, in changing order, medians over rounds.
+
+What one way leaves behind (caches, busy threads, a peer that still works) falls on the next one. So the order changes
+from round to round such that each way follows each of the others equally often. And what other processes do falls on
+all of them, but not alike: who needs as many cores as there are suffers most. So it is measured and said.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from phalanx.comm.stores import TCPStore
+
+KB, MB = 1024, 1024 * 1024
+
+
+class Timing(NamedTuple):
+    """Median seconds, over rounds."""
+
+    call: float
+    """Of one call in the loop of a round."""
+    first: float
+    """Of the loop's first call, which finds what the way before it left in the caches."""
+
+
+def rounds_for(nbytes: int, quick: bool) -> tuple[int, int]:
+    """(rounds, calls in each round's loop): whole turns of two or four ways."""
+    rounds = 4 if quick else 12
+    calls = max(1, min(50, 32 * MB // max(nbytes, 64 * KB)))
+    return rounds, calls
+
+
+def orders(names: Sequence[str]) -> list[list[str]]:
+    """As many orders as names, which must be even: in them each name directly follows each other one exactly once.
+
+    >>> orders("abcd")
+    [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
+    """
+    count = len(names)
+    assert count % 2 == 0, f"{count} names have no such orders"
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
+    return [[names[(shift + i) % count] for i in zigzag] for shift in range(count)]
+
+
+def compare(
+    ways: Mapping[str, Callable[[], object]], meet: Callable[[], object], rounds: int, calls: int
+) -> dict[str, Timing]:
+    """What each way takes on this rank; all ranks ``meet`` before each is timed."""
+    times: dict[str, list[Timing]] = {name: [] for name in ways}
+    turns = orders(list(ways))
+    for number in range(rounds + 1):
+        for name in turns[number % len(turns)]:
+            meet()
+            timing = _timed(ways[name], calls)
+            if number:  # the first warms up
+                times[name].append(timing)
+    return {name: Timing(*map(statistics.median, zip(*times[name], strict=True))) for name in ways}
+
+
+def _timed(call: Callable[[], object], calls: int) -> Timing:
+    start = time.perf_counter()
+    call()
+    first = time.perf_counter() - start
+    for _ in range(calls - 1):
+        call()
+    return Timing((time.perf_counter() - start) / calls, first)
+
+
+def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any]:
+    """Run ``run(rank, store address, results, *args)`` in ``size`` processes; what is put into results, until None."""
+    context = multiprocessing.get_context("spawn")
+    store, results = TCPStore.serve(), context.Queue()
+    processes = [
+        context.Process(target=run, args=(rank, store.address, results, *args)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    while (item := results.get(timeout=300)) is not None:
+        yield item
+    for process in processes:
+        process.join(30)
+    store.close()
+
+
+def _seconds_of_others() -> float:
+    """Processor time that processes other than this one and its ended children have used since the machine started."""
+    _, user, nice, system, _, _, irq, softirq, _ = Path("/proc/stat").read_text().split(maxsplit=8)
+    used = sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used -= usage.ru_utime + usage.ru_stime
+    return used
+
+
+@contextmanager
+def disturbance_told() -> Iterator[None]:
+    """Says in the end how busy other processes kept the machine during the block, whose own have ended by then."""
+    began, before = time.monotonic(), _seconds_of_others()
+    yield
+    cores = max(0.0, (_seconds_of_others() - before) / (time.monotonic() - began))  # ticks may miss some
+    verdict = "quiet" if cores < 0.1 else "NOT quiet: measure again"
+    print(f"other processes used {cores:.2f} of {os.cpu_count()} cores meanwhile; {verdict}", flush=True)
+
+
+def amount(nbytes: int) -> str:
+    """
+    >>> amount(4 * MB), amount(256 * KB)
+    ('4 MB', '256 KB')
+    """
+    return f"{nbytes // MB} MB" if nbytes >= MB else f"{nbytes // KB} KB"
