@@ -12,7 +12,7 @@ from test_redistribute import contribution
 from torch.overrides import TorchFunctionMode
 
 from phalanx import comm
-from phalanx.comm import init_device_mesh, observe
+from phalanx.comm import DeviceMesh, init_device_mesh, observe
 from phalanx.errors import GroupAborted
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, communication_mode, distribute_tensor
 from phalanx.tensor._dispatch import forget_decisions
@@ -135,6 +135,19 @@ def test_observers_see_every_move_and_an_ended_group_raises(before: Any, after: 
         mesh.get_group(0).abort()
         with pytest.raises(GroupAborted):
             x.redistribute(placements=[after])
+
+    comm.simulate(2).run(rank_main)
+
+
+def test_a_group_that_follows_a_closed_one_of_the_same_ranks_is_used() -> None:
+    def rank_main(group: Any) -> None:
+        for _ in range(3):
+            part = group.subgroup(range(group.size))
+            with part:
+                mesh = DeviceMesh.from_group(part, "cpu")
+                x = distribute_tensor(numbers(4, 6), mesh, [S0])
+                assert torch.equal(x.full_tensor(), numbers(4, 6))
+                assert torch.equal((x @ x.t()).full_tensor(), numbers(4, 6) @ numbers(4, 6).t())
 
     comm.simulate(2).run(rank_main)
 
