@@ -81,8 +81,8 @@ def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, keepdim = args[0], given.get("dim"), bool(given.get("keepdim", False))
     op = op_name(func).base
     if dim is None and not keepdim and "out" not in given:
-        found = _flat_extreme(func, x, op)
-        return run_rule(func, args, kwargs) if found is None else found
+        flat = _flat_extreme(func, x, op)
+        return run_rule(func, args, kwargs) if flat is None else flat
     cut = None if "out" in given else _cut(x, dim, op)
     if cut is None:
         return run_rule(func, args, kwargs)
