@@ -272,6 +272,29 @@ def all_to_all_takes_even_and_uneven(group: Group) -> None:
     assert received.tolist() == [r for r in range(group.size) for _ in range(group.rank + 1)]
 
 
+def min_and_max_keep_nan_on_whichever_rank_it_is(group: Group) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for op, infinity in (("max", -torch.inf), ("min", torch.inf)):
+            rows = torch.tensor(
+                [[-1.5, 2.0, -0.0, infinity], [3.0, -4.0, 0.5, infinity], [0.0, 1.0, 2.0, infinity]]
+            )
+            rows = torch.cat([rows, torch.eye(3)], 1).to(dtype)
+            rows[:, 4:][torch.eye(3, dtype=torch.bool)] = torch.nan
+            expected = torch.amax(rows, 0) if op == "max" else torch.amin(rows, 0)
+            mine = rows[group.rank].clone()
+            group.all_reduce(mine, op)
+            torch.testing.assert_close(mine, expected, equal_nan=True, rtol=0, atol=0)
+            at_root = rows[group.rank].clone()
+            group.reduce(at_root, 1, op)
+            torch.testing.assert_close(
+                at_root, expected if group.rank == 1 else rows[group.rank], equal_nan=True, rtol=0, atol=0
+            )
+            part = torch.empty(2, dtype=dtype)
+            group.reduce_scatter_tensor(part, rows[group.rank, 1:].contiguous(), op)
+            own = expected[1 + 2 * group.rank : 3 + 2 * group.rank]
+            torch.testing.assert_close(part, own, equal_nan=True, rtol=0, atol=0)
+
+
 def gather_and_scatter_take_uneven_parts(group: Group) -> None:
     for root in range(group.size):
         for dtype in (torch.float32, torch.bool, torch.int16):
@@ -380,6 +403,7 @@ CASES = [
     empty_flat_tensors_work,
     reduce_scatter_takes_even_and_uneven,
     all_to_all_takes_even_and_uneven,
+    min_and_max_keep_nan_on_whichever_rank_it_is,
     gather_and_scatter_take_uneven_parts,
     send_and_recv_match_by_tag,
     async_work_completes_in_any_order_of_waiting,

@@ -81,6 +81,35 @@ def test_a_hook_sees_every_bucket_once_and_may_replace_the_buffer():
     assert sum(count for *_, count in second) == 6
 
 
+def test_a_bucket_in_another_dtype_has_its_own_memory_from_step_to_step():
+    def main(group):
+        seen = []
+
+        def hook(state, bucket):
+            half, same = bucket.as_dtype(torch.float16), bucket.as_dtype(torch.float32)
+            assert same is bucket.buffer()
+            assert torch.equal(half, bucket.buffer().half())
+            seen.append((bucket.index(), half.data_ptr()))
+            return default.fp16_compress_hook(group, bucket)
+
+        model = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.02)
+        model.register_comm_hook(None, hook)
+        for step in range(2):  # the first one learns the order; then buckets stay as they are
+            cases.loss_of(model(cases.batch(step, group.rank))).backward()
+        settled = len(seen)
+        for step in range(2, 6):
+            model.zero_grad()
+            cases.loss_of(model(cases.batch(step, group.rank))).backward()
+        per_bucket = dict(seen[settled:])
+        assert len(per_bucket) > 1
+        assert set(seen[settled:]) == set(per_bucket.items()), "each bucket keeps its memory"
+        assert len(set(per_bucket.values())) == len(per_bucket), "and no two share it"
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    first, second = simulate(2).run(main)
+    assert all(map(torch.equal, first, second))
+
+
 def test_hooks_work_with_unused_parameters():
     def main(group):
         model = DistributedDataParallel(cases.make(cases.Experts))

@@ -27,6 +27,20 @@ def pair(group, kind, **options):
     return wrapped, reference
 
 
+def steps_agree(group, wrapped, reference, run=None):
+    """``run(model, step)``, by default one forward and backward, leaves the same gradients on both in every step."""
+
+    def once(model, step):
+        cases.loss_of(model(cases.batch(step, group.rank))).backward()
+
+    for step in range(STEPS):
+        for model in (wrapped, reference):
+            model.zero_grad()
+            (run or once)(model, step)
+        reference.reduce_gradients()
+        cases.assert_same(wrapped.module, reference.module, f"step {step}")
+
+
 def optimizers(*modules):
     return [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
 
@@ -140,14 +154,11 @@ def test_unused_costs_no_extra_collective():
 
 def test_several_forwards_before_one_backward():
     def main(group):
-        wrapped, reference = pair(group, cases.Mlp)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                first, second = (model(cases.batch(step, group.rank + 10 * k)) for k in range(2))
-                (cases.loss_of(first) + cases.loss_of(second)).backward()
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+        def run(model, step):
+            first, second = (model(cases.batch(step, group.rank + 10 * k)) for k in range(2))
+            (cases.loss_of(first) + cases.loss_of(second)).backward()
+
+        steps_agree(group, *pair(group, cases.Mlp), run)
 
     simulate(2).run(main)
 
@@ -155,17 +166,15 @@ def test_several_forwards_before_one_backward():
 def test_several_backwards_accumulate_means():
     def main(group):
         wrapped, reference = pair(group, cases.Mlp)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                output = model(cases.batch(step, group.rank))
-                cases.loss_of(output).backward(retain_graph=True)
-                if model is reference:
-                    reference.reduce_gradients()
-                output.abs().mean().backward()
-                if model is reference:
-                    reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+
+        def run(model, step):
+            output = model(cases.batch(step, group.rank))
+            cases.loss_of(output).backward(retain_graph=True)
+            if model is reference:
+                reference.reduce_gradients()
+            output.abs().mean().backward()
+
+        steps_agree(group, wrapped, reference, run)
 
     simulate(2).run(main)
 
@@ -198,13 +207,7 @@ def test_activation_checkpointing_with_shared_weights(reentrant, width, view):
     def main(group):
         module = Checkpointed(reentrant, width)
         wrapped = DistributedDataParallel(module, bucket_cap_mb=0.0001, gradient_as_bucket_view=view)
-        reference = NaiveDataParallel(Checkpointed(reentrant, width), group)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                cases.loss_of(model(cases.batch(step, group.rank))).backward()
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+        steps_agree(group, wrapped, NaiveDataParallel(Checkpointed(reentrant, width), group))
 
     simulate(2).run(main)
 
@@ -213,19 +216,16 @@ def test_gradients_of_gradients_are_reduced():
     """With a graph of their own, gradients are replaced rather than added to."""
 
     def main(group):
+        def run(model, step):
+            x = cases.batch(step, group.rank).requires_grad_()
+            output = model(x)
+            (slope,) = torch.autograd.grad(cases.loss_of(output), x, create_graph=True)
+            (cases.loss_of(output) + slope.pow(2).sum()).backward(create_graph=step % 2 == 0)
+
         wrapped, reference = pair(group, cases.Mlp)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                x = cases.batch(step, group.rank).requires_grad_()
-                output = model(x)
-                (slope,) = torch.autograd.grad(cases.loss_of(output), x, create_graph=True)
-                (cases.loss_of(output) + slope.pow(2).sum()).backward(create_graph=step % 2 == 0)
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
-            for model in (wrapped, reference):  # a graph that leads to itself is not freed otherwise
-                for param in model.parameters():
-                    param.grad = None
+        steps_agree(group, wrapped, reference, run)
+        for model in (wrapped, reference):  # a graph that leads to itself is not freed otherwise
+            model.zero_grad()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
@@ -239,13 +239,8 @@ def test_parameters_that_are_frozen_when_wrapped_take_no_part():
             module.layers[2].requires_grad_(False)
         wrapped, reference = DistributedDataParallel(wrapped), NaiveDataParallel(reference, group)
         assert wrapped.ddp_logging_data()["num_parameter_tensors"] == 4
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                cases.loss_of(model(cases.batch(step, group.rank))).backward()
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
-            assert wrapped.module.layers[2].weight.grad is None
+        steps_agree(group, wrapped, reference)
+        assert wrapped.module.layers[2].weight.grad is None
 
     simulate(2).run(main)
 
@@ -329,12 +324,7 @@ def test_mixed_dtypes_and_strides():
 
     def main(group):
         wrapped, reference = pair(group, Mixed)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                cases.loss_of(model(cases.batch(step, group.rank))).backward()
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+        steps_agree(group, wrapped, reference)
         assert wrapped.module.conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
     simulate(2).run(main)
@@ -368,13 +358,10 @@ def test_outputs_without_tensors_still_synchronise():
             return box
 
     def main(group):
-        wrapped, reference = pair(group, Opaque)
-        for step in range(STEPS):
-            for model in (wrapped, reference):
-                model.zero_grad()
-                cases.loss_of(model(cases.batch(step, group.rank)).value).backward()
-            reference.reduce_gradients()
-            cases.assert_same(wrapped.module, reference.module, f"step {step}")
+        def run(model, step):
+            cases.loss_of(model(cases.batch(step, group.rank)).value).backward()
+
+        steps_agree(group, *pair(group, Opaque), run)
 
     simulate(2).run(main)
 

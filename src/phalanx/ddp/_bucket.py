@@ -5,8 +5,9 @@ It has the methods of PyTorch's object of the same name, so hooks written for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.ddp._memory import view_like
@@ -29,12 +30,14 @@ class GradBucket:
         *,
         is_last: bool,
         members: Sequence[int] = (),
+        space_for_copy: Callable[[torch.dtype], Tensor] | None = None,
     ) -> None:
         self._index = index
         self._buffer = buffer
         self._params = list(params)
         self._is_last = is_last
         self._members = tuple(members)
+        self._space_for_copy = space_for_copy
 
     def index(self) -> int:
         """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
@@ -47,6 +50,13 @@ class GradBucket:
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat gradients, e.g. by a compressed copy of as many elements."""
         self._buffer = buffer
+
+    def as_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The flat gradients in ``dtype``: the buffer itself if it has it, else a copy, in memory of the bucket's that
+        is written again in the next step."""
+        if self._buffer.dtype is dtype or self._space_for_copy is None:
+            return self._buffer.to(dtype)
+        return self._space_for_copy(dtype).copy_(self._buffer)
 
     def gradients(self) -> list[Tensor]:
         """One view of the buffer per parameter."""

@@ -89,7 +89,8 @@ class Exchange:
             hook, state = self.comm_hook
             members = plan.layout[bucket]
             params = [plan.params[index] for index in members]
-            seen = GradBucket(bucket, slab.grads, params, is_last=last, members=members)
+            space = plan.pools[bucket].space_for_copy
+            seen = GradBucket(bucket, slab.grads, params, is_last=last, members=members, space_for_copy=space)
             self._handles.append(hook(state, seen))
         elif last and plan.ledger_rides:
             make_entry().write(slab.tail)

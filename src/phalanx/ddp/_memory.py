@@ -83,6 +83,7 @@ class SlabPool:
         self._allocate = allocate
         self._aliasing_allowed = aliasing_allowed
         self._slabs: list[Slab] = []
+        self._copies: dict[torch.dtype, Tensor] = {}
 
     def writable(self, busy: Collection[int]) -> Slab:
         """A slab that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
@@ -96,6 +97,17 @@ class SlabPool:
         del self._slabs[2:]
         return self._slabs[0]
 
+    def space_for_copy(self, dtype: torch.dtype) -> Tensor:
+        """Flat memory for the bucket's gradients in another dtype, the same at each call.
+
+        Fresh memory costs more than the copy itself: its pages have to be found, every step.
+        """
+        if dtype not in self._copies:
+            numel = sum(param.numel() for param in self._params)
+            self._copies[dtype] = self._allocate(numel, dtype, self._params[0].device)
+        return self._copies[dtype]
+
     def forget(self) -> None:
         """Drop all memory, e.g. since a collective that never ended may still write to it."""
         self._slabs.clear()
+        self._copies.clear()

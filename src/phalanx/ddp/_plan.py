@@ -51,7 +51,7 @@ class Plan:
         tails = [0] * len(self.layout)
         if self.ledger_rides:
             tails[-1] = ledger.length(len(members))
-        self._pools = [
+        self.pools = [
             SlabPool(
                 [self.params[index] for index in indices],
                 tail,
@@ -73,10 +73,10 @@ class Plan:
         return counts
 
     def writable_slabs(self, busy: set[int]) -> list[Slab]:
-        return [pool.writable(busy) for pool in self._pools]
+        return [pool.writable(busy) for pool in self.pools]
 
     def forget_memory(self) -> None:
-        for pool in self._pools:
+        for pool in self.pools:
             pool.forget()
 
     def index_by_identity(self) -> dict[int, int]:

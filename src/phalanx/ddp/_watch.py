@@ -3,6 +3,10 @@
 Every followed parameter has one hook that runs after its gradient was accumulated. For most it is ``list.append``
 itself, which costs a fraction of a microsecond; for the *watched* ones it also calls back. ``drain`` returns the
 arrivals since the last call, in order.
+
+Rejected: no hooks on small parameters, but looking at ``.grad`` of a bucket's members when its last one arrives. The
+hooks then cost nothing, but reading a gradient that no hook has come by costs as much more, and a second gradient has
+to be found by version counters; measured on 2,000 parameters it gained nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, reduce_gradient, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
-from phalanx.tensor._names import op_name
+from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
@@ -285,7 +285,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     """The same for nested arguments, plain tensors among them, and ``out=``."""
-    kwargs = dict(kwargs) if kwargs else {}
+    kwargs = in_signature_order(func, dict(kwargs)) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
         return write_out(func(*args, **kwargs), out)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
+from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
@@ -50,6 +51,8 @@ class DTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _num_dispatch_modes():
             refuse_tracing(func)
+        if not args:
+            args, kwargs = first_by_position(func, kwargs)
         handler = _handlers.get(func)
         if handler is None:
             handler = _find_handler(func)
@@ -81,7 +84,8 @@ class DTensor(torch.Tensor):
         """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
 
         Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
-        broadcasts replicas from the first rank and checks shapes across ranks.
+        broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
+        is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         """
         from phalanx.tensor._distribute import from_local
 
@@ -95,7 +99,7 @@ class DTensor(torch.Tensor):
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
             given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
             if given is not spec.cotangent:
-                apply: Any = _GradLayout.apply
+                apply: Any = GradLayout.apply
                 result: Tensor = apply(self._local, given, spec.cotangent)
                 return result
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
@@ -336,7 +340,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     return result
 
 
-class _GradLayout(torch.autograd.Function):
+class GradLayout(torch.autograd.Function):
     """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
 
     @staticmethod

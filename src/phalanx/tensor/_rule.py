@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.tensor._names import torch_keywords
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
 
@@ -94,7 +95,9 @@ class LocalRun:
 
 @dataclass
 class Call:
-    """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors."""
+    """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors and torch's names in
+    place of numpy's.
+    """
 
     name: str
     func: Any
@@ -104,6 +107,9 @@ class Call:
     needs_grad: bool
     in_place: bool = False
     _meta: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.kwargs = torch_keywords(self.kwargs)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or called ``name``."""

@@ -34,7 +34,7 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Futu
 
 def _compressed(dtype: torch.dtype, process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
-    half = mean_over(process_group, buffer.to(dtype))
+    half = mean_over(process_group, bucket.as_dtype(dtype))
     return half.then(lambda future: buffer.copy_(future.value()))
 
 

@@ -18,7 +18,7 @@ def allreduce_in(dtype: torch.dtype) -> Hook:
 
     def reduce_and_upcast(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group, full = resolve(process_group), bucket.buffer()
-        low = full.to(dtype)
+        low = bucket.as_dtype(dtype)
         summed = future_of(group.all_reduce(low, async_op=True), low)
         return summed.then(lambda future: full.copy_(future.value().div_(group.size)))
 
