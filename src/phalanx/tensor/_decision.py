@@ -87,6 +87,8 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
             f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
         )
         outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+        if sharding.local is None and sharding.bind is None:
+            _check_promise(call, targets, outputs)
     decision = Decision(
         call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
     )
@@ -102,6 +104,15 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         decision.plain = outputs[0] if form == "one" else None
         decision.plain_write = form == "self"
     return decision
+
+
+def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
+    """A rule that misread the arguments must not go unnoticed: torch tells the shapes that the locals will have."""
+    found = call.local_shapes(targets)
+    assert found is None or found == [spec.local_shape for spec in outputs], (
+        f"rank {call.inputs[0].spec.mesh.get_rank()}: the rule for {call.name} promises {list(outputs)} of "
+        f"{list(targets)}, but torch makes local results of shapes {found}. The rule is wrong: please report this call"
+    )
 
 
 def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
