@@ -90,6 +90,19 @@ def test_double_backward_through_a_partial_sum() -> None:
     on_mesh(body, (2,))
 
 
+def test_the_gradient_of_a_contribution_to_an_average_is_not_differentiated_again() -> None:
+    def body(mesh: Any) -> None:
+        local = torch.tensor([1.0 + mesh.get_rank()])
+        x = DTensor.from_local(local, mesh, [Partial("avg")]).detach().requires_grad_()
+        cube = (x.redistribute(placements=[Replicate()]) ** 3).sum()
+        (once,) = torch.autograd.grad(cube, x, retain_graph=True)
+        same(once, torch.tensor([3 * 1.5**2 / 2]))  # of one contribution of two
+        with pytest.raises(NotImplementedError, match="one rank's contribution to an average"):
+            torch.autograd.grad(cube, x, create_graph=True)
+
+    on_mesh(body, (2,))
+
+
 def test_hooks_retain_grad_and_accumulation() -> None:
     def body(mesh: Any) -> None:
         x, px = pair(mesh, [Shard(0), Replicate()], 4, 4)

@@ -129,7 +129,14 @@ def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     of them may go on.
     """
     sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum")]
-    if not (sums and local.requires_grad and torch.is_grad_enabled()):
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    if any(p.is_partial("avg") for p in spec.placements):
+        raise NotImplementedError(
+            f"the gradient of {spec!r} cannot be differentiated again, because it is that of one rank's contribution "
+            "to an average; redistribute the tensor to Replicate or Shard before you use it"
+        )
+    if not sums:
         return local
     whole = spec.cotangent.with_dtype(local.dtype)
     parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
