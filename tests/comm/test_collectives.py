@@ -142,6 +142,44 @@ def non_contiguous_tensors_work_in_place(group: Group) -> None:
     assert torch.equal(grid[0], torch.arange(float(group.size)))
 
 
+def conjugations_and_signs_that_torch_put_off_are_carried_out(group: Group) -> None:
+    size, conjugated = group.size, torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert conjugated.is_conj()
+    expected = torch.tensor([1 - 2j, 3 + 4j])
+    target = (
+        torch.tensor([1 + 2j, 3 - 4j]).conj() if group.rank == 0 else torch.zeros(2, dtype=torch.complex64)
+    )
+    group.broadcast(target, src=0)
+    same(target, expected, "broadcast")
+    for make in (torch.Tensor.clone, torch.conj):  # where results go may be a conjugated view too
+        outputs = [make(torch.zeros(2, dtype=torch.complex64)) for _ in range(size)]
+        group.all_gather(outputs, conjugated)
+        for output in outputs:
+            same(output, expected, "all_gather")
+    whole = torch.zeros(2 * size, dtype=torch.complex64)
+    group.all_gather_into_tensor(whole, conjugated)
+    same(whole, expected.repeat(size), "all_gather_into_tensor")
+    swapped = torch.zeros(2 * size, dtype=torch.complex64)
+    group.all_to_all_single(swapped, whole.conj())
+    same(swapped, expected.conj().resolve_conj().repeat(size), "all_to_all_single")
+    part = torch.zeros(2, dtype=torch.complex64).conj()
+    group.reduce_scatter_tensor(part, whole.conj())
+    same(part, size * expected.conj(), "reduce_scatter_tensor")
+    total = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    group.all_reduce(total, async_op=True).wait()
+    same(total, size * expected, "all_reduce")
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_neg()
+    assert negated.is_contiguous()
+    group.all_reduce(negated)
+    same(negated, torch.tensor([-2.0 * size]), "all_reduce of a negated view")
+    received = torch.zeros(2, dtype=torch.complex64)
+    sending = group.send(conjugated, (group.rank + 1) % size, async_op=True)
+    group.recv(received, (group.rank - 1) % size)
+    sending.wait()
+    same(received, expected, "send")
+
+
 def reduce_leaves_the_others_alone(group: Group) -> None:
     for dst in range(group.size):
         for dtype in (torch.float32, torch.int16):
@@ -358,6 +396,7 @@ CASES = [
     all_reduce_of_bools_is_or_and_and,
     meaningless_reductions_are_refused,
     non_contiguous_tensors_work_in_place,
+    conjugations_and_signs_that_torch_put_off_are_carried_out,
     reduce_leaves_the_others_alone,
     broadcast_moves_every_dtype,
     all_gather_takes_even_and_uneven,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from meshes import on_mesh
 
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, fallback_counts
+from phalanx.tensor import Replicate, Shard, distribute_tensor, fallback_counts
 from phalanx.tensor.debug import CommDebugMode
 
 pytestmark = pytest.mark.fast
@@ -122,22 +122,41 @@ def test_groups_stay_with_their_channels() -> None:
     on_mesh(body, 2)
 
 
-def test_the_gradient_of_a_local_tensor_is_laid_out_on_request() -> None:
-    def body(mesh: Any) -> None:
-        def gradient(placement: Any, wanted: Any) -> list[float]:
-            local = torch.ones(2, requires_grad=True)
-            x = DTensor.from_local(local, mesh, [placement], grad_placements=[wanted])
-            (x * x).sum().backward()
-            assert local.grad is not None
-            return list(local.grad.tolist())
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_an_embedding_cut_by_columns(mode: str) -> None:
+    torch.manual_seed(10)
+    table, indices, offsets = torch.randn(9, 5), torch.randint(0, 9, (7,)), torch.tensor([0, 2, 2, 6])
+    plain = table.clone().requires_grad_()
+    expected = F.embedding_bag(indices, plain, offsets, mode=mode)
+    (expected**2).sum().backward()
 
-        rank = mesh.get_rank()
-        assert gradient(Replicate(), Replicate()) == [2.0, 2.0]
-        assert gradient(Replicate(), Partial()) == ([2.0, 2.0] if rank == 0 else [0.0, 0.0]), (
-            "shares of the whole"
-        )
-        assert gradient(Shard(0), Shard(0)) == [2.0, 2.0]
-        with pytest.raises(ValueError, match="gradient of shape"):
-            DTensor.from_local(torch.ones(2), mesh, [Replicate()], grad_placements=[Shard(0)])
+    def body(mesh: Any) -> None:
+        weight = distribute_tensor(table, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+        where = [distribute_tensor(t, mesh, src_data_rank=None) for t in (indices, offsets)]
+        with CommDebugMode() as seen:
+            result = F.embedding_bag(where[0], weight, where[1], mode=mode)
+        assert mode == "max" or (result.placements == (Shard(1),) and not seen.get_total_counts())
+        torch.testing.assert_close(result.full_tensor(), expected)
+        (result**2).sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
+
+    on_mesh(body, 2)
+
+
+def test_a_rule_that_misreads_a_call_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its promise is compared with what torch makes of the parts, before anything is computed."""
+    from phalanx.tensor._placement import REPLICATE
+    from phalanx.tensor._rule import Call, Choice, Sharding
+    from phalanx.tensor.rules import RULES
+
+    def wrong(call: Call) -> Sharding:
+        return Sharding([Choice((Shard(1),), (Shard(0),)), Choice((REPLICATE,), (REPLICATE,))])
+
+    monkeypatch.setitem(RULES, "trunc", wrong)
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])
+        with pytest.raises(AssertionError, match="rule for trunc promises"):
+            x.trunc()
 
     on_mesh(body, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx.comm import DeviceMesh
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
-from phalanx.tensor._execute import redistribute_local, start_plan
+from phalanx.tensor._execute import redistribute_local, route_of, start_plan
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
@@ -202,7 +202,7 @@ def redistribute(
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
     if target is spec:
         return tensor if local is tensor._local else wrap(local, spec)
-    spec.routes[tuple(placements)] = (target, plan_redistribute(spec, target), None)
+    spec.routes[tuple(placements)] = route_of(plan_redistribute(spec, target))
     if async_op and plan_redistribute(spec, target).communicates:
         complete = start_plan(local, plan_redistribute(spec, target))
         return pending(target, lambda: _cast_gradient(complete(), backward_dtype))

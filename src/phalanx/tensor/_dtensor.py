@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
+from phalanx.tensor._execute import _apply_move, exposed_gradient, redistribute_local, run_plan, turn_back
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
@@ -130,11 +130,14 @@ class DTensor(torch.Tensor):
         ):  # nothing unusual: straight to the plan, if there is one already
             route = spec.routes.get(tuple(placements))
             if route is not None:
-                target, plan, both_ways = route
                 local = self._local
-                if not (local.requires_grad and torch.is_grad_enabled()):
-                    return wrap(run_plan(local.detach() if local.requires_grad else local, plan), target)
-                return wrap(_apply_move(local, *(both_ways or there_and_back(plan))), target)
+                if not local.requires_grad:
+                    return wrap(run_plan(local, route.plan), route.target)
+                if not torch.is_grad_enabled():
+                    return wrap(run_plan(local.detach(), route.plan), route.target)
+                return wrap(
+                    _apply_move(local, route if route.back is not None else turn_back(route)), route.target
+                )
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -241,7 +244,9 @@ class DTensor(torch.Tensor):
             return None
         known = self._grads
         if known is None or known[0] is not local_grad:
-            known = self._grads = (local_grad, wrap(local_grad, self._spec.cotangent))
+            spec = self._spec
+            shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
+            known = self._grads = (local_grad, wrap(shown, spec.cotangent))
         return known[1]
 
     @grad.setter

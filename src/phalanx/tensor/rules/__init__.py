@@ -82,6 +82,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), layers.layer_norm),
     "group_norm": layers.group_norm,
     "embedding": layers.embedding,
+    "embedding_bag": layers.embedding_bag,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), layers.convolution),
     **dict.fromkeys(
         ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), layers.transposed_convolution

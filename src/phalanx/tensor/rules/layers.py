@@ -92,6 +92,18 @@ def embedding(call: Call) -> Sharding | None:
     return Sharding(choices, bind=bind)
 
 
+def embedding_bag(call: Call) -> Sharding | None:
+    """``torch.embedding_bag(weight, indices, offsets, scale_grad, mode, ...)``, sums and means: columns may be cut.
+
+    Its other results (which bag, how large) are the same on every rank.
+    """
+    if call.args[0] is not call.inputs[0] or call.arg(4, "mode", 0) == 2 or call.arg(5, "sparse", False):
+        return None
+    others = (REPLICATE,) * (len(call.inputs) - 1)
+    columns = Choice((Shard(1), *others), (Shard(1), REPLICATE, REPLICATE, REPLICATE))
+    return Sharding([columns, all_replicated(call, 4)])
+
+
 def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, total: int) -> Tensor:
     """Look up those indices whose row is here; zero for the others."""
     if bool(((indices < 0) | (indices >= total)).any()):
