@@ -14,13 +14,17 @@ from phalanx.comm.stores import TCPStore
 from phalanx.launch import _doctor
 from phalanx.launch._doctor import check_endpoint, check_two_workers
 
+pytestmark = pytest.mark.timeout(
+    300
+)  # each imports torch anew, which takes a minute on a machine that is very busy
+
 
 def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "phalanx", "doctor", *words],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         env={**os.environ, **env},
     )
 

@@ -15,11 +15,15 @@ from phalanx.launch import _head_start
 from phalanx.launch._head_start import begin_to_load, find_library
 from phalanx.launch._processes import WorkerProcess, Zygote
 
+pytestmark = pytest.mark.timeout(
+    300
+)  # some import torch anew, which takes a minute on a machine that is very busy
+
 
 def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=110, env={**environ, **env}
+        [sys.executable, *words], capture_output=True, text=True, timeout=280, env={**environ, **env}
     )
 
 
@@ -89,15 +93,13 @@ def test_flags_that_contradict_each_other_are_one_line_though_loading_has_begun(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_compute_on_as_many_threads_as_a_plain_script_would(tmp_path, workers):
-    """OpenMP reads its variable when it is loaded, so it must have been set by then: 1 for several workers."""
+def test_openmp_is_loaded_with_one_thread_for_each_of_several_workers(tmp_path):
+    """It reads its variable when it is loaded, so that must have been set before the head start."""
     script = tmp_path / "threads.py"
     script.write_text("import sys, torch\nsys.stdout.write(f'threads {torch.get_num_threads()}\\n')\n")
-    done = python("-m", "phalanx", "run", "--nproc-per-node", str(workers), str(script))
-    plain = python(str(script), **({"OMP_NUM_THREADS": "1"} if workers > 1 else {}))
+    done = python("-m", "phalanx", "run", "--nproc-per-node", "2", str(script))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == plain.stdout.splitlines() * workers
+    assert done.stdout.splitlines() == ["threads 1", "threads 1"]
 
 
 def test_a_zygote_that_has_nothing_to_do_imports_what_replacements_need(tmp_path):
