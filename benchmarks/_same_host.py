@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._turns import KB, MB, Timing, amount, compare, on_ranks, rounds_for
+from benchmarks._turns import KB, MB, Timing, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm import Group
 from phalanx.comm.stores import connect
 
@@ -122,8 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
         f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}{'1st shm':>10}{'1st shrd':>10}"
     )
     for size in options.ranks:
-        for item in on_ranks(size, run_rank, size, plan, options.quick):
-            print(show(size, *item), flush=True)
+        with disturbance_told():
+            for item in on_ranks(size, run_rank, size, plan, options.quick):
+                print(show(size, *item), flush=True)
 
 
 if __name__ == "__main__":

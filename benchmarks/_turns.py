@@ -1,15 +1,20 @@
 """Timing several ways of doing the same on several ranks, fairly: in turns, in changing order, medians over rounds.
 
 What one way leaves behind (caches, busy threads, a peer that still works) falls on the next one. So the order changes
-from round to round such that each way follows each of the others equally often.
+from round to round such that each way follows each of the others equally often. And what other processes do falls on
+all of them, but not alike: who needs as many cores as there are suffers most. So it is measured and said.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.comm.stores import TCPStore
@@ -83,6 +88,26 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
     for process in processes:
         process.join(30)
     store.close()
+
+
+def _seconds_of_others() -> float:
+    """Processor time that processes other than this one and its ended children have used since the machine started."""
+    _, user, nice, system, _, _, irq, softirq, _ = Path("/proc/stat").read_text().split(maxsplit=8)
+    used = sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used -= usage.ru_utime + usage.ru_stime
+    return used
+
+
+@contextmanager
+def disturbance_told() -> Iterator[None]:
+    """Says in the end how busy other processes kept the machine during the block, whose own have ended by then."""
+    began, before = time.monotonic(), _seconds_of_others()
+    yield
+    cores = max(0.0, (_seconds_of_others() - before) / (time.monotonic() - began))  # ticks may miss some
+    verdict = "quiet" if cores < 0.1 else "NOT quiet: measure again"
+    print(f"other processes used {cores:.2f} of {os.cpu_count()} cores meanwhile; {verdict}", flush=True)
 
 
 def amount(nbytes: int) -> str:

@@ -142,6 +142,44 @@ def non_contiguous_tensors_work_in_place(group: Group) -> None:
     assert torch.equal(grid[0], torch.arange(float(group.size)))
 
 
+def conjugations_and_signs_that_torch_put_off_are_carried_out(group: Group) -> None:
+    size, conjugated = group.size, torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert conjugated.is_conj()
+    expected = torch.tensor([1 - 2j, 3 + 4j])
+    target = (
+        torch.tensor([1 + 2j, 3 - 4j]).conj() if group.rank == 0 else torch.zeros(2, dtype=torch.complex64)
+    )
+    group.broadcast(target, src=0)
+    same(target, expected, "broadcast")
+    for make in (torch.Tensor.clone, torch.conj):  # where results go may be a conjugated view too
+        outputs = [make(torch.zeros(2, dtype=torch.complex64)) for _ in range(size)]
+        group.all_gather(outputs, conjugated)
+        for output in outputs:
+            same(output, expected, "all_gather")
+    whole = torch.zeros(2 * size, dtype=torch.complex64)
+    group.all_gather_into_tensor(whole, conjugated)
+    same(whole, expected.repeat(size), "all_gather_into_tensor")
+    swapped = torch.zeros(2 * size, dtype=torch.complex64)
+    group.all_to_all_single(swapped, whole.conj())
+    same(swapped, expected.conj().resolve_conj().repeat(size), "all_to_all_single")
+    part = torch.zeros(2, dtype=torch.complex64).conj()
+    group.reduce_scatter_tensor(part, whole.conj())
+    same(part, size * expected.conj(), "reduce_scatter_tensor")
+    total = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    group.all_reduce(total, async_op=True).wait()
+    same(total, size * expected, "all_reduce")
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_neg()
+    assert negated.is_contiguous()
+    group.all_reduce(negated)
+    same(negated, torch.tensor([-2.0 * size]), "all_reduce of a negated view")
+    received = torch.zeros(2, dtype=torch.complex64)
+    sending = group.send(conjugated, (group.rank + 1) % size, async_op=True)
+    group.recv(received, (group.rank - 1) % size)
+    sending.wait()
+    same(received, expected, "send")
+
+
 def reduce_leaves_the_others_alone(group: Group) -> None:
     for dst in range(group.size):
         for dtype in (torch.float32, torch.int16):
@@ -232,6 +270,29 @@ def all_to_all_takes_even_and_uneven(group: Group) -> None:
         received, torch.full((sum(counts),), group.rank), [group.rank + 1] * group.size, counts
     )
     assert received.tolist() == [r for r in range(group.size) for _ in range(group.rank + 1)]
+
+
+def min_and_max_keep_nan_on_whichever_rank_it_is(group: Group) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for op, infinity in (("max", -torch.inf), ("min", torch.inf)):
+            rows = torch.tensor(
+                [[-1.5, 2.0, -0.0, infinity], [3.0, -4.0, 0.5, infinity], [0.0, 1.0, 2.0, infinity]]
+            )
+            rows = torch.cat([rows, torch.eye(3)], 1).to(dtype)
+            rows[:, 4:][torch.eye(3, dtype=torch.bool)] = torch.nan
+            expected = torch.amax(rows, 0) if op == "max" else torch.amin(rows, 0)
+            mine = rows[group.rank].clone()
+            group.all_reduce(mine, op)
+            torch.testing.assert_close(mine, expected, equal_nan=True, rtol=0, atol=0)
+            at_root = rows[group.rank].clone()
+            group.reduce(at_root, 1, op)
+            torch.testing.assert_close(
+                at_root, expected if group.rank == 1 else rows[group.rank], equal_nan=True, rtol=0, atol=0
+            )
+            part = torch.empty(2, dtype=dtype)
+            group.reduce_scatter_tensor(part, rows[group.rank, 1:].contiguous(), op)
+            own = expected[1 + 2 * group.rank : 3 + 2 * group.rank]
+            torch.testing.assert_close(part, own, equal_nan=True, rtol=0, atol=0)
 
 
 def gather_and_scatter_take_uneven_parts(group: Group) -> None:
@@ -335,12 +396,14 @@ CASES = [
     all_reduce_of_bools_is_or_and_and,
     meaningless_reductions_are_refused,
     non_contiguous_tensors_work_in_place,
+    conjugations_and_signs_that_torch_put_off_are_carried_out,
     reduce_leaves_the_others_alone,
     broadcast_moves_every_dtype,
     all_gather_takes_even_and_uneven,
     empty_flat_tensors_work,
     reduce_scatter_takes_even_and_uneven,
     all_to_all_takes_even_and_uneven,
+    min_and_max_keep_nan_on_whichever_rank_it_is,
     gather_and_scatter_take_uneven_parts,
     send_and_recv_match_by_tag,
     async_work_completes_in_any_order_of_waiting,

@@ -105,6 +105,9 @@ def test_from_group() -> None:
         assert again.get_all_groups() == groups
         assert again.get_coordinate() == mesh.get_coordinate()
         assert again["tp"].get_group() is groups[1]
+        assert again == DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+        others = [group.subgroup(one.ranks) for one in groups]  # the same ranks, other groups
+        assert again != DeviceMesh.from_group(others, "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match="needs mesh="):
             DeviceMesh.from_group(groups, "cpu")
         with pytest.raises(ValueError, match=r"axis 0 of the mesh holds ranks"):

@@ -93,7 +93,7 @@ def test_flags_that_contradict_each_other_are_one_line_though_loading_has_begun(
 def test_workers_compute_on_as_many_threads_as_a_plain_script_would(tmp_path, workers):
     """OpenMP reads its variable when it is loaded, so it must have been set by then: 1 for several workers."""
     script = tmp_path / "threads.py"
-    script.write_text("import torch\nprint('threads', torch.get_num_threads(), flush=True)\n")
+    script.write_text("import sys, torch\nsys.stdout.write(f'threads {torch.get_num_threads()}\\n')\n")
     done = python("-m", "phalanx", "run", "--nproc-per-node", str(workers), str(script))
     plain = python(str(script), **({"OMP_NUM_THREADS": "1"} if workers > 1 else {}))
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx import comm
-from phalanx.comm import Group, init_device_mesh
+from phalanx.comm import DeviceMesh, Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 pytestmark = pytest.mark.fast
@@ -65,8 +65,8 @@ def test_returns_before_the_other_rank_has_come() -> None:
     def rank_main(rank: int, results: dict[int, Any]) -> None:
         try:
             group = Group.create(store, rank, 2, backend="gloo", timeout=60)
-            with comm.use_group(group), group:
-                mesh = init_device_mesh("cpu", (2,))
+            with group:  # by name: the current group is the process's, which two threads would share
+                mesh = DeviceMesh.from_group(group, "cpu")
                 x = distribute_tensor(WHOLE, mesh, [Shard(0)], src_data_rank=None)
                 if rank == 1 and not returned.wait(60):
                     raise Late("rank 0 was not given its result while the collective was under way")

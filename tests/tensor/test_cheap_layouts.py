@@ -44,6 +44,56 @@ def test_argmax_over_a_cut_dim_gathers_candidates_only(func: Any, keepdim: bool,
     on_mesh(body, 2, 2)
 
 
+@pytest.mark.parametrize("func", [torch.argmax, torch.argmin])
+@pytest.mark.parametrize(
+    "placements", [[Shard(1), Replicate()], [Shard(1), Shard(1)], [Shard(0), Shard(1)], [Shard(1), Shard(0)]]
+)
+def test_argmax_of_all_gathers_candidates_only(func: Any, placements: Any) -> None:
+    torch.manual_seed(3)
+    plain = torch.randint(0, 6, (5, 2, 6, 301)).double()  # many equals: the first one counts
+    plain[1, 1, 5, 7] = plain[1, 0, 5, 300] = torch.nan
+
+    def body(mesh: Any) -> None:
+        for one in plain:
+            for tensor in (one, one[0], one.transpose(0, 2)):
+                x = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+                result, _, nbytes = sent(func, x)
+                torch.testing.assert_close(result.full_tensor(), func(tensor))
+                assert nbytes <= 4 * (8 + 8) * 2
+
+    on_mesh(body, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x: torch.max(x, 1),
+        lambda x: x.min(1, keepdim=True),
+        lambda x: x.topk(3, 1),
+        lambda x: x.topk(2, largest=False),
+    ],
+)
+@pytest.mark.parametrize("placements", [[Shard(1), Replicate()], [Shard(1), Shard(1)], [Shard(0), Shard(1)]])
+def test_the_largest_of_a_cut_dim_gather_candidates_only(func: Any, placements: Any) -> None:
+    torch.manual_seed(4)
+    plain = torch.randn(6, 1023)
+
+    def body(mesh: Any) -> None:
+        reference = plain.clone().requires_grad_()
+        expected = func(reference)
+        x = distribute_tensor(plain, mesh, placements, src_data_rank=None).requires_grad_()
+        result, _, nbytes = sent(func, x)
+        assert type(result) is type(expected)
+        assert nbytes <= 6 * 4 * 3 * (4 + 8) * 2 < plain.numel() * 4 / 10
+        torch.testing.assert_close(result.values.full_tensor(), expected.values)
+        torch.testing.assert_close(result.indices.full_tensor(), expected.indices)
+        (expected.values**2).sum().backward()
+        (result.values**2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), reference.grad)
+
+    on_mesh(body, 2, 2)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_nll_loss_of_a_cut_batch_moves_no_logits(reduction: str, weighted: bool) -> None:

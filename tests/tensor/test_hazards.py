@@ -276,6 +276,27 @@ def test_to_local_and_full_tensor_gradients() -> None:
     on_mesh(body)
 
 
+def test_the_gradient_of_a_local_tensor_is_laid_out_on_request() -> None:
+    def body(mesh: Any) -> None:
+        def gradient(placement: Any, wanted: Any) -> list[float]:
+            local = torch.ones(2, requires_grad=True)
+            x = DTensor.from_local(local, mesh, [placement], grad_placements=[wanted])
+            (x * x).sum().backward()
+            assert local.grad is not None
+            return list(local.grad.tolist())
+
+        rank = mesh.get_rank()
+        assert gradient(Replicate(), Replicate()) == [2.0, 2.0]
+        assert gradient(Replicate(), Partial()) == ([2.0, 2.0] if rank == 0 else [0.0, 0.0]), (
+            "shares of the whole"
+        )
+        assert gradient(Shard(0), Shard(0)) == [2.0, 2.0]
+        with pytest.raises(ValueError, match="gradient of shape"):
+            DTensor.from_local(torch.ones(2), mesh, [Replicate()], grad_placements=[Shard(0)])
+
+    on_mesh(body, 2)
+
+
 def test_placements_are_checked() -> None:
     def body(mesh: Any) -> None:
         with pytest.raises(ValueError, match="needs 1 placements"):

@@ -58,6 +58,19 @@ def choose(identities: Mapping[int, Identity]) -> Choice:
     return Choice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
 
 
+def choose_for(device_type: str, nccl: bool) -> Choice:
+    """What carries an accelerator's tensors."""
+    if device_type != "cuda":
+        return Choice("gloo", f"tensors on {device_type} have no backend of their own here")
+    return Choice("nccl", "it is made for cuda") if nccl else Choice("gloo", "this torch has no nccl")
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, if it has one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
 def foresee() -> Choice:
     """What would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
     trouble = trial()

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm import _release
 from phalanx.comm._c10d_work import SLICE, C10dWork, PointToPoint, Several, all_of
+from phalanx.comm._carried import carried, put_back
 from phalanx.comm._failure import FailureDetector
 from phalanx.comm._transport import Done, ReduceOp, Transport, Work
 
@@ -108,21 +109,23 @@ class C10dTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
-        if self._sliced and tensor.dtype is torch.int16:  # gloo has no int16
-            wide = tensor.to(torch.int32)
-            args = ([wide], _ALL_REDUCE[op])
-            return self._start("allreduce", args, async_op, after=lambda: tensor.copy_(wide))
+        staged = carried(tensor, op) if self._sliced else None
+        if staged is not None:
+            args = ([staged], _ALL_REDUCE[op])
+            return self._start("allreduce", args, async_op, after=lambda: put_back(tensor, staged))
         return self._start("allreduce", ([tensor], _ALL_REDUCE[op]), async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         if not tensor.numel():
             return self._nothing()
-        wide = tensor.dtype is torch.int16 and self._sliced
-        # gloo uses the other ranks' tensors as scratch space, hence the copy.
-        scratch = tensor.to(torch.int32) if wide else (tensor if self.rank == dst else tensor.clone())
         options = _options(dist.ReduceOptions, op, rootRank=dst)
-        narrow = (lambda: tensor.copy_(scratch)) if wide and self.rank == dst else None
-        return self._start("reduce", ([scratch], options), async_op, after=narrow)
+        staged = carried(tensor, op) if self._sliced else None
+        if staged is not None:
+            finish = (lambda: put_back(tensor, staged)) if self.rank == dst else None
+            return self._start("reduce", ([staged], options), async_op, after=finish)
+        # gloo uses the other ranks' tensors as scratch space, hence the copy.
+        scratch = tensor if self.rank == dst else tensor.clone()
+        return self._start("reduce", ([scratch], options), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         if not tensor.numel():
@@ -152,7 +155,8 @@ class C10dTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         if self._sliced and output.dtype not in _GLOO_MOVES:
             output, tensor = self._bytes(output), self._bytes(tensor)
-        if output.dim() != 1 or tensor.dim() != 1:
+        shape, part = output.shape, tensor.shape
+        if not part or 0 in part or shape[1:] != part[1:] or shape[0] != part[0] * self.size:
             output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_allgather_base", (output, tensor), async_op)
 
@@ -175,10 +179,12 @@ class C10dTransport(Transport):
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         if self._sliced:
-            if tensor.dtype is torch.int16:
-                wide = output.to(torch.int32)
-                args = (wide.view(-1), tensor.to(torch.int32).view(-1), _REDUCE_SCATTER[op])
-                return self._start("_reduce_scatter_base", args, async_op, after=lambda: output.copy_(wide))
+            staged = carried(tensor, op)
+            if staged is not None:
+                part = staged.new_empty(output.numel())
+                args = (part, staged.view(-1), _REDUCE_SCATTER[op])
+                finish = lambda: put_back(output, part)  # noqa: E731  # one line where it is used
+                return self._start("_reduce_scatter_base", args, async_op, after=finish)
             tensor = tensor.clone()  # gloo reduces in the input's own memory
         if output.dim() != 1 or tensor.dim() != 1:
             output, tensor = output.view(-1), tensor.view(-1)

@@ -81,7 +81,7 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
         if op is ReduceOp.AVG:
             raise TypeError(f"{name} with op 'avg' got torch.bool; cast to a float first")
         return tensor.view(torch.uint8), _BOOL_AS[op]
-    if dtype.is_complex and op in (ReduceOp.SUM, ReduceOp.AVG) and not tensor.is_conj():
+    if dtype.is_complex and op in (ReduceOp.SUM, ReduceOp.AVG):
         return torch.view_as_real(tensor), op
     raise TypeError(
         f"{name} with op {op.value!r} cannot reduce {dtype}; cast to a real float or an integer type first"

@@ -29,11 +29,13 @@ from phalanx.comm._checks import (
     reducible,
     split_parts,
 )
-from phalanx.comm._staging import copy_back
+from phalanx.comm._staging import copy_back, settled
 from phalanx.comm._transport import ReduceOp, Transport, Work
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+# The short ways ask for a sign that torch put off (``is_neg``) only where there is one element: such tensors are
+# imaginary parts of conjugated ones, every other element in memory, so that with more they are not contiguous.
 
 
 class Collectives:
@@ -43,7 +45,7 @@ class Collectives:
     size: int
     _transport: Transport
     _guarded: bool
-    """Whether ``_enter`` has more to do than to tell observers; some short ways ask before they call it."""
+    """Whether ``_enter`` has more to do than to tell observers; the short ways ask before they call it."""
 
     def _enter(
         self,
@@ -61,34 +63,41 @@ class Collectives:
             plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS else None
         except (KeyError, TypeError):
             plain = None
-        if plain is not None and tensor.layout is _STRIDED and tensor.is_contiguous():
-            self._enter("all_reduce", (tensor,), plain)
+        if (
+            plain is not None
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and (tensor.numel() != 1 or not tensor.is_neg())
+        ):
+            if self._guarded or _observe._observers:
+                self._enter("all_reduce", (tensor,), plain)
             return self._transport.all_reduce(tensor, plain, async_op=async_op)
         check_tensor("all_reduce", tensor)
-        view, kind = reducible("all_reduce", tensor, parse_op(op))
-        staged = view.contiguous()
-        self._enter("all_reduce", (view,), kind)
-        work = self._transport.all_reduce(staged, kind, async_op=async_op)
-        return copy_back(work, [(view, staged)], async_op)
+        staged = settled(tensor)
+        view, kind = reducible("all_reduce", staged, parse_op(op))
+        self._enter("all_reduce", (tensor,), kind)
+        work = self._transport.all_reduce(view, kind, async_op=async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
         check_rank(self, "reduce", "dst", dst)
         check_tensor("reduce", tensor)
-        view, kind = reducible("reduce", tensor, parse_op(op))
-        staged = view.contiguous()
-        self._enter("reduce", (view,), kind, root=dst)
-        work = self._transport.reduce(staged, kind, dst, async_op=async_op)
-        return copy_back(work, [(view, staged)] if self.rank == dst else [], async_op)
+        staged = settled(tensor)
+        view, kind = reducible("reduce", staged, parse_op(op))
+        self._enter("reduce", (tensor,), kind, root=dst)
+        work = self._transport.reduce(view, kind, dst, async_op=async_op)
+        return copy_back(work, [(tensor, staged)] if self.rank == dst else [], async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by that of ``src``."""
         check_rank(self, "broadcast", "src", src)
         if _is_plain(tensor):
-            self._enter("broadcast", (tensor,), root=src)
+            if self._guarded or _observe._observers:
+                self._enter("broadcast", (tensor,), root=src)
             return self._transport.broadcast(tensor, src, async_op=async_op)
         check_tensor("broadcast", tensor)
-        staged = tensor.contiguous()
+        staged = settled(tensor)
         self._enter("broadcast", (tensor,), root=src)
         work = self._transport.broadcast(staged, src, async_op=async_op)
         return copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
@@ -97,9 +106,9 @@ class Collectives:
         """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
         check_list(self, "all_gather", "outputs", outputs, like=tensor)
         check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
-        staged = [output.contiguous() for output in outputs]
+        staged = [settled(output) for output in outputs]
         self._enter("all_gather", (outputs,))
-        work = self._transport.all_gather(staged, tensor.contiguous(), async_op=async_op)
+        work = self._transport.all_gather(staged, settled(tensor), async_op=async_op)
         return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
@@ -109,9 +118,9 @@ class Collectives:
                 self._enter("all_gather_into_tensor", (output,))
             return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
         check_flat(self, "all_gather_into_tensor", output, tensor)
-        staged = output.contiguous()
+        staged = settled(output)
         self._enter("all_gather_into_tensor", (output,))
-        work = self._transport.all_gather_into_tensor(staged, tensor.contiguous(), async_op=async_op)
+        work = self._transport.all_gather_into_tensor(staged, settled(tensor), async_op=async_op)
         return copy_back(work, [(output, staged)], async_op)
 
     def reduce_scatter(
@@ -121,12 +130,12 @@ class Collectives:
         check_list(self, "reduce_scatter", "inputs", inputs, like=output)
         check_same_shape(self, "reduce_scatter", "inputs", inputs[self.rank], output)
         parsed = parse_op(op)
-        view, kind = reducible("reduce_scatter", output, parsed)
-        staged = view.contiguous()
-        parts = [reducible("reduce_scatter", part, parsed)[0].contiguous() for part in inputs]
+        staged = settled(output)
+        view, kind = reducible("reduce_scatter", staged, parsed)
+        parts = [reducible("reduce_scatter", settled(part), parsed)[0] for part in inputs]
         self._enter("reduce_scatter", (inputs,), kind)
-        work = self._transport.reduce_scatter(staged, parts, kind, async_op=async_op)
-        return copy_back(work, [(view, staged)], async_op)
+        work = self._transport.reduce_scatter(view, parts, kind, async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
@@ -142,12 +151,12 @@ class Collectives:
             return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
         check_flat(self, "reduce_scatter_tensor", tensor, output)
         parsed = parse_op(op)
-        view, kind = reducible("reduce_scatter_tensor", output, parsed)
-        source, _ = reducible("reduce_scatter_tensor", tensor, parsed)
-        staged = view.contiguous()
+        staged = settled(output)
+        view, kind = reducible("reduce_scatter_tensor", staged, parsed)
+        source, _ = reducible("reduce_scatter_tensor", settled(tensor), parsed)
         self._enter("reduce_scatter_tensor", (tensor,), kind)
-        work = self._transport.reduce_scatter_tensor(staged, source.contiguous(), kind, async_op=async_op)
-        return copy_back(work, [(view, staged)], async_op)
+        work = self._transport.reduce_scatter_tensor(view, source, kind, async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
@@ -155,8 +164,8 @@ class Collectives:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
         check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
         check_list(self, "all_to_all", "outputs", outputs, like=inputs[0])
-        staged = [output.contiguous() for output in outputs]
-        sent = [tensor.contiguous() for tensor in inputs]
+        staged = [settled(output) for output in outputs]
+        sent = [settled(tensor) for tensor in inputs]
         self._enter("all_to_all", (outputs, inputs))
         work = self._transport.all_to_all(staged, sent, async_op=async_op)
         return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
@@ -172,13 +181,14 @@ class Collectives:
     ) -> Work:
         """``all_to_all`` on parts of dim 0; without splits the parts are equal."""
         if output_splits is None and input_splits is None and self._halves_fit(output, tensor):
-            self._enter("all_to_all_single", (output, tensor))
+            if self._guarded or _observe._observers:
+                self._enter("all_to_all_single", (output, tensor))
             return self._transport.all_to_all_flat(output, tensor, async_op=async_op)
         check_tensor("all_to_all_single", output)
         check_tensor("all_to_all_single", tensor)
-        staged = output.contiguous()
+        staged = settled(output)
         received = split_parts(self, "all_to_all_single", "output_splits", staged, output_splits)
-        sent = split_parts(self, "all_to_all_single", "input_splits", tensor.contiguous(), input_splits)
+        sent = split_parts(self, "all_to_all_single", "input_splits", settled(tensor), input_splits)
         self._enter("all_to_all_single", (output, tensor))
         work = self._transport.all_to_all(received, sent, async_op=async_op)
         return work if staged is output else copy_back(work, [(output, staged)], async_op)
@@ -193,10 +203,10 @@ class Collectives:
             check_list(self, "gather", "outputs", outputs, like=tensor)
             check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
         wanted = list(outputs or ()) if self.rank == dst else []
-        staged = [output.contiguous() for output in wanted]
+        staged = [settled(output) for output in wanted]
         self._enter("gather", (tensor, wanted), root=dst)
         work = self._transport.gather(
-            staged if self.rank == dst else None, tensor.contiguous(), dst, async_op=async_op
+            staged if self.rank == dst else None, settled(tensor), dst, async_op=async_op
         )
         return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
 
@@ -209,8 +219,8 @@ class Collectives:
         if self.rank == src:
             check_list(self, "scatter", "inputs", inputs, like=output)
             check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
-        given = [tensor.contiguous() for tensor in inputs or ()] if self.rank == src else []
-        staged = output.contiguous()
+        given = [settled(tensor) for tensor in inputs or ()] if self.rank == src else []
+        staged = settled(output)
         self._enter("scatter", (output, given), root=src)
         work = self._transport.scatter(staged, given if self.rank == src else None, src, async_op=async_op)
         return work if staged is output else copy_back(work, [(output, staged)], async_op)
@@ -220,34 +230,36 @@ class Collectives:
         check_peer(self, "send", "dst", dst)
         check_tensor("send", tensor)
         self._enter("send", (tensor,), root=dst)
-        return self._transport.send(tensor.contiguous(), dst, tag, async_op=async_op)
+        return self._transport.send(settled(tensor), dst, tag, async_op=async_op)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive from one rank into ``tensor``."""
         check_peer(self, "recv", "src", src)
         check_tensor("recv", tensor)
-        staged = tensor.contiguous()
+        staged = settled(tensor)
         self._enter("recv", (tensor,), root=src)
         work = self._transport.recv(staged, src, tag, async_op=async_op)
         return copy_back(work, [(tensor, staged)], async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return when every rank has called it."""
-        self._enter("barrier", ())
+        if self._guarded or _observe._observers:
+            self._enter("barrier", ())
         return self._transport.barrier(async_op=async_op)
 
     def _fitting(self, whole: Tensor, part: Tensor) -> torch.dtype | None:
         """The dtype if ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
         if type(whole) in _TENSORS and type(part) in _TENSORS:
-            dtype = whole.dtype
+            dtype, count = whole.dtype, part.numel()
             try:
                 if (
                     part.dtype is dtype
                     and whole.is_contiguous()
                     and part.is_contiguous()
-                    and whole.numel() == part.numel() * self.size
+                    and whole.numel() == count * self.size
                     and whole.layout is _STRIDED
                     and part.layout is _STRIDED
+                    and (count != 1 or not (whole.is_neg() or part.is_neg()))
                 ):
                     return dtype
             except RuntimeError:  # from is_contiguous, which some sparse layouts lack
@@ -273,4 +285,5 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is _STRIDED
         and tensor.dtype in MOVED
         and tensor.is_contiguous()
+        and (tensor.numel() != 1 or not tensor.is_neg())
     )

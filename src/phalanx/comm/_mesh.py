@@ -308,6 +308,8 @@ class DeviceMesh:
             and self._root.parent is other._root.parent
             and bool(torch.equal(self.mesh, other.mesh))
             and self._root.rank == other._root.rank
+            # without a parent that makes the groups, they themselves say where tensors on the mesh are sent
+            and (self._root.parent is not None or self._root.groups == other._root.groups)
         )
 
     def __hash__(self) -> int:

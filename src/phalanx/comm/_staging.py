@@ -1,6 +1,6 @@
 """Results that must go elsewhere: collectives run on contiguous copies, which are copied back when they are done.
 
-Owns the handle that does the copying. Nothing here talks to a peer.
+Owns what a copy is needed for, and the handle that copies back. Nothing here talks to a peer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm._transport import Done, Work
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """``tensor`` as bytes can carry it: contiguous, with a conjugation or change of sign that torch put off done."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 class StagedWork(Work):
@@ -28,7 +35,7 @@ class StagedWork(Work):
 
 
 def copy_back(work: Work, pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
-    """``pairs`` are (wanted, staged); where ``contiguous()`` returned the tensor itself there is nothing to do."""
+    """``pairs`` are (wanted, staged); where ``settled`` returned the tensor itself there is nothing to do."""
     copies = [(wanted, staged) for wanted, staged in pairs if wanted.data_ptr() != staged.data_ptr()]
     if not copies:
         return work

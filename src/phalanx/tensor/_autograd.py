@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import LINEAR_OPS, redistribute_local
+from phalanx.tensor._execute import LINEAR_OPS, exposed_gradient, redistribute_local
 from phalanx.tensor._placement import Partial
+from phalanx.tensor._spec import Spec
 
 
 def _listed(value: Any) -> list[Any]:
@@ -102,9 +103,13 @@ def grad(func: Any, args: Any, kwargs: Any) -> Any:
         materialize_grads=given.get("materialize_grads") or False,
     )
     return tuple(
-        wrap(g, t._spec.cotangent) if g is not None and isinstance(t, DTensor) else g
+        _wrapped(g, t._spec) if g is not None and isinstance(t, DTensor) else g
         for t, g in zip(inputs, found, strict=True)
     )
+
+
+def _wrapped(local: Tensor, spec: Spec) -> DTensor:
+    return wrap(exposed_gradient(local, spec) if spec.is_partial else local, spec.cotangent)
 
 
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:

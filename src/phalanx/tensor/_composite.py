@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from phalanx.tensor._candidates import arg_extreme, extreme, topk
 from phalanx.tensor._dispatch import run_rule
-from phalanx.tensor._distribute import redistribute_input
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
-from phalanx.tensor._names import op_name
-from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, StridedShard
+from phalanx.tensor._names import op_name, torch_keywords
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._through import run_through, through
 from phalanx.tensor._views import fresh
@@ -88,9 +88,40 @@ _LOSS_NAMES_SET = frozenset(_LOSS_NAMES)
 _cross_entropy_body: Any = through(F.cross_entropy)
 
 
+# Losses of pairs of elements: where their signature has the reduction.
+_ELEMENTWISE = {
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), 2),
+    **dict.fromkeys(("binary_cross_entropy", "hinge_embedding_loss"), 3),
+    **dict.fromkeys(("binary_cross_entropy_with_logits", "margin_ranking_loss"), 4),
+    "poisson_nll_loss": 5,
+}
+
+
+def elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Element by element where the elements are; then their mean or sum, which is a reduction like any other."""
+    place, options = _ELEMENTWISE[op_name(func).base], dict(kwargs or {})
+    if len(args) > place:
+        reduction = args[place]
+        args = (*args[:place], _NONE, *args[place + 1 :])
+    else:
+        reduction = options.get("reduction", _MEAN)
+        options["reduction"] = _NONE
+    each = run_rule(func, args, options)
+    return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
+
+
+def broadcast_tensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each expanded where it is; losses begin with this."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    if not all(type(t) is DTensor for t in tensors):
+        return run_replicated(func, args, kwargs)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
+
+
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """The norm of the ranks' norms, over the axes that cut a reduced dim."""
-    options = dict(kwargs or {})
+    options = torch_keywords(kwargs or {})
     x = args[0]
     names = ("x", "ord", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **options}
@@ -138,42 +169,6 @@ def _without_partial(x: DTensor) -> DTensor:
     if not any(isinstance(p, Partial) for p in x.placements):
         return x
     return x.redistribute(placements=[REPLICATE if isinstance(p, Partial) else p for p in x.placements])
-
-
-def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """argmax, argmin over a cut dim: each rank's candidate, then the best of the candidates (the first of equals)."""
-    given = {**dict(zip(("x", "dim", "keepdim"), args, strict=False)), **(kwargs or {})}
-    x, dim, keepdim = args[0], given.get("dim"), bool(given.get("keepdim", False))
-    if (
-        not isinstance(x, DTensor)
-        or not isinstance(dim, int)
-        or not -x.ndim <= dim < x.ndim
-        or "out" in given
-    ):
-        return run_rule(func, args, kwargs)
-    spec, dim = x._spec, dim % x.ndim
-    axes = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == dim]
-    odd = [p for p in spec.placements if isinstance(p, Partial) or type(p) is StridedShard]
-    if not axes or odd or spec.shape_at([n - 1 for n in spec.mesh.shape])[dim] == 0:
-        return run_rule(func, args, kwargs)
-    pick = torch.max if op_name(func).base == "argmax" else torch.min
-    values, indices = pick(fresh(x).detach(), dim, keepdim=True)
-    shape = list(spec.shape)
-    shape[dim] = math.prod(spec.mesh.shape[axis] for axis in axes)
-    parts = Spec.of(spec.mesh, spec.placements, shape, spec.dtype)
-    gathered = [REPLICATE if axis in axes else p for axis, p in enumerate(spec.placements)]
-
-    def candidates(local: torch.Tensor) -> torch.Tensor:
-        mine = wrap(local, parts.with_dtype(local.dtype))
-        return redistribute_input(mine, mine._spec.with_placements(gathered), op_name(func).base)
-
-    best = func(candidates(values), dim, True)
-    found = candidates(indices + spec.local_offset(dim)).gather(dim, best)
-    shape[dim] = 1
-    if keepdim:
-        return wrap(found, Spec.of(spec.mesh, gathered, shape, found.dtype))
-    outer = [p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in gathered]
-    return wrap(found.squeeze(dim), Spec.of(spec.mesh, outer, shape[:dim] + shape[dim + 1 :], found.dtype))
 
 
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -285,19 +280,61 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Any:
 _SOFTMAX: dict[Any, Any] = {F.softmax: torch.Tensor.softmax, F.log_softmax: torch.Tensor.log_softmax}
 _NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
 
+
+def setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """``x[mask] = number`` is ``masked_fill_``, which needs no index."""
+    x, key, value = args
+    if (
+        type(key) is DTensor
+        and key.dtype is torch.bool
+        and type(x) is DTensor
+        and x.shape[: key.ndim] == key.shape
+        and (isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and not value.dim()))
+    ):
+        x.masked_fill_(key.reshape([*key.shape, *[1] * (x.ndim - key.ndim)]), value)
+    else:
+        run_rule(func, args, kwargs)
+
+
+# Functions of torch.nn.functional with a rule under their name, and their bodies, which know how to work in place.
+ACTIVATIONS: dict[Any, Any] = {
+    func: through(func)
+    for func in (F.relu, F.silu, F.elu, F.leaky_relu, F.hardtanh, F.relu6, F.mish, F.celu, F.selu)
+}
+
+
+def activation(func: Any, args: Any, kwargs: Any) -> Any:
+    """``F.relu(x, inplace=False)`` and the like; in place they are other functions."""
+    if kwargs and "inplace" in kwargs:
+        kwargs = dict(kwargs)
+        in_place = kwargs.pop("inplace")
+    else:
+        in_place = args[-1] is True  # their other arguments are numbers
+    if in_place:
+        given = args[:-1] if args[-1] is True else args
+        return run_through(ACTIVATIONS[func], func, given, {**(kwargs or {}), "inplace": True})
+    return run_rule(func, args, kwargs)
+
+
 # Functions of torch.nn.functional whose body need not run: they are one call of a function that has the rule.
 FUNCTIONAL = {
     F.layer_norm: layer_norm,
     F.embedding: embedding,
     F.cross_entropy: functional_cross_entropy,
     **dict.fromkeys(_SOFTMAX, softmax),
+    **dict.fromkeys(ACTIVATIONS, activation),
 }
 
 COMPOSITE = {
+    **dict.fromkeys(_ELEMENTWISE, elementwise_loss),
+    "broadcast_tensors": broadcast_tensors,
+    "__setitem__": setitem,
     "cross_entropy_loss": cross_entropy,
     "nll_loss_nd": nll_loss,
     "batch_norm": batch_norm,
     **dict.fromkeys(("argmax", "argmin"), arg_extreme),
+    **dict.fromkeys(("max", "min"), extreme),
+    "topk": topk,
     "linalg_vector_norm": vector_norm,
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
+from phalanx.tensor._execute import summing_hooks
 from phalanx.tensor._log import log_decision
 from phalanx.tensor._names import OpName, op_name
 from phalanx.tensor._plan import Plan, plan_redistribute
@@ -25,7 +26,7 @@ from phalanx.tensor.rules import RULES
 class Decision:
     """How one call runs on locals."""
 
-    __slots__ = ("call", "form", "is_view", "moves", "name", "outputs", "plain", "reductions")
+    __slots__ = ("call", "form", "is_view", "moves", "name", "outputs", "plain", "plain_write", "reductions")
 
     def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
         self.name = name
@@ -36,6 +37,7 @@ class Decision:
         self.reductions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
         self.is_view = False
         self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
+        self.plain_write = False  # the same for a call in place
 
 
 def _not_here(*args: Any, **kwargs: Any) -> Any:
@@ -85,6 +87,8 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
             f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
         )
         outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+        if sharding.local is None and sharding.bind is None:
+            _check_promise(call, targets, outputs)
     decision = Decision(
         call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
     )
@@ -96,9 +100,19 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     )
     if call.needs_grad:
         decision.reductions = tuple(_reductions(targets, outs))
-    if form == "one" and not decision.moves and not decision.reductions:
-        decision.plain = outputs[0]
+    if not decision.moves and not decision.reductions:
+        decision.plain = outputs[0] if form == "one" else None
+        decision.plain_write = form == "self"
     return decision
+
+
+def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
+    """A rule that misread the arguments must not go unnoticed: torch tells the shapes that the locals will have."""
+    found = call.local_shapes(targets)
+    assert found is None or found == [spec.local_shape for spec in outputs], (
+        f"rank {call.inputs[0].spec.mesh.get_rank()}: the rule for {call.name} promises {list(outputs)} of "
+        f"{list(targets)}, but torch makes local results of shapes {found}. The rule is wrong: please report this call"
+    )
 
 
 def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
@@ -123,4 +137,5 @@ def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
             and any(not out[axis].is_replicate() for out in outs)
         )
         if axes:
-            yield index, (tuple(target.mesh.get_group(axis) for axis in axes), axes)
+            groups = tuple(target.mesh.get_group(axis) for axis in axes)
+            yield index, (summing_hooks(groups), axes)

@@ -26,7 +26,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, reduce_gradient, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
-from phalanx.tensor._names import op_name
+from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
@@ -42,6 +42,7 @@ SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are eq
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
+_TENSORS = frozenset({Tensor})
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
@@ -77,6 +78,8 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
         rest = args[1:]
         if SIMPLE.issuperset(map(type, rest)):
             return run_first(func, args[0], rest)
+        if count == 2 and type(args[1]) is float:
+            return run_scalar(func, args[0], args[1])
     kinds = tuple(map(type, args))
     runner = _runners.get(kinds) or _make_runner(kinds, ())
     return _run_general(func, args, None) if runner is None else runner(func, args)
@@ -105,9 +108,13 @@ def run_pair(func: Any, left: DTensor, right: DTensor) -> Any:
         decision = _cache[found]
     except KeyError:
         decision = _learn(found, func, (left, right), _NO_KEYWORDS, (left, right), grad)
-    if decision.plain is None or left._stale is not None or right._stale is not None:
-        return _run(decision, func, (left, right), [a, b], _FIRST_TWO)
-    return wrap(decision.call(a, b), decision.plain)
+    if left._stale is None and right._stale is None:
+        if decision.plain is not None:
+            return wrap(decision.call(a, b), decision.plain)
+        if decision.plain_write:
+            decision.call(a, b)
+            return left
+    return _run(decision, func, (left, right), [a, b], _FIRST_TWO)
 
 
 def _run_three(func: Any, x: DTensor, y: DTensor, z: DTensor) -> Any:
@@ -151,6 +158,24 @@ def run_first_two(func: Any, left: DTensor, right: DTensor, rest: tuple[Any, ...
     return wrap(decision.call(a, b, *rest), decision.plain)
 
 
+def run_scalar(func: Any, tensor: DTensor, scalar: float) -> Any:
+    """``run_rule`` for a DTensor and a number, which is left out of the key as ``KEPT_FLOATS`` says."""
+    local = tensor._local
+    grad = local.requires_grad and _grad_enabled()
+    found = (func, tensor._spec, grad, scalar if scalar in KEPT_FLOATS else float)
+    try:
+        decision = _cache[found]
+    except KeyError:
+        decision = _learn(found, func, (tensor, scalar), _NO_KEYWORDS, (tensor,), grad)
+    if tensor._stale is None:
+        if decision.plain is not None:
+            return wrap(decision.call(local, scalar), decision.plain)
+        if decision.plain_write:
+            decision.call(local, scalar)
+            return tensor
+    return _run(decision, func, (tensor, scalar), [local, scalar], _FIRST)
+
+
 _numbers = itertools.count()
 _runners: dict[Any, _Runner] = {}
 
@@ -175,6 +200,7 @@ def _mixed_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) 
     positions = [i for i, kind in enumerate(kinds) if kind is DTensor]
     floats = [i for i, kind in enumerate(kinds) if kind is float]
     sequences = [i for i, kind in enumerate(kinds) if kind in _SEQUENCES]
+    first = positions[0]
 
     def run_mixed(func: Any, given: Any) -> Any:
         key, values = list(given), list(given)
@@ -200,12 +226,15 @@ def _mixed_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) 
         if decision is None:
             tensors = [given[i] for i in positions]
             decision = _learn(found, func, *_split(given, names), tensors, grad)
-        if decision.plain is None or not usual:
+        plain = decision.plain
+        if not usual or (plain is None and not decision.plain_write):
             return _run(decision, func, given, values, positions, names)
-        if not names:
-            return wrap(decision.call(*values), decision.plain)
-        args, kwargs = _split(values, names)
-        return wrap(decision.call(*args, **kwargs), decision.plain)
+        if names:
+            args, kwargs = _split(values, names)
+            result = decision.call(*args, **kwargs)
+        else:
+            result = decision.call(*values)
+        return given[first] if plain is None else wrap(result, plain)
 
     return run_mixed
 
@@ -274,18 +303,18 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         values[position] = (
             move(local, plan) if local.requires_grad and _grad_enabled() else run_plan(local, plan)
         )
-    for index, (groups, axes) in decision.reductions:
+    for index, (hooks, axes) in decision.reductions:
         position = positions[index]
         local = values[position]
         if local.requires_grad:
             if explicit:
                 check_explicit_reduction(decision.name, given[position]._spec, axes)
-            values[position] = reduce_gradient(local, groups)
+            values[position] = reduce_gradient(local, hooks)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     """The same for nested arguments, plain tensors among them, and ``out=``."""
-    kwargs = dict(kwargs) if kwargs else {}
+    kwargs = in_signature_order(func, dict(kwargs)) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
         return write_out(func(*args, **kwargs), out)
@@ -321,6 +350,8 @@ def _finish(decision: Decision, result: Any, first: DTensor) -> Any:
     copied = decision.is_view and (decision.moves or first._stale is not None)
     if decision.form == "one" and not copied:
         return wrap(result, decision.outputs[0])
+    if type(result) in _SEQUENCES and not copied and _TENSORS.issuperset(map(type, result)):
+        return type(result)(map(wrap, result, decision.outputs))
     wrapped = wrap_all(result, iter(decision.outputs))
     if copied:
         for view in tensors_in(wrapped):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.comm import DeviceMesh
 from phalanx.comm._mesh import current_mesh
-from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local, start_plan
+from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
+from phalanx.tensor._execute import redistribute_local, route_of, start_plan
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
@@ -113,11 +113,22 @@ def from_local(
             f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} gives "
             f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
         )
-    if local.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
-        raise NotImplementedError(
-            "from_local(grad_placements=) is not supported: redistribute the result instead"
-        )
+    if grad_placements is not None:
+        return wrap(_with_gradient_as(local, spec, grad_placements), spec)
     return wrap(local.view_as(local), spec)
+
+
+def _with_gradient_as(local: Tensor, spec: Spec, placements: Sequence[Placement]) -> Tensor:
+    """``local``, whose gradient will be this rank's part of a gradient laid out by ``placements``."""
+    wanted = spec.with_placements(normalize(placements, spec.mesh.ndim, local.dim()))
+    if wanted.local_shape != tuple(local.shape):
+        raise ValueError(
+            f"rank {spec.mesh.get_rank()}: from_local(grad_placements={list(placements)}) gives this rank a "
+            f"gradient of shape {wanted.local_shape} for a local tensor of shape {tuple(local.shape)}"
+        )
+    apply: Any = GradLayout.apply
+    result: Tensor = apply(local, spec.cotangent, wanted)
+    return result
 
 
 def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -191,7 +202,7 @@ def redistribute(
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
     if target is spec:
         return tensor if local is tensor._local else wrap(local, spec)
-    spec.routes[tuple(placements)] = (target, plan_redistribute(spec, target), None)
+    spec.routes[tuple(placements)] = route_of(plan_redistribute(spec, target))
     if async_op and plan_redistribute(spec, target).communicates:
         complete = start_plan(local, plan_redistribute(spec, target))
         return pending(target, lambda: _cast_gradient(complete(), backward_dtype))

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import _apply_move, redistribute_local, run_plan, there_and_back
+from phalanx.tensor._execute import _apply_move, exposed_gradient, redistribute_local, run_plan, turn_back
+from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
@@ -50,6 +51,8 @@ class DTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _num_dispatch_modes():
             refuse_tracing(func)
+        if not args:
+            args, kwargs = first_by_position(func, kwargs)
         handler = _handlers.get(func)
         if handler is None:
             handler = _find_handler(func)
@@ -81,7 +84,8 @@ class DTensor(torch.Tensor):
         """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
 
         Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
-        broadcasts replicas from the first rank and checks shapes across ranks.
+        broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
+        is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         """
         from phalanx.tensor._distribute import from_local
 
@@ -95,7 +99,7 @@ class DTensor(torch.Tensor):
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
             given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
             if given is not spec.cotangent:
-                apply: Any = _GradLayout.apply
+                apply: Any = GradLayout.apply
                 result: Tensor = apply(self._local, given, spec.cotangent)
                 return result
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
@@ -126,11 +130,14 @@ class DTensor(torch.Tensor):
         ):  # nothing unusual: straight to the plan, if there is one already
             route = spec.routes.get(tuple(placements))
             if route is not None:
-                target, plan, both_ways = route
                 local = self._local
-                if not (local.requires_grad and torch.is_grad_enabled()):
-                    return wrap(run_plan(local.detach() if local.requires_grad else local, plan), target)
-                return wrap(_apply_move(local, *(both_ways or there_and_back(plan))), target)
+                if not local.requires_grad:
+                    return wrap(run_plan(local, route.plan), route.target)
+                if not torch.is_grad_enabled():
+                    return wrap(run_plan(local.detach(), route.plan), route.target)
+                return wrap(
+                    _apply_move(local, route if route.back is not None else turn_back(route)), route.target
+                )
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -237,7 +244,9 @@ class DTensor(torch.Tensor):
             return None
         known = self._grads
         if known is None or known[0] is not local_grad:
-            known = self._grads = (local_grad, wrap(local_grad, self._spec.cotangent))
+            spec = self._spec
+            shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
+            known = self._grads = (local_grad, wrap(shown, spec.cotangent))
         return known[1]
 
     @grad.setter
@@ -336,7 +345,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     return result
 
 
-class _GradLayout(torch.autograd.Function):
+class GradLayout(torch.autograd.Function):
     """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.tensor._placement import Partial
+from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
@@ -62,11 +62,11 @@ def start_plan(local: Tensor, plan: Plan) -> Callable[[], Tensor]:
     started = Started(local, plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return started.run
-    _, back, scale, scale_back = there_and_back(plan)
+    route = turn_back(route_of(plan))
 
     def complete() -> Tensor:
         with torch.enable_grad():  # whoever looks first may have it switched off
-            result: Tensor = _apply_move(local, plan, back, scale, scale_back, started)
+            result: Tensor = _apply_move(local, route, started)
         return result
 
     return complete
@@ -84,19 +84,58 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def move(local: Tensor, plan: Plan) -> Tensor:
     """``run_plan`` as an autograd node."""
-    result: Tensor = _apply_move(local, *there_and_back(plan))
+    result: Tensor = _apply_move(local, turn_back(route_of(plan)))
     return result
 
 
-def there_and_back(plan: Plan) -> tuple[Plan, Plan, float, float]:
-    """What ``Move`` takes: the plan, its way back, and what each multiplies by."""
-    found: tuple[Plan, Plan, float, float] | None = plan.source.variants.get(("move", plan.target))
+class Route:
+    """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
+
+    __slots__ = ("back", "plan", "scale", "target")
+
+    def __init__(self, plan: Plan, scale: float) -> None:
+        self.plan = plan
+        self.target = plan.target
+        self.scale = scale
+        self.back: Route | None = None
+
+
+def route_of(plan: Plan) -> Route:
+    """The route of a move, made once for each plan."""
+    found: Route | None = plan.source.variants.get(("move", plan.target))
     if found is None:
-        _check_linear(plan)
-        back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
-        found = (plan, back, 1.0, _average_scale(plan.source, plan.target))
-        plan.source.variants["move", plan.target] = found
+        found = plan.source.variants["move", plan.target] = Route(plan, 1.0)
     return found
+
+
+def turn_back(route: Route) -> Route:
+    """``route`` with its way back, whose way back is the route itself."""
+    if route.back is None:
+        plan = route.plan
+        _check_linear(plan)
+        back = Route(
+            plan_redistribute(plan.target.cotangent, plan.source.cotangent),
+            _average_scale(plan.source, plan.target),
+        )
+        back.back, route.back = route, back
+    return route
+
+
+def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
+    """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
+
+    Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
+    is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
+    of them may go on.
+    """
+    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum")]
+    if not (sums and local.requires_grad and torch.is_grad_enabled()):
+        return local
+    whole = spec.cotangent.with_dtype(local.dtype)
+    parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
+    back = turn_back(route_of(plan_redistribute(whole, whole.with_placements(parts)))).back
+    result: Tensor = _apply_move(local, back)
+    return result
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
@@ -110,31 +149,39 @@ def _average_scale(source: Spec, target: Spec) -> float:
 
 
 class Move(torch.autograd.Function):
-    """Forward runs one plan, backward the other; applying it to the gradient swaps them."""
+    """Forward runs one route, backward the other; applying it to the gradient swaps them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, there: Plan, back: Plan, scale: float, scale_back: float, started: Any = None
-    ) -> Tensor:
-        ctx.plans = (there, back, scale, scale_back)
+    def forward(ctx: Any, local: Tensor, route: Route, started: Any = None) -> Tensor:
+        ctx.route = route
         sent = local.detach()  # a collective on what requires grad takes a third longer
-        moved = run_plan(sent, there) if started is None else started.run()
-        if scale != 1.0:
-            return moved * scale
+        moved = run_plan(sent, route.plan) if started is None else started.run()
+        if route.scale != 1.0:
+            return moved * route.scale
         return local.view_as(local) if moved is sent else moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        there, back, scale, scale_back = ctx.plans
-        grad = _apply_move(grads[0].contiguous(), back, there, scale_back, scale)
-        return grad, None, None, None, None, None
+        grad, back = grads[0].contiguous(), ctx.route.back
+        if grad.requires_grad and torch.is_grad_enabled():  # it will itself be differentiated
+            return _apply_move(grad, back), None, None
+        moved = run_plan(grad, back.plan)
+        return moved if back.scale == 1.0 else moved * back.scale, None, None
 
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
 _apply_move: Any = super(torch.autograd.Function, Move).apply
 
 
-def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
+Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
+
+
+def summing_hooks(groups: tuple[Group, ...]) -> Hooks:
+    """What ``reduce_gradient`` puts on tensors, made once for each place that needs it."""
+    return OrderedDict({0: partial(_sum_gradient, groups)})
+
+
+def reduce_gradient(local: Tensor, hooks: Hooks) -> Tensor:
     """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
 
     A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
@@ -142,7 +189,7 @@ def reduce_gradient(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
     """
     alias = local.view_as(local)
     # what register_hook does, without making a handle to remove the hook by
-    alias._backward_hooks = OrderedDict({0: partial(_sum_gradient, groups)})
+    alias._backward_hooks = hooks
     alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
     return alias
 

@@ -24,6 +24,7 @@ from phalanx.tensor._views import check_writable, mark_copied_view
 # They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
 WRITES_UNSEEN = {
     "batch_norm": (3, 4), "native_batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
+    "apply": (0,), "map": (0,), "map2": (0,),
 }  # fmt: skip
 
 # Their results share memory with the first argument.
@@ -92,13 +93,13 @@ def _unseen_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
 def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
     """Put the changed copy ``whole`` back into ``tensor``, in its layout."""
     check_writable(tensor, op)
-    if whole is tensor._local:
-        return
     spec = tensor._spec
     if tuple(whole.shape) != tuple(spec.shape):
         raise RuntimeError(
             f"{op} changed the shape of {spec!r} to {tuple(whole.shape)}: not supported on a DTensor"
         )
+    if whole is tensor._local:
+        return
     tensor._local.copy_(
         redistribute_local(whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
     )

@@ -1,12 +1,15 @@
 """Which operation a torch function is: one name for ``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``+`` and ``+=``.
 
-Owns ``op_name``. Pure.
+Owns ``op_name``, and the names and order of keyword arguments. Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
+
+import torch
 
 _DUNDER = {
     "add": "add", "radd": "add", "iadd": "add_", "sub": "sub", "rsub": "rsub", "isub": "sub_",
@@ -50,7 +53,56 @@ def op_name(func: Any) -> OpName:
     if name.startswith("__") and name.endswith("__"):
         name = _DUNDER.get(name[2:-2], name)
         if name.startswith("__"):
-            return OpName(name, False)
+            return OpName(name, name == "__setitem__")
     if name.endswith("_") and not name.endswith("__"):
         return OpName(name[:-1], True)
     return OpName(name, False)
+
+
+# torch takes numpy's names for these arguments too, in every function.
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def torch_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` under torch's names.
+
+    >>> torch_keywords({"axis": 0, "keepdims": True})
+    {'dim': 0, 'keepdim': True}
+    """
+    return {_NUMPY.get(name, name): value for name, value in kwargs.items()}
+
+
+def in_signature_order(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` in the order of the signature, which is how rules tell several tensors apart.
+
+    >>> list(in_signature_order(torch.matmul, {"other": torch.ones(1), "input": torch.ones(1)}))
+    ['input', 'other']
+    """
+    if sum(isinstance(value, torch.Tensor) for value in kwargs.values()) < 2:
+        return kwargs
+    order = _parameters(op_name(func).base)
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(_NUMPY.get(item[0], item[0]), len(order))))
+
+
+def first_by_position(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call that has keywords only, with ``input`` by position, where every handler looks for it.
+
+    >>> first_by_position(torch.sum, {"input": 1, "dim": 0})
+    ((1,), {'dim': 0})
+    """
+    named = torch_keywords(kwargs)
+    if "input" not in named or _parameters(op_name(func).base).get("input") != 0:
+        return (), kwargs
+    return (named.pop("input"),), named
+
+
+@cache
+def _parameters(base: str) -> dict[str, int]:
+    """Where each parameter of an operation of torch stands, over all of its signatures."""
+    packet = getattr(torch.ops.aten, base, None)
+    places: dict[str, int] = {}
+    for overload in packet.overloads() if packet is not None else ():
+        for place, argument in enumerate(getattr(packet, overload)._schema.arguments):
+            name = "input" if argument.name == "self" else argument.name
+            places[name] = max(place, places.get(name, 0))
+    return places

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor._dispatch import SIMPLE, run_first, run_one, run_pair, run_rule
+from phalanx.tensor._dispatch import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
 from phalanx.tensor._dtensor import DTensor, _find_handler, _handlers, _num_dispatch_modes
 
 _num_function_modes = torch._C._len_torch_function_stack
@@ -31,8 +31,9 @@ _OPERATORS = {
 # Methods that models call at every step and that have a rule.
 _METHODS = (
     "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
-    "split", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "add",
-    "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_",
+    "split", "contiguous", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh",
+    "sigmoid", "add", "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_",
+    "lerp_",
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def install() -> None:
         setattr(DTensor, name, _method(getattr(torch.Tensor, name)))
 
 
-def _operator(func: Any, inherited: Any) -> Callable[[DTensor, Any], Any]:
+def _operator(func: Any, inherited: Any) -> Any:
     def operator(self: DTensor, other: Any) -> Any:
         if (
             type(other) is not DTensor
@@ -59,7 +60,7 @@ def _operator(func: Any, inherited: Any) -> Callable[[DTensor, Any], Any]:
     return _hidden_from_compilers(operator)
 
 
-def _method(func: Any) -> Callable[..., Any]:
+def _method(func: Any) -> Any:
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
             return func(self, *args, **kwargs)
@@ -69,6 +70,8 @@ def _method(func: Any) -> Callable[..., Any]:
                 return run_one(func, self)
             if SIMPLE.issuperset(map(type, args)):
                 return run_first(func, self, args)
+            if len(args) == 1 and type(args[0]) is float:
+                return run_scalar(func, self, args[0])
         return handler(func, (self, *args), kwargs)
 
     return functools.wraps(func)(_hidden_from_compilers(method))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.tensor._names import torch_keywords
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
 
@@ -94,7 +95,9 @@ class LocalRun:
 
 @dataclass
 class Call:
-    """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors."""
+    """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors and torch's names in
+    place of numpy's.
+    """
 
     name: str
     func: Any
@@ -104,6 +107,9 @@ class Call:
     needs_grad: bool
     in_place: bool = False
     _meta: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.kwargs = torch_keywords(self.kwargs)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or called ``name``."""
@@ -129,14 +135,30 @@ class Call:
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
 
+    def local_shapes(self, specs: Sequence[Spec]) -> list[tuple[int, ...]] | None:
+        """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
+        shapes = [spec.local_shape for spec in specs]
+        try:
+            with torch.no_grad():
+                result = self.func(*_on_meta(self.args, shapes), **_on_meta(self.kwargs, shapes))
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+        ):  # no such kernel for meta tensors, or a call that will raise
+            return None
+        return [tuple(t.shape) for t in tensors_in(result)]
 
-def _on_meta(value: Any) -> Any:
+
+def _on_meta(value: Any, shapes: Sequence[Sequence[int]] | None = None) -> Any:
     if isinstance(value, In):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        shape = value.shape if shapes is None else shapes[value.index]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):
-        return tuple(map(_on_meta, value)) if type(value) is tuple else [_on_meta(v) for v in value]
+        items = [_on_meta(v, shapes) for v in value]
+        return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
-        return {k: _on_meta(v) for k, v in value.items()}
+        return {k: _on_meta(v, shapes) for k, v in value.items()}
     if isinstance(value, torch.device):
         return torch.device("meta")
     return value

@@ -52,7 +52,7 @@ class Spec:
     local_shape: tuple[int, ...]
     is_partial: bool  # on some axis
     template: Tensor  # a meta tensor of the global shape, which wrappers are made from
-    routes: dict[Any, Any]  # placements as users gave them -> target, plan: what ``redistribute`` did before
+    routes: dict[Any, Any]  # placements as users gave them -> the ``Route`` that ``redistribute`` took before
     variants: dict[Any, Any]  # other specs and plans derived from this one, made on demand
 
     _known: ClassVar[weakref.WeakValueDictionary[Any, Spec]] = weakref.WeakValueDictionary()

@@ -13,10 +13,12 @@ import torch
 
 from phalanx.tensor import _autograd, _foreach
 from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
+from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._names import OpName
+from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -112,10 +114,53 @@ def _new_tensor(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(local, Spec.of(mesh, args[0]._spec.replicated.placements, local.shape, local.dtype))
 
 
+def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.t_()``, ``x.unsqueeze_(0)`` and the like: the view becomes the tensor itself."""
+    name, options = op_name(func), torch_keywords(kwargs or {})
+    tensor: DTensor = args[0]
+    check_writable(tensor, name.base)
+    view = getattr(torch.Tensor, name.base)(*args, **options)
+    if view._stale is not None:
+        raise NotImplementedError(
+            f"{name.base}_ on {tensor._spec!r} would have to move its data: use {name.base}() and the tensor it returns"
+        )
+    if name.base == "squeeze":  # by number: a local dim of size one may be a cut of a longer one
+        gone = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == 1]
+        dims = args[1] if len(args) > 1 else options.get("dim", gone)
+        chosen = {d % tensor.ndim - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        tensor._local.squeeze_(tuple(d for d in gone if d in chosen))
+    else:
+        func(tensor._local, *args[1:], **options)
+    tensor._spec = view._spec
+    return tensor
+
+
+def _to(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.to(y)`` and ``x.type_as(y)`` take nothing of y but its dtype."""
+    other = args[1] if len(args) > 1 else (kwargs or {}).get("other")
+    if isinstance(other, torch.Tensor):
+        options = {name: value for name, value in (kwargs or {}).items() if name != "other"}
+        return run_rule(torch.Tensor.to, (args[0], other.dtype, *args[2:]), options)
+    return run_rule(func, args, kwargs)
+
+
+def _type(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.type()`` is a name, ``x.type(dtype)`` a cast."""
+    return run_rule(func, args, kwargs) if kwargs or len(args) > 1 else func(args[0]._local)
+
+
+# In place, these change the shape. Handlers are found once for each function, so their other forms pay nothing.
+_IN_PLACE: dict[str, Handler] = {
+    **dict.fromkeys(("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"), _reshape_in_place),
+    "as_strided": _refuse("its memory is this rank's part; use as_strided and the tensor it returns"),
+}
+
 TABLE: dict[str, Handler] = {
     **dict.fromkeys(_FROM_LOCAL, _from_local),
     **dict.fromkeys(("size", "dim", "numel", "nelement", "ndimension", "__len__"), _shape_answer),
     "is_complex": _is_complex,
+    **dict.fromkeys(("to", "type_as"), _to),
+    "type": _type,
     "stride": _stride,
     "nbytes.get": _nbytes,
     "is_same_size": _is_same_size,
@@ -149,6 +194,8 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
         return _foreach.foreach
     if name.base.startswith("_fused_"):
         return _foreach.fused
+    if name.in_place and name.base in _IN_PLACE:
+        return _IN_PLACE[name.base]
     if func in FUNCTIONAL:
         return FUNCTIONAL[func]
     if name.base in COMPOSITE:

@@ -9,13 +9,17 @@ An action is a pair. ``begin(local, async_op)`` starts the collective and return
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import Group
+from phalanx.comm._checks import MOVED, PLAIN
+from phalanx.comm._fitting import all_reduce_fitting, exchange_fitting, gather_fitting, reduce_scatter_fitting
 from phalanx.tensor._placement import Partial, Replicate, Shard, StridedShard, chunk_sizes, chunk_starts
 from phalanx.tensor._plan import Plan, Step
 from phalanx.tensor._spec import Spec
@@ -23,6 +27,7 @@ from phalanx.tensor._spec import Spec
 Begin = Callable[[Tensor, bool], tuple[Any, Any]]
 Finish = Callable[[Any], Tensor] | None
 Action = tuple[Begin, Finish]
+_CONTIGUOUS = torch.contiguous_format
 
 
 def actions_of(plan: Plan) -> list[Action]:
@@ -54,7 +59,7 @@ def _all_gather(step: Step) -> Action:
     assert isinstance(placement, Shard), f"{step!r} gathers a shard"
     dim, lengths = placement.dim, _axis_lengths(step, step.source, placement.dim)
     if len(set(lengths)) == 1 and type(placement) is Shard:
-        return _even_gather(group, dim, step.source.local_shape, lengths)
+        return _even_gather(group, dim, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         outputs = [local.new_empty(_resized(local, dim, length)) for length in lengths]
@@ -66,15 +71,17 @@ def _all_gather(step: Step) -> Action:
     return begin, lambda outputs: torch.cat(outputs, dim)
 
 
-def _even_gather(group: Group, dim: int, part: tuple[int, ...], lengths: tuple[int, ...]) -> Action:
-    front = list(part)
+def _even_gather(group: Group, dim: int, step: Step) -> Action:
+    front = list(step.source.local_shape)
     front[0], front[dim] = front[dim], front[0]
-    shape = (front[0] * len(lengths), *front[1:])
+    shape = (front[0] * group.size, *front[1:])
+    fits = step.source.dtype in MOVED and 0 not in shape
+    gather = gather_fitting(group) if fits else group.all_gather_into_tensor
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         sent = (local.transpose(0, dim) if dim else local).contiguous()
-        output = sent.new_empty(shape)
-        return group.all_gather_into_tensor(output, sent, async_op=async_op), output
+        output = sent.new_empty(*shape)  # a tuple takes longer
+        return gather(output, sent, async_op=async_op), output
 
     return begin, _back_to(dim)
 
@@ -102,7 +109,8 @@ def _all_to_all(step: Step) -> Action:
     group, leaving = _group(step), after.dim
     sizes = list(_axis_lengths(step, step.target, after.dim))
     lengths = _axis_lengths(step, step.source, before.dim)
-    if len(set(sizes)) == 1 == len(set(lengths)):
+    even = len(set(sizes)) == 1 == len(set(lengths)) and 0 not in step.source.local_shape
+    if even and step.source.dtype in MOVED:
         return _even_exchange(group, before.dim, after.dim, step)
     shapes = []
     for length in lengths:
@@ -122,13 +130,17 @@ def _all_to_all(step: Step) -> Action:
 def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
     """Equal parts travel as one tensor, rank by rank in front; a copy only where the dim is not the first."""
     shape, target = step.source.local_shape, step.target.local_shape
-    cut = (*shape[:leaving], group.size, target[leaving], *shape[leaving + 1 :])
+    part = (*shape[:leaving], target[leaving], *shape[leaving + 1 :])
+    # what view(..., ranks, size, ...).movedim(leaving, 0) of a contiguous tensor is, in one call
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    cut, cut_strides = (group.size, *part), (target[leaving] * strides[leaving], *strides)
+    exchange = exchange_fitting(group)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        sent = local.view(cut)
-        sent = (sent.movedim(leaving, 0) if leaving else sent).contiguous()
+        sent = local.contiguous()
+        sent = torch.as_strided_copy(sent, cut, cut_strides) if leaving else sent.view(cut)
         received = torch.empty_like(sent)
-        return group.all_to_all_single(received, sent, async_op=async_op), received
+        return exchange(received, sent, async_op=async_op), received
 
     if arriving == 0:
         return begin, lambda received: received.view(target)
@@ -137,10 +149,12 @@ def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Act
 
 def _all_reduce(step: Step) -> Action:
     group, op = _group(step), _reduce_op(step)
+    plain = PLAIN[op].get(step.source.dtype) if 0 not in step.source.local_shape else None
+    all_reduce = partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        total = local.clone(memory_format=torch.contiguous_format)
-        return group.all_reduce(total, op, async_op=async_op), total
+        total = local.clone(memory_format=_CONTIGUOUS)
+        return all_reduce(total, async_op=async_op), total
 
     return begin, None
 
@@ -151,13 +165,7 @@ def _reduce_scatter(step: Step) -> Action:
     dim, lengths = after.dim, list(_axis_lengths(step, step.target, after.dim))
     group, op = _group(step), _reduce_op(step)
     if len(set(lengths)) == 1:
-
-        def begin_even(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-            front = (local.transpose(0, dim) if dim else local).contiguous()
-            output = front.new_empty((lengths[0], *front.shape[1:]))
-            return group.reduce_scatter_tensor(output, front, op, async_op=async_op), output
-
-        return begin_even, _back_to(dim)
+        return _even_reduce_scatter(group, dim, lengths[0], op, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         parts = [part.contiguous() for part in torch.split(local, lengths, dim)]
@@ -165,6 +173,22 @@ def _reduce_scatter(step: Step) -> Action:
         return group.reduce_scatter(output, parts, op, async_op=async_op), output
 
     return begin, None
+
+
+def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Step) -> Action:
+    front = list(step.source.local_shape)
+    front[0], front[dim] = front[dim], front[0]
+    shape = (length, *front[1:])
+    plain = PLAIN[op].get(step.source.dtype) if 0 not in front else None
+    checked = partial(group.reduce_scatter_tensor, op=op)
+    scatter = checked if plain is None else reduce_scatter_fitting(group, plain)
+
+    def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
+        sent = (local.transpose(0, dim) if dim else local).contiguous()
+        output = sent.new_empty(*shape)  # a tuple takes longer
+        return scatter(output, sent, async_op=async_op), output
+
+    return begin, _back_to(dim)
 
 
 def _slice(step: Step) -> Action:
@@ -181,7 +205,7 @@ def _slice(step: Step) -> Action:
         ]
         return _local(lambda local: torch.cat([local.narrow(dim, at, size) for at, size in pieces], dim))
     start, size = chunk_starts(whole, parts)[coordinate], chunk_sizes(whole, parts)[coordinate]
-    return _local(lambda local: local.narrow(dim, start, size).clone(memory_format=torch.contiguous_format))
+    return _local(lambda local: torch.narrow_copy(local, dim, start, size))
 
 
 def _split(step: Step) -> Action:

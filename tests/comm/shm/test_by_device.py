@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from phalanx.comm import ReduceOp
+from comm.shm.test_random import TINY, on_threads
+from phalanx.comm import Group, ReduceOp, _auto
 from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._shm import ShmTransport
 from phalanx.comm._transport import Done
 from phalanx.comm.stores import MemoryStore
 from phalanx.errors import GroupAborted
-
-pytestmark = pytest.mark.fast
+from processes import run_processes
 
 
 class Recorder(ShmTransport):
@@ -23,6 +25,7 @@ class Recorder(ShmTransport):
         return Done()
 
 
+@pytest.mark.fast
 def test_each_device_has_its_transport_and_the_second_is_made_when_needed() -> None:
     made: list[Recorder] = []
 
@@ -45,3 +48,63 @@ def test_each_device_has_its_transport_and_the_second_is_made_when_needed() -> N
         with pytest.raises(GroupAborted, match="over"):
             transport.barrier(async_op=False)
     both.close()
+
+
+@pytest.mark.fast
+def test_cuda_tensors_take_nccl_and_the_rest_takes_gloo() -> None:
+    assert _auto.choose_for("cuda", nccl=True).kind == "nccl"
+    assert _auto.choose_for("cuda", nccl=False).kind == "gloo"
+    assert _auto.choose_for("xpu", nccl=True).kind == "gloo"
+
+
+def meet_on_two_devices(worker) -> tuple[str, float, str, list[str]]:
+    """The machine believes that it has an accelerator of type meta, which gloo does not know."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda item: lines.append(item.getMessage())
+    logging.getLogger("phalanx.comm").addHandler(handler)
+    logging.getLogger("phalanx.comm").setLevel(logging.INFO)
+    _auto.accelerator = lambda: "meta"
+    group = worker.group(backend="auto", timeout=60.0)
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    with pytest.raises(Exception, match="meta") as caught:
+        group.all_reduce(torch.ones(3, device="meta"))
+    return group.backend, tensor[0].item(), str(caught.value), lines
+
+
+def test_an_accelerators_tensors_go_another_way_and_the_log_says_which() -> None:
+    for outcome in run_processes(2, meet_on_two_devices):
+        backend, total, error, lines = outcome.value
+        assert (backend, total) == ("shm", 2.0)
+        assert "same-host transport" not in error
+        assert len(lines) == 2
+        assert "gloo for tensors on meta, since" in lines[1]
+
+
+@pytest.mark.fast
+def test_tensors_that_are_not_in_the_hosts_memory_are_refused() -> None:
+    def main(group: Group) -> int:
+        good, bad = torch.ones(4), torch.ones(4, device="meta")
+        calls = [
+            lambda: group.all_reduce(bad),
+            lambda: group.reduce(bad, 0),
+            lambda: group.broadcast(bad, 0),
+            lambda: group.all_gather([good, bad], good),
+            lambda: group.all_gather_into_tensor(torch.ones(8, device="meta"), good),
+            lambda: group.reduce_scatter(good, [good, bad]),
+            lambda: group.reduce_scatter_tensor(good, torch.ones(8, device="meta")),
+            lambda: group.all_to_all([good, bad], [good, good]),
+            lambda: group.all_to_all_single(good, bad),
+            lambda: group.gather(bad, [good, good] if group.rank == 0 else None, 0),
+            lambda: group.scatter(bad, [good, good] if group.rank == 0 else None, 0),
+            lambda: group.send(bad, 1 - group.rank),
+            lambda: group.recv(bad, 1 - group.rank),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match="got a tensor on meta"):
+                call()
+        group.all_reduce(good)
+        return int(good.sum())
+
+    assert on_threads(2, main, **TINY) == [8, 8]

@@ -30,5 +30,6 @@ if __name__ == "__main__":
         facts["random"] = float(numpy.random.rand())
     with open(f"{sys.argv[1]}.{facts['rank']}", "w") as file:
         json.dump(facts, file)
-    print(f"out {facts['rank']}")
-    print(f"err {facts['rank']}", file=sys.stderr)
+    # Not print: it writes the end of a line by itself, and what another worker writes may come in between.
+    sys.stdout.write(f"out {facts['rank']}\n")
+    sys.stderr.write(f"err {facts['rank']}\n")

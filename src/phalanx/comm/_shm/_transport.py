@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -116,21 +117,26 @@ class ShmTransport(Transport):
         return fold
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        if not tensor.is_cpu:
+            self._refuse(tensor)
         fold = self._fold(op, tensor.dtype)
         if self._is_large(tensor):
             return self._start(direct.all_reduce(self._window, self._regions, tensor, fold, op), async_op)
         return self._start(through_slots.all_reduce(self._window, tensor, fold, op), async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
+        self._check_device(tensor)
         fold = self._fold(op, tensor.dtype)
         return self._start(through_slots.reduce(self._window, tensor, fold, op, dst), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
+        self._check_device(tensor)
         if self._is_large(tensor):
             return self._start(direct.broadcast(self._window, self._regions, tensor, src), async_op)
         return self._start(through_slots.broadcast(self._window, tensor, src), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
+        self._check_device(tensor, *outputs)
         if any(map(self._is_large, outputs)):
             return self._start(direct.all_gather(self._window, self._regions, outputs, tensor), async_op)
         return self._start(through_slots.all_gather(self._window, outputs, tensor), async_op)
@@ -141,6 +147,7 @@ class ShmTransport(Transport):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
     ) -> Work:
+        self._check_device(output, *inputs)
         fold = self._fold(op, output.dtype)
         if any(map(self._is_large, inputs)):
             steps = direct.reduce_scatter(self._window, self._regions, output, inputs, fold, op)
@@ -151,7 +158,20 @@ class ShmTransport(Transport):
         return self.reduce_scatter(output, self._parts(tensor), op, async_op=async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
+        self._check_device(*outputs, *inputs)
         return self._start(direct.all_to_all(self._window, self._regions, outputs, inputs), async_op)
+
+    def _check_device(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                self._refuse(tensor)
+
+    def _refuse(self, tensor: Tensor) -> NoReturn:
+        """Tensors are touched by address: one of another device would be no error but a crash."""
+        raise TypeError(
+            f"rank {self.rank}: the same-host transport got a tensor on {tensor.device}; expected one in the host's "
+            "memory (.cpu()), or make the group with a backend that carries that device"
+        )
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
@@ -162,17 +182,21 @@ class ShmTransport(Transport):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         outputs = outputs if self.rank == dst else None
+        self._check_device(tensor, *(outputs or ()))
         return self._start(through_slots.gather(self._window, outputs, tensor, dst), async_op)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
         inputs = inputs if self.rank == src else None
+        self._check_device(output, *(inputs or ()))
         return self._start(through_slots.scatter(self._window, output, inputs, src), async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
+        self._check_device(tensor)
         channel = self._channel(dst)
         return self._start(channel.send(tensor, tag), async_op, channel.sending)
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
+        self._check_device(tensor)
         channel = self._channel(src)
         return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch.nn.functional as F
 
 from phalanx.tensor._rule import Call, Sharding
-from phalanx.tensor.rules import joining, layers, matmul, pointwise, reduce, shape, softmax
+from phalanx.tensor.rules import assign, joining, layers, matmul, pointwise, reduce, shape, softmax
 
 Rule = Callable[[Call], "Sharding | None"]
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(pointwise.UNARY, pointwise.pointwise),
     **dict.fromkeys(pointwise.BINARY, pointwise.pointwise),
+    **dict.fromkeys(pointwise.LOSSES, pointwise.pointwise),
     # products
     "matmul": matmul.matmul,
     "rmatmul": matmul.matmul,
@@ -39,7 +40,13 @@ RULES: dict[str, Rule] = {
         ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"), shape.split
     ),
     **dict.fromkeys(("hsplit", "vsplit", "dsplit"), shape.split),
+    "glu": shape.untouched_dims((1, "dim", -1)),
+    **dict.fromkeys(
+        ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
+        shape.untouched_dims((2, "dim", -1)),
+    ),
     "flip": shape.untouched_dims((1, "dims", None), partial=("sum", "avg", "min", "max", "product")),
+    "roll": shape.untouched_dims((2, "dims", None), partial=("sum", "avg", "min", "max", "product")),
     "cumsum": shape.untouched_dims((1, "dim", None), partial=("sum", "avg")),
     "cumprod": shape.untouched_dims((1, "dim", None)),
     "logcumsumexp": shape.untouched_dims((1, "dim", None)),
@@ -69,18 +76,22 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("tril", "triu"), joining.triangle),
     "one_hot": joining.one_hot,
     "__getitem__": joining.getitem,
+    "__setitem__": assign.setitem,
     **dict.fromkeys(("repeat", "tile"), joining.repeat),
     # layers
     **dict.fromkeys(("layer_norm", "rms_norm"), layers.layer_norm),
     "group_norm": layers.group_norm,
     "embedding": layers.embedding,
+    "embedding_bag": layers.embedding_bag,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), layers.convolution),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), layers.transposed_convolution
+    ),
     **dict.fromkeys(
         ("max_pool2d", "max_pool1d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), layers.pooling
     ),
     **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), layers.pooling),
     "scaled_dot_product_attention": layers.attention,
-    **dict.fromkeys(("mse_loss", "l1_loss"), layers.elementwise_loss),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), layers.cross_entropy),
     "batch_norm": layers.batch_norm,
 }

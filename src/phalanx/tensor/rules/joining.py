@@ -34,7 +34,7 @@ def cat(call: Call) -> Sharding | None:
     ndim = max(one.ndim for one in call.inputs)
     if any(one.ndim != ndim for one in call.inputs) or not ndim:
         return None  # torch allows an empty 1-d tensor among others
-    dim = norm_dim(call.arg(1, "dim", call.kwargs.get("axis", 0)), ndim)
+    dim = norm_dim(call.arg(1, "dim", 0), ndim)
     inexact = all(one.dtype.is_floating_point for one in call.inputs)
     return _carried(call, [d for d in range(ndim) if d != dim], partial=inexact)
 

@@ -92,6 +92,18 @@ def embedding(call: Call) -> Sharding | None:
     return Sharding(choices, bind=bind)
 
 
+def embedding_bag(call: Call) -> Sharding | None:
+    """``torch.embedding_bag(weight, indices, offsets, scale_grad, mode, ...)``, sums and means: columns may be cut.
+
+    Its other results (which bag, how large) are the same on every rank.
+    """
+    if call.args[0] is not call.inputs[0] or call.arg(4, "mode", 0) == 2 or call.arg(5, "sparse", False):
+        return None
+    others = (REPLICATE,) * (len(call.inputs) - 1)
+    columns = Choice((Shard(1), *others), (Shard(1), REPLICATE, REPLICATE, REPLICATE))
+    return Sharding([columns, all_replicated(call, 4)])
+
+
 def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, total: int) -> Tensor:
     """Look up those indices whose row is here; zero for the others."""
     if bool(((indices < 0) | (indices >= total)).any()):
@@ -106,9 +118,19 @@ def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, tota
 
 
 def convolution(call: Call) -> Sharding | None:
-    """conv1d/2d/3d: batch, output channels, or input channels (which are summed)."""
-    if len(call.inputs) not in (2, 3) or call.arg(6, "groups", 1) != 1:
+    """conv1d/2d/3d: batch, output channels, or input channels (which are summed); groups as long as they stay whole."""
+    return _convolution(call, weight_out=0)
+
+
+def transposed_convolution(call: Call) -> Sharding | None:
+    """conv_transpose1d/2d/3d: the same with the first two dims of the weight exchanged."""
+    return _convolution(call, weight_out=1)
+
+
+def _convolution(call: Call, weight_out: int) -> Sharding | None:
+    if len(call.inputs) not in (2, 3):
         return None
+    groups = int(call.arg(6, "groups", 1))
     first, weight = call.inputs[:2]
     if first.ndim != weight.ndim:
         return None
@@ -117,13 +139,29 @@ def convolution(call: Call) -> Sharding | None:
     def with_bias(*pair: Placement, bias: Placement) -> tuple[Placement, ...]:
         return (*pair, bias) if has_bias else pair
 
-    choices = [
-        Choice(with_bias(Shard(0), REPLICATE, bias=REPLICATE), (Shard(0),)),
-        Choice(with_bias(REPLICATE, Shard(0), bias=Shard(0)), (Shard(1),)),
-        Choice(with_bias(Shard(1), Shard(1), bias=PARTIAL_SUM), (PARTIAL_SUM,)),
-        all_replicated(call, 1),
-    ]
-    return Sharding(choices, valid=lambda placements: _no_empty_shards(call.inputs, placements))
+    choices = [Choice(with_bias(Shard(0), REPLICATE, bias=REPLICATE), (Shard(0),))]
+    if groups == 1:
+        choices += [
+            Choice(with_bias(REPLICATE, Shard(weight_out), bias=Shard(0)), (Shard(1),)),
+            Choice(with_bias(Shard(1), Shard(1 - weight_out), bias=PARTIAL_SUM), (PARTIAL_SUM,)),
+        ]
+    else:
+        choices.append(Choice(with_bias(Shard(1), Shard(0), bias=Shard(0)), (Shard(1),)))
+
+    def valid(placements: Any) -> bool:
+        parts = math.prod(
+            n for p, n in zip(placements[0], call.axis_sizes, strict=True) if groups > 1 and p.is_shard(1)
+        )
+        return groups % parts == 0 and _no_empty_shards(call.inputs, placements)
+
+    def local(run: LocalRun, args: Any, kwargs: Any) -> Any:
+        spec = run.inputs[0]
+        own = groups * spec.local_shape[1] // spec.shape[1]  # of the groups, this rank's
+        if len(args) > 6:
+            return run.func(*args[:6], own, *args[7:], **kwargs)
+        return run.func(*args, **{**kwargs, "groups": own})
+
+    return Sharding([*choices, all_replicated(call, 1)], valid=valid, local=local if groups > 1 else None)
 
 
 def _no_empty_shards(inputs: list[In], placements: Any) -> bool:
@@ -169,54 +207,6 @@ def attention(call: Call) -> Sharding | None:
             inputs.append(Shard(own) if own >= 0 and mask.shape[own] > 1 else REPLICATE)
         choices.append(Choice(tuple(inputs), (Shard(d),)))
     return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])
-
-
-def elementwise_loss(call: Call) -> Sharding | None:
-    """mse_loss and the like: reduction ``none`` is pointwise; a mean divides sums by the whole count."""
-    shapes = [one.shape for one in call.inputs]
-    if len(set(shapes)) != 1 or len(call.inputs) != 2:
-        return None
-    reduction = _reduction(call)
-    ndim = call.inputs[0].ndim
-    whole: Placement
-    dims = [d for d in range(ndim) if shapes[0][d] > 0]
-    if reduction == "none":
-        return Sharding([*(Choice((Shard(d),) * 2, (Shard(d),)) for d in dims), all_replicated(call, 1)])
-    count = math.prod(shapes[0])
-    if not count:
-        return None
-    whole = PARTIAL_SUM
-    choices = [Choice((Shard(d),) * 2, (whole,)) for d in dims]
-
-    def local(run: LocalRun, args: Any, kwargs: Any) -> Any:
-        if reduction == "sum" or run.inputs[0].local_shape == tuple(run.inputs[0].shape):
-            return run.func(*args, **kwargs)
-        return summed(run.func, args, kwargs) / count
-
-    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)], local=local)
-
-
-def summed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same loss with reduction ``sum``, however the caller said it."""
-    plain = [2 if _is_mean_enum(func, i, a) else "sum" if a == "mean" else a for i, a in enumerate(args)]
-    options = {k: ("sum" if v == "mean" else v) for k, v in kwargs.items()}
-    if "mean" not in args and "mean" not in kwargs.values() and plain == list(args):
-        options["reduction"] = "sum"
-    return func(*plain, **options)
-
-
-def _is_mean_enum(func: Any, position: int, value: Any) -> bool:
-    """Losses of torch._C._nn take the reduction as a number, in place two; 1 is the mean."""
-    return position == 2 and type(value) is int and value == 1
-
-
-def _reduction(call: Call) -> str:
-    if "reduction" in call.kwargs:
-        given = call.kwargs["reduction"]
-    else:
-        given = call.args[2] if len(call.args) > 2 else "mean"
-    names = {0: "none", 1: "mean", 2: "sum"}
-    return names.get(given, given) if not isinstance(given, str) else given
 
 
 def cross_entropy(call: Call) -> Sharding | None:

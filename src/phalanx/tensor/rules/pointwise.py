@@ -151,6 +151,8 @@ UNARY = [
     "double",
     "half",
     "bfloat16",
+    "cpu",
+    "cuda",
     "int",
     "long",
     "short",
@@ -236,14 +238,11 @@ BINARY = [
     "polar",
     "complex",
     "copy",
-    "prelu_kernel",
-    "type_as",
     "masked_fill",
     "where",
     "lerp",
     "addcmul",
     "addcdiv",
-    "dist_pointwise",
     "special_chebyshev_polynomial_t",
     "special_chebyshev_polynomial_u",
     "special_chebyshev_polynomial_v",
@@ -258,8 +257,13 @@ BINARY = [
     "special_shifted_chebyshev_polynomial_w",
     "rlshift",
     "rrshift",
-    "isin_pointwise",
 ]
+
+# Losses without their reduction, which ``_composite.py`` takes away first.
+LOSSES = [
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss", "poisson_nll_loss",
+]  # fmt: skip
 
 # Linear: for each operation the sets of tensor arguments that may be partial together (the others replicated).
 _ONE = ((0,),)
@@ -267,24 +271,23 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
         (
             "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
-            "to", "float", "double", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj",
-            "resolve_neg", "deg2rad", "rad2deg", "type", "bfloat16", "half", "cfloat", "cdouble", "zero",
+            "to", "float", "double", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like",
+            "deg2rad", "rad2deg", "resolve_conj", "resolve_neg", "type", "bfloat16", "half", "cfloat", "cdouble",
+            "zero",
         ),
         _ONE,
     ),
     "add": ((0, 1),), "sub": ((0, 1),), "subtract": ((0, 1),), "rsub": ((0, 1),), "copy": ((0, 1),),
     "mul": ((0,), (1,)), "multiply": ((0,), (1,)), "div": ((0,),), "divide": ((0,),), "true_divide": ((0,),),
-    "type_as": _ONE, "where": ((1, 2),),
+    "where": (),  # see _sets
 }  # fmt: skip
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
-_IDENTITY = frozenset({"clone", "detach", "contiguous"})  # whatever is partial stays so
+_IDENTITY = frozenset({"clone", "detach", "contiguous", "cpu", "cuda"})  # whatever is partial stays so
 _ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
-_CASTS = frozenset(
-    {"to", "type", "type_as", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"}
-)
+_CASTS = frozenset({"to", "type", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"})
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -296,7 +299,13 @@ def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
 def pointwise(call: Call) -> Sharding | None:
     """Sharded as the inputs are, dim by dim; see the module."""
     shapes = [one.shape for one in call.inputs]
-    out = call.inputs[0].shape if call.in_place else broadcast_shape(shapes)
+    out = broadcast_shape(shapes)
+    if call.in_place and out != shapes[0]:
+        raise RuntimeError(
+            f"{call.name}_ on a DTensor of shape {tuple(shapes[0])}: the arguments broadcast to {tuple(out)}"
+        )
+    if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
+        return None  # it gives indices
     choices = [all_replicated(call, 1)]
     dims = sorted(
         {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
@@ -341,8 +350,8 @@ def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> li
 
 
 def _linear_choices(call: Call) -> list[Choice]:
-    sets = LINEAR.get(call.name)
-    if sets is None or (call.name in _NEEDS_TWO and len(call.inputs) < (3 if call.name == "where" else 2)):
+    sets = _sets(call)
+    if not sets or (call.name in _NEEDS_TWO and len(call.inputs) < 2):
         return []
     if call.name in _CASTS and not _stays_inexact(call):
         return []
@@ -358,6 +367,14 @@ def _linear_choices(call: Call) -> list[Choice]:
             inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
             choices.append(Choice(inputs, (partial,)))
     return choices
+
+
+def _sets(call: Call) -> tuple[tuple[int, ...], ...]:
+    if call.name != "where":
+        return LINEAR.get(call.name, ())
+    # the condition is the first argument of torch.where and the second of Tensor.where
+    values = tuple(i for i, one in enumerate(call.inputs) if one.dtype.is_floating_point)
+    return (values,) if len(call.inputs) == 3 and len(values) == 2 else ()
 
 
 def _stays_inexact(call: Call) -> bool:

@@ -39,9 +39,7 @@ def _layout(
 
 
 def _reduced(call: Call) -> tuple[set[int], bool]:
-    if len(call.args) == 1 and "dim" not in call.kwargs and "axis" not in call.kwargs:
-        return set(range(call.inputs[0].ndim)), False
-    dims = call.arg(1, "dim", call.kwargs.get("axis"))
+    dims = call.arg(1, "dim")
     if isinstance(dims, (list, tuple)) and not dims:
         dims = None
     given = set(range(call.inputs[0].ndim)) if dims is None else along(call, 1, "dim", dims)

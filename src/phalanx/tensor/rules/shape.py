@@ -223,6 +223,8 @@ def untouched_dims(
         touched: set[int] = set()
         for position, name, default in names:
             touched |= along(call, position, name, default)
+        if names[-1][1] == "dims":  # ``x.flip(0, 1)``: each dim an argument of its own
+            touched |= {norm_dim(d, call.inputs[0].ndim) for d in call.args[names[-1][0] :] if type(d) is int}
         keep = {d: d for d in range(call.inputs[0].ndim) if d not in touched}
         return dim_map(call, keep, is_view=False, partial=partial, num_outputs=num_outputs)
 
