@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from phalanx import comm
 from phalanx.tensor import Replicate, Shard, StridedShard, distribute_module, distribute_tensor
 from phalanx.tensor._dispatch import _cache
+from processes import run_processes
 
 MESHES = [(2,), (3,), (4,), (2, 2), (2, 3)]
 
@@ -205,41 +206,56 @@ def measured(group: comm.Group) -> Mark:
 
 
 def assert_flat(marks: list[Mark], steps: int) -> None:
-    """No more tensors and decisions than before; of other objects twenty thousand bytes, in which the interpreter's own
-    caches find their size, and fifty for each step.
+    """No more tensors and decisions than before; of other objects forty thousand bytes, in which the interpreter's own
+    caches find their size (up to fifteen thousand were seen), and fifty for each step.
     """
     first, last = marks[0], marks[-1]
     assert {mark.decisions for mark in marks} == {first.decisions}
-    assert {mark.tensors for mark in marks} == {first.tensors}, [mark.tensors for mark in marks]
-    assert last.traced - first.traced < 20_000 + 50 * steps, [mark.traced - first.traced for mark in marks]
+    assert {mark.tensors for mark in marks} == {first.tensors}, f"tensors: {[mark.tensors for mark in marks]}"
+    assert last.traced - first.traced < 40_000 + 50 * steps, [mark.traced - first.traced for mark in marks]
+
+
+def grow_alone(*numbers: int, leaking: bool = False) -> list[Mark]:
+    """``grow`` in a process of its own, where no other test leaves anything to be freed or counted."""
+    (outcome,) = run_processes(1, grow_in_worker, numbers, leaking, timeout=600.0)
+    return [Mark(*mark) for mark in outcome.value]
+
+
+def grow_in_worker(worker: Any, numbers: tuple[int, int, int], leaking: bool) -> list[tuple[int, ...]]:
+    torch.set_num_threads(1)
+    if leaking:
+        nn.utils.clip_grad_norm_ = keep_some(nn.utils.clip_grad_norm_)
+    return [tuple(mark) for mark in grow(*numbers)]
+
+
+def keep_some(clip: Any) -> Any:
+    """``clip``, which keeps one of its results in every tenth step of two ranks."""
+    kept: list[Any] = []
+
+    def leaking(parameters: Any, limit: float) -> Any:
+        norm = clip(parameters, limit)
+        kept.append(norm * 1 if len(kept) % 20 == 0 else None)
+        return norm
+
+    return leaking
 
 
 def test_a_hundred_steps_leave_nothing_behind() -> None:
-    assert_flat(grow(100, settle=100, stretches=2), 100)
+    assert_flat(grow_alone(100, 100, 2), 100)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_thousand_steps_do_not_grow() -> None:
     """An activation of the largest batch has 64 KB: one kept in eight steps would be the eight megabytes."""
-    marks = grow(1000, settle=200, stretches=10)
+    marks = grow_alone(1000, 200, 10)
     assert_flat(marks, 1000)
     resident = [mark.resident - marks[0].resident for mark in marks]
     assert resident[-1] < 8_000_000, f"resident bytes after each hundred steps: {resident}"
 
 
-def test_a_leak_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_would_be_seen() -> None:
     """Irregular growth too: something kept in every tenth step."""
-    kept: list[Any] = []
-    clip = nn.utils.clip_grad_norm_
-
-    def leaking(parameters: Any, limit: float) -> Any:
-        norm = clip(parameters, limit)
-        if len(kept) % 20 == 0:
-            kept.append(norm * 1)
-        kept.append(None)
-        return norm
-
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", leaking)
-    with pytest.raises(AssertionError):
-        assert_flat(grow(40, settle=20, stretches=2), 40)
+    marks = grow_alone(40, 20, 2, leaking=True)
+    with pytest.raises(AssertionError, match="tensors"):
+        assert_flat(marks, 40)

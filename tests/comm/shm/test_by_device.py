@@ -70,6 +70,8 @@ def meet_on_two_devices(worker) -> tuple[str, float, str, list[str]]:
     group.all_reduce(tensor)
     with pytest.raises(Exception, match="meta") as caught:
         group.all_reduce(torch.ones(3, device="meta"))
+    worker.store().set(f"tried/{worker.rank}", b"")
+    worker.store().wait(["tried/0", "tried/1"], 60.0)  # who leaves before would be a lost peer to the other
     return group.backend, tensor[0].item(), str(caught.value), lines
 
 
