@@ -155,9 +155,10 @@ class C10dTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         if self._sliced and output.dtype not in _GLOO_MOVES:
             output, tensor = self._bytes(output), self._bytes(tensor)
-        shape, part = output.shape, tensor.shape
-        if not part or 0 in part or shape[1:] != part[1:] or shape[0] != part[0] * self.size:
-            output, tensor = output.view(-1), tensor.view(-1)
+        if output.dim() != 1 or tensor.dim() != 1:
+            shape, part = output.shape, tensor.shape
+            if not part or 0 in part or shape[1:] != part[1:] or shape[0] != part[0] * self.size:
+                output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_allgather_base", (output, tensor), async_op)
 
     def reduce_scatter(
