@@ -131,13 +131,18 @@ class _Watcher:
     def _run(self) -> None:
         while True:
             for fd, _ in self._epoll.poll():
-                with self._lock:
-                    if fd not in self._identities or self._identities[fd].is_alive():
-                        continue  # forgotten since, and the number may be that of another process by now
-                    identity, callbacks = self._identities[fd], self._callbacks[fd]
-                    self._drop(fd)
-                for callback in callbacks:
-                    callback(identity)
+                self._tell(fd)
+
+    def _tell(self, fd: int) -> None:
+        """What the epoll said of ``fd`` may be old: forgotten since, and the number another process's by now."""
+        with self._lock:
+            identity = self._identities.get(fd)
+            if identity is None or identity.is_alive():
+                return
+            callbacks = self._callbacks[fd]
+            self._drop(fd)
+        for callback in callbacks:
+            callback(identity)
 
 
 _watcher: _Watcher | None = None
