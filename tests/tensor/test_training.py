@@ -240,6 +240,7 @@ def keep_some(clip: Any) -> Any:
     return leaking
 
 
+@pytest.mark.timeout(300)
 def test_a_hundred_steps_leave_nothing_behind() -> None:
     assert_flat(grow_alone(100, 100, 2), 100)
 
@@ -254,6 +255,7 @@ def test_a_thousand_steps_do_not_grow() -> None:
     assert resident[-1] < 8_000_000, f"resident bytes after each hundred steps: {resident}"
 
 
+@pytest.mark.timeout(300)
 def test_a_leak_would_be_seen() -> None:
     """Irregular growth too: something kept in every tenth step."""
     marks = grow_alone(40, 20, 2, leaking=True)
