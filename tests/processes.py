@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -49,12 +49,6 @@ class Worker:
             generation=generation,
             **kwargs,
         )
-
-    def leave_together(self, ranks: Sequence[int] | None = None) -> None:
-        """Wait until all ranks (or these) are here: who ends first looks dead to a peer still in their last call."""
-        with self.store() as store:
-            store.set(f"leaving/{self.rank}", b"")
-            store.wait([f"leaving/{rank}" for rank in ranks or range(self.size)], 120.0)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ def reshard_back_and_forth(worker):
         assert _scratch.take(group, 16) is None
         _scratch.give_back(group, held)
         assert _scratch._kept[group] is held, "the larger one stays"
-    worker.leave_together()
     group.close()
     del group, tensor, buffer, held, other
     gc.collect()

@@ -99,7 +99,6 @@ def compare(worker: Worker, shape: tuple[int, ...]) -> dict[str, str]:
                 found[name] = ""
             except Exception:
                 found[name] = traceback.format_exc()
-    worker.leave_together()
     return found
 
 
