@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -133,6 +134,24 @@ def test_nodes_agree_on_ranks_and_workers_find_their_members(job: Job) -> None:
         members = Members.from_json(info.store.get(members_key(0)) or b"")
         assert members == info.members()
         assert [worker.rank for worker in members.workers] == list(range(6))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a server listen on a port that is held")
+def test_the_port_offered_for_the_workers_store_stays_this_nodes_own(c10d: Job) -> None:
+    handler = c10d.node(1, 1)
+    (info,) = meet(handler)
+    port = info.bootstrap_store_info.master_port
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    for host in ("127.0.0.1", "0.0.0.0"):
+        store = TCPStore.serve(host, port)
+        store.set("key", b"value")
+        assert store.get("key") == b"value"
+        store.close()
+    held = handler._held
+    assert held is not None
+    handler.shutdown()
+    assert held.fileno() == -1, "given back"
 
 
 def test_a_broken_generation_ends_for_all_and_survivors_keep_their_ranks(job: Job) -> None:
