@@ -15,6 +15,7 @@ from phalanx.launch._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"
 PRELOAD = "torch._dynamo,phalanx.elastic"
+NUM_STEPS = 60
 
 
 class Cluster:
@@ -27,7 +28,7 @@ class Cluster:
         self,
         directory: Path,
         num_workers: int,
-        num_steps: int = 60,
+        num_steps: int = NUM_STEPS,
         pace: float = 0.01,
         *,
         hold: int | None = None,

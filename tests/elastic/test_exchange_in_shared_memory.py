@@ -13,25 +13,34 @@ from phalanx.elastic._layout import Layout
 from phalanx.elastic._partials import Partials, Pool
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(300)
+
+
+def leave_together(worker) -> None:
+    """Nobody ends before all are here: to one that is still in a collective it would be a lost peer."""
+    store = worker.store()
+    store.set(f"here/{worker.rank}", b"")
+    store.wait([f"here/{rank}" for rank in range(worker.size)], 120.0)
+
 
 def sum_on_shared_memory(worker, num_slots: int) -> list[bool]:
-    group = worker.group(backend="auto")
+    group = worker.group(backend="auto", timeout=120.0)
     assert group.backend == "shm"
     params = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in SHAPES]
     grads, *_ = reduce(group, num_slots, params)
-    group.barrier()
+    leave_together(worker)
     return [torch.equal(a, b) for a, b in zip(grads, reference(num_slots), strict=True)]
 
 
 @pytest.mark.parametrize(("size", "num_slots"), [(2, 8), (3, 5), (4, 4)])
 def test_the_sum_has_the_bits_of_the_naive_fold(size: int, num_slots: int) -> None:
-    for outcome in run_processes(size, sum_on_shared_memory, num_slots):
+    for outcome in run_processes(size, sum_on_shared_memory, num_slots, timeout=250.0):
         assert all(outcome.value)
 
 
 def count_copies(worker, count: int) -> tuple[int, bool]:
     """Bytes that this worker put into slots for one large reduction, and whether its result is right."""
-    group: Group = worker.group(backend="auto")
+    group: Group = worker.group(backend="auto", timeout=120.0)
     pool = Pool(Layout.of([torch.nn.Parameter(torch.zeros(count))], []), 16)
     private = pool.take()
     pool.give(private)
@@ -45,14 +54,14 @@ def count_copies(worker, count: int) -> tuple[int, bool]:
     window.put = lambda n, address, nbytes, offset=0: (copied.append(nbytes), put(n, address, nbytes, offset))
     root = exchange.reduce(partials)
     del window.put
-    group.barrier()
+    leave_together(worker)
     return sum(copied), bool(root.grads[0].eq(group.size * (group.size + 1) / 2).all())
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_large_sum_is_not_copied_through_slots(size: int) -> None:
     count = 3_000_000
-    for outcome in run_processes(size, count_copies, count):
+    for outcome in run_processes(size, count_copies, count, timeout=250.0):
         copied, right = outcome.value
         assert right
         # The meeting that decides carries the first pieces of the all_to_all, at most one slot.

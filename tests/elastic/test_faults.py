@@ -8,23 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from cluster import SCRIPT, Cluster
+from cluster import NUM_STEPS, Cluster
 
 pytestmark = pytest.mark.timeout(400)
 
-NUM_STEPS = 60
 HOLD = 20
 """Nobody goes further before the test has done what it does to the job."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Steps and digest of the same script in one process, without a launcher."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=300
-    )
-    return (directory / "digest-rank0").read_text()
 
 
 @pytest.fixture

@@ -5,25 +5,12 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from cluster import SCRIPT, Cluster
+from cluster import NUM_STEPS, Cluster
 
 pytestmark = pytest.mark.timeout(400)
-
-NUM_STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=300
-    )
-    return (directory / "digest-rank0").read_text()
 
 
 def strike(cluster: Cluster, workers: list[str], chance: random.Random) -> str:
