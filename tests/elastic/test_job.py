@@ -229,6 +229,7 @@ def test_a_gradient_scaler_skips_a_step_that_overflows_on_all_workers_alike():
 
 def test_a_half_precision_model_trains_with_the_same_bits():
     def main(group):
+        torch.manual_seed(0)
         job = linear_job(group, model=nn.Linear(6, 1, dtype=torch.bfloat16))
         for step in job.steps(epochs=1):
             for micro in step:
