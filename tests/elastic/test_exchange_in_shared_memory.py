@@ -16,19 +16,12 @@ from processes import run_processes
 pytestmark = pytest.mark.timeout(300)
 
 
-def leave_together(worker) -> None:
-    """Nobody ends before all are here: to one that is still in a collective it would be a lost peer."""
-    store = worker.store()
-    store.set(f"here/{worker.rank}", b"")
-    store.wait([f"here/{rank}" for rank in range(worker.size)], 120.0)
-
-
 def sum_on_shared_memory(worker, num_slots: int) -> list[bool]:
     group = worker.group(backend="auto", timeout=120.0)
     assert group.backend == "shm"
     params = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in SHAPES]
     grads, *_ = reduce(group, num_slots, params)
-    leave_together(worker)
+    group.barrier()
     return [torch.equal(a, b) for a, b in zip(grads, reference(num_slots), strict=True)]
 
 
@@ -54,7 +47,7 @@ def count_copies(worker, count: int) -> tuple[int, bool]:
     window.put = lambda n, address, nbytes, offset=0: (copied.append(nbytes), put(n, address, nbytes, offset))
     root = exchange.reduce(partials)
     del window.put
-    leave_together(worker)
+    group.barrier()
     return sum(copied), bool(root.grads[0].eq(group.size * (group.size + 1) / 2).all())
 
 
