@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.comm.stores import MemoryStore
+from phalanx.errors import StoreLost
 from phalanx.launch import _crew, _diagnosis
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._diagnosis import HangWatch
@@ -20,6 +21,7 @@ from phalanx.launch._journal import Journal
 from phalanx.launch._logs import DefaultLogsSpecs
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import WorkerProcess
+from phalanx.launch._sources import AllDone, Sources
 
 pytestmark = pytest.mark.fast
 
@@ -158,6 +160,28 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
     other.join()
     crew.close()
     silent.theirs.close()
+
+
+def test_a_store_that_is_gone_before_the_threads_have_begun_is_no_crash_of_theirs(monkeypatch):
+    """A job of milliseconds: it may be over, and its store closed, before the thread for requests runs at all."""
+
+    class ClosedStore(MemoryStore):
+        def clone(self):
+            raise StoreLost("closed by this client", address=self.address)
+
+    crashes: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", crashes.append)
+    watch = SimpleNamespace(wait=lambda timeout: None, close=lambda: None)
+    sources = Sources(SimpleNamespace(watch_generation=lambda generation: watch))
+    info = SimpleNamespace(store=ClosedStore(), generation=0, world_size=2)
+    before = set(threading.enumerate())
+    sources.follow(info, 0.0, list)
+    sources.wait_all_done(info, 60)
+    assert sources.next(60) == AllDone(0, "closed by this client")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    sources.leave_generation()
+    assert crashes == []
 
 
 ASKED = "Current thread 0x1 (most recent call first):\n"
