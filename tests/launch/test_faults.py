@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
+from tests.launch.conftest import complete_rows as lines
 
-
-def lines(path: Path) -> list[list[str]]:
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.again

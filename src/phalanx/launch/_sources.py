@@ -129,7 +129,9 @@ class Sources:
 
         def poll() -> None:
             try:
-                with info.store.clone() as store:  # fails too, when the job is over before this thread has begun
+                with (
+                    info.store.clone() as store
+                ):  # fails too, when the job is over before this thread has begun
                     journal = Journal(store)
                     while not stopped.wait(interval):
                         requests = journal.read_requests(info.generation, info.node.id)

@@ -64,7 +64,13 @@ class Job:
     def node(
         self, min_nodes: int, max_nodes: int, workers: int = 1, **config: object
     ) -> StoreRendezvousHandler:
-        settings = {"join_timeout": JOIN, "lease": LEASE, "last_call_timeout": JOIN, "admit_delay": 0, **config}
+        settings = {
+            "join_timeout": JOIN,
+            "lease": LEASE,
+            "last_call_timeout": JOIN,
+            "admit_delay": 0,
+            **config,
+        }
         params = RendezvousParameters(
             self.backend, self.endpoint, self.run_id, min_nodes, max_nodes, None, **settings
         )
