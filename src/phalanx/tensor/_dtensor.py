@@ -327,8 +327,8 @@ class DTensor(torch.Tensor):
 
 
 # Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.
-DTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
-DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-assign]
+DTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]  # the same, bound
+DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-assign]  # the same, bound
 
 
 def refuse_tracing(func: Any) -> None:
