@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.comm._c10d import C10dTransport
 
 SLICE = timedelta(milliseconds=20)
-_GRACE = 2.0
+_GRACE = 0.7  # every survivor is to know within a second
 
 
 class C10dWork(Work):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
+_CLOSE_LOOK = 0.25
+"""Seconds between two looks of a ``wait`` at whether its store was closed: the stream of changes is another's."""
+
 _BATCH = 100  # etcd takes 128 operations in a transaction by default
 
 
@@ -114,8 +117,9 @@ class EtcdStore(Store):
             with self.watch(os.path.commonprefix(list(keys))) as watch:  # noqa: RUF071  # text is meant
                 values = self.get_many(keys)
                 while None in values and (left := deadline - time.monotonic()) > 0:
-                    watch.wait(left)
-                    values = self.get_many(keys)
+                    if watch.wait(min(left, _CLOSE_LOOK)):
+                        values = self.get_many(keys)
+                    self._gateway.client()  # StoreLost when another thread has closed this store meanwhile
         found = [value for value in values if value is not None]
         if len(found) == len(keys):
             return found
