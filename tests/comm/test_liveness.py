@@ -92,7 +92,7 @@ def test_a_closed_connection_means_a_death_a_stop_or_neither() -> None:
         failures = detector(identity)
         cause = failures.settle(RuntimeError("ProcessGroupGloo::allreduce: unsupported device type meta"))
         assert "unsupported device type meta" in str(cause), (
-            "nothing was closed: that some rank is stopped is no reason"
+            "nothing was closed: a stopped rank is no reason"
         )
         failures.stop()
         process.kill()
