@@ -66,7 +66,9 @@ def namespace() -> Iterator[tuple[str, str, str, str]]:
         ip("netns", "del", name)
 
 
-def test_a_machine_that_is_cut_off_loses_its_lease_and_notices_it(namespace: tuple[str, str, str, str]) -> None:
+def test_a_machine_that_is_cut_off_loses_its_lease_and_notices_it(
+    namespace: tuple[str, str, str, str],
+) -> None:
     name, link, here, there = namespace
     # The last call is long: the other one imports torch first, and would find the job begun without it.
     patience = {"join_timeout": 100, "last_call_timeout": 100}
