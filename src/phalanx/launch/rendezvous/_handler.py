@@ -324,7 +324,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._changed.notify_all()
         self._participant.interrupt()
         if self._thread is not None:
-            self._thread.join(timeout=10.0)
+            self._thread.join(timeout=60.0)
         self._release_port()
         self._agent_store.close()
         if self._close_store is not None:
