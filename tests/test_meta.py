@@ -103,7 +103,7 @@ def test_no_part_of_torch_that_is_ours_to_write_is_used() -> None:
 
 def test_importing_phalanx_does_not_import_torch() -> None:
     code = "import sys, phalanx; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 
 
 def test_every_package_is_typed_and_documented() -> None:

@@ -89,6 +89,10 @@ def test_a_closed_connection_means_a_death_a_stop_or_neither() -> None:
         assert isinstance(cause, PeerTimeout), "whoever closed had waited for this one"
         assert cause.ranks == (1,)
         failures.stop()
+        failures = detector(identity)
+        cause = failures.settle(RuntimeError("ProcessGroupGloo::allreduce: unsupported device type meta"))
+        assert "unsupported device type meta" in str(cause), "nothing was closed: a stopped rank is no reason"
+        failures.stop()
         process.kill()
         assert process.stdout is not None
         process.stdout.read()

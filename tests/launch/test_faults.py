@@ -54,24 +54,9 @@ def test_final_report_names_the_root_cause(launcher, tmp_path, fault, expected):
     launcher.wait_until_empty()
 
 
-SUMMING_FOR_EVER = """
-import os, sys
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-for turn in range(10**9):
-    dist.all_reduce(torch.ones(1))
-    if turn == 0:
-        with open(os.path.join(sys.argv[1], "ready"), "a") as file:
-            file.write(f"{dist.get_rank()} {os.getpid()} {os.getppid()}\\n")
-"""
-
-
 def test_the_root_cause_is_named_though_its_end_is_noticed_last(launcher, tmp_path, wait_for):
     """The process that notices ends is stopped, until the victim's peer has complained and ended too."""
-    script = tmp_path / "for_ever.py"
-    script.write_text(SUMMING_FOR_EVER)
-    agent = launcher.run("--nproc-per-node", 2, script, tmp_path)
+    agent = launcher.run("--nproc-per-node", 2, "for_ever.py", tmp_path)
     wait_for(lambda: len(lines(tmp_path / "ready")) == 2, "two workers", agent)
     (peer, zygote), (victim, _) = (map(int, row[1:]) for row in sorted(lines(tmp_path / "ready")))
     os.kill(zygote, signal.SIGSTOP)

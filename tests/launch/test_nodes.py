@@ -13,6 +13,8 @@ import pytest
 from tests.comm.stores.conftest import Server, etcd_cluster
 from tests.launch.conftest import complete_rows as lines
 
+from phalanx.launch._linux import children_of
+
 pytestmark = pytest.mark.timeout(400)
 
 SHORT = ("--rdzv-conf", "lease=4,last_call_timeout=1,admit_delay=0.1,join_timeout=90")
@@ -49,6 +51,28 @@ def test_root_cause_is_reported_on_every_node(launcher, tmp_path, endpoint):
         report = agent.output.partition("Root cause (the earliest failure):")[2]
         assert "RuntimeError: told to fail" in report, agent.output
         assert "rank      : 1" in report, agent.output
+
+
+def test_root_cause_is_reported_on_every_node_though_its_own_node_notices_it_last(
+    launcher, tmp_path, endpoint, wait_for
+):
+    """On the victim's node nobody hears of its end until the other node has heard a complaint and given up."""
+    agents = [launcher.run("--nnodes", 2, *endpoint, "for_ever.py", tmp_path) for _ in range(2)]
+    wait_for(lambda: len(lines(tmp_path / "ready")) == 2, "two workers", agents[0])
+    _, (_, victim, zygote) = sorted(lines(tmp_path / "ready"))
+    other = next(agent for agent in agents if int(zygote) not in children_of(agent.pid))
+    os.kill(int(zygote), signal.SIGSTOP)
+    try:
+        os.kill(int(victim), signal.SIGKILL)
+        wait_for(lambda: "generation 0 is over (fail): rank 0" in other.output, "the complaint", other)
+    finally:
+        os.kill(int(zygote), signal.SIGCONT)
+    assert [agent.wait() for agent in agents] == [1, 1]
+    for agent in agents:
+        report = agent.output.partition("Root cause (the earliest failure):")[2]
+        assert "rank      : 1" in report, agent.output
+        assert "exitcode  : -9 (SIGKILL)" in report, agent.output
+    launcher.wait_until_empty()
 
 
 @pytest.mark.again

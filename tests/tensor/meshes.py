@@ -17,7 +17,7 @@ from phalanx.tensor import DTensor
 AXES = ("dp", "tp", "pp")
 
 
-def on_mesh(body: Callable[[DeviceMesh], Any], *shape: int, timeout: float = 60.0) -> list[Any]:
+def on_mesh(body: Callable[[DeviceMesh], Any], *shape: int, timeout: float = 100.0) -> list[Any]:
     """``body(mesh)`` on every rank of a mesh with axes dp, tp, ... (one axis: tp)."""
     names = ("tp",) if len(shape) == 1 else AXES[: len(shape)]
     return comm.simulate(math.prod(shape), timeout=timeout).run(

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 FAILURE_KEY = "failure"
 _LATE_WORDS = ("timed out", "timeout", "time out")
+_CLOSED_WORDS = ("connection", "broken pipe", "socket")
 _FAULT_WORDS = (
     *_LATE_WORDS,
-    "connection",
-    "broken pipe",
-    "socket",
+    *_CLOSED_WORDS,
     "peer",
     "gloo",
     "nccl",
@@ -116,8 +115,10 @@ class FailureDetector:
         told = self._told()
         if told is not None:
             return told
-        stopped = self._stopped_ranks()
-        if stopped:  # whoever closed had given up on it, but had no time yet to say so
+        closed = any(word in text.lower() for word in _CLOSED_WORDS)
+        if (
+            closed and self._stopped_ranks()
+        ):  # whoever closed had given up on it, but had no time yet to say so
             return self._late(self._timeout)
         detail = f" ({text.splitlines()[0][:160]})" if text else ""
         return PeerLost(

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Simulation:
     """A number of ranks to run functions on; made by ``simulate``."""
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, timeout: float = 100.0) -> None:
         if world_size < 1:
             raise ValueError(f"simulate({world_size}); expected at least one rank")
         self.world_size = world_size
@@ -108,7 +108,7 @@ class _RankToken:
         raise SimulatedDeath(f"rank {self.rank} was killed by a fault script")
 
 
-def simulate(world_size: int, *, timeout: float = 60.0) -> Simulation:
+def simulate(world_size: int, *, timeout: float = 100.0) -> Simulation:
     """``world_size`` ranks in this process; ``run`` a function on them.
 
     >>> import torch

@@ -11,7 +11,7 @@ from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._generation import Generation
 from phalanx.launch._spec import RunResult, WorkerState
 
-OTHERS_PATIENCE = 15.0
+OTHERS_PATIENCE = 30.0
 """Seconds that a job which has failed waits for the other nodes to say what failed there."""
 
 

@@ -107,6 +107,7 @@ def test_torch_ddp_trains_to_the_same_bits_as_on_gloo() -> None:
         assert same
 
 
+@pytest.mark.timeout(240)  # a fresh import of torch takes a while on a busy machine
 @pytest.mark.parametrize(
     "order", ["import phalanx, torch", "import torch.distributed, phalanx", "import phalanx.comm"]
 )
@@ -114,7 +115,7 @@ def test_importing_phalanx_registers_the_backend_in_any_order(order: str) -> Non
     program = (
         f"{order}\nimport torch.distributed as d; assert 'PHALANX' in d.Backend._plugins, d.Backend._plugins"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 def test_importing_phalanx_alone_imports_no_torch() -> None:

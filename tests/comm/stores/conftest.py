@@ -81,8 +81,8 @@ def _serve_etcd(size: int, folder: Path, ports: list[int]) -> Iterator[list[Serv
             "listen-peer-urls": peers[index],
             "initial-advertise-peer-urls": peers[index],
             "initial-cluster": cluster,
-            "heartbeat-interval": "20",
-            "election-timeout": "200",
+            "heartbeat-interval": "100",
+            "election-timeout": "1000",
             "log-level": "panic",
         }
         command = [

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.stores import FileStore, MemoryStore, connect, wrap_c10d_store
+from phalanx.comm.stores import FileStore, MemoryStore, _torch_lease, connect, wrap_c10d_store
 from phalanx.comm.stores._etcd_gateway import range_end
 from phalanx.comm.stores._polling import LONGEST, SHORTEST, changes_between, pause_after
 from phalanx.comm.stores._record import Writer, decode
-from phalanx.comm.stores._torch_lease import LOOK, LeaseTable
+from phalanx.comm.stores._torch_lease import LOOK, LeaseTable, Reaper
 from phalanx.errors import StoreError, StoreTimeout
 
 pytestmark = pytest.mark.fast
@@ -59,6 +62,57 @@ class TestLeaseTable:
     def test_a_revoked_lease_ends_at_once(self) -> None:
         assert self.table().observe({1: b"ended"}, now=0.1) == [1]
         assert self.table().observe({1: None}, now=0.1) == [1]
+
+
+class StallingLink:
+    """A server with one lease, whose heartbeat another process may move while it is being read."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+        self.native = SimpleNamespace(queue_len=lambda name: 0)
+        self.beat = b"1"
+        self.while_reading: Callable[[], None] | None = None
+        self.ended = False
+
+    def call(self, operation: Callable[[], Any]) -> Any:
+        return operation()
+
+    def read_many(self, keys: list[str]) -> list[bytes]:
+        if self.while_reading is not None:
+            self.while_reading()
+            self.while_reading = None
+        return [self.beat]
+
+    def read(self, key: str) -> bytes | None:
+        return None
+
+    def swap(self, key: str, expected: bytes, raw: bytes) -> bool:
+        self.ended = self.ended or expected == self.beat
+        return expected == self.beat
+
+
+def test_a_stall_of_the_reaper_between_clock_and_heartbeats_ends_no_lease_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(_torch_lease, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    link = StallingLink(clock)
+    reaper = Reaper.__new__(Reaper)  # without its thread
+    reaper._link, reaper._writer, reaper._table, reaper._graves = link, Writer(), LeaseTable(), {}
+    reaper._table.start(1, 1.0, now=0.0)
+    reaper._look()
+
+    def stall_and_beat() -> None:
+        clock[0], link.beat = 0.95, b"2"
+
+    clock[0], link.while_reading = LOOK, stall_and_beat
+    while clock[0] < 1.94:
+        reaper._look()
+        assert not link.ended, f"at {clock[0]:.2f}, although it was refreshed at 0.95 for one second"
+        clock[0] += LOOK
+    clock[0] += LOOK
+    reaper._look()
+    assert link.ended
 
 
 class TestMemoryTime:

@@ -135,9 +135,8 @@ class Reaper:
         if not ids:
             return
         beats = dict(zip(ids, link.read_many([_beat_key(lease) for lease in ids]), strict=True))
-        now = (
-            time.monotonic()
-        )  # after reading: a beat is never older than it looks; one that came since wins the swap
+        # After reading: no beat is older than it looks then, and one that came since wins the swap.
+        now = time.monotonic()
         for lease in self._table.observe(beats, now):
             if beats[lease] in (None, _ENDED) or link.swap(_beat_key(lease), beats[lease], _ENDED):
                 self._table.forget(lease)
