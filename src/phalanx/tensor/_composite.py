@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.tensor._candidates import arg_extreme, extreme, topk
-from phalanx.tensor._dispatch import run_rule
+from phalanx.tensor._dispatch import run_first, run_first_two, run_mixed, run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
 from phalanx.tensor._names import op_name, torch_keywords
@@ -43,7 +43,12 @@ def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[An
     first, target, weight, reduction, ignored, *rest = (
         args if len(args) > 4 else (*args, *defaults[len(args) - 2 :])
     )
-    if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or first.ndim < 2:
+    if (
+        kwargs
+        or not isinstance(first, DTensor)
+        or not isinstance(target, DTensor)
+        or len(first._spec.shape) < 2
+    ):
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, *rest), None)
@@ -58,34 +63,22 @@ def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[An
 
 
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
-_LOSS_NAMES = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-)  # fmt: skip
+_LOSS: Any = torch._C._nn.cross_entropy_loss
+_cross_entropy_body: Any = through(F.cross_entropy)
 
 
 def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.cross_entropy`` without its Python body, which only renames the reduction."""
-    given = kwargs or {}
-    if len(args) != 2:
-        given = {**dict(zip(_LOSS_NAMES, args, strict=False)), **given}
-    reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
-    old_names = given.get("size_average") is not None or given.get("reduce") is not None
-    if (
-        old_names
-        or reduction is None
-        or len(args) > len(_LOSS_NAMES)
-        or not _LOSS_NAMES_SET.issuperset(given)
-    ):
+    try:
+        first, target = args
+        old_names = kwargs["size_average"] is not None or kwargs["reduce"] is not None
+        reduction, smoothing = _REDUCTIONS[kwargs["reduction"]], kwargs["label_smoothing"]
+        values = (first, target, kwargs["weight"], reduction, kwargs["ignore_index"])
+    except (KeyError, ValueError):  # torch's body hands it over otherwise, or a reduction that is none
         return run_through(_cross_entropy_body, func, args, kwargs)
-    pair = args if len(args) == 2 else (given.get("input"), given.get("target"))
-    values = (*pair, given.get("weight"), reduction, given.get("ignore_index", -100))
-    smoothing = given.get("label_smoothing", 0.0)
-    return cross_entropy(_LOSS, (*values, smoothing) if smoothing else values, None)
-
-
-_LOSS: Any = torch._C._nn.cross_entropy_loss
-_LOSS_NAMES_SET = frozenset(_LOSS_NAMES)
-_cross_entropy_body: Any = through(F.cross_entropy)
+    if old_names:
+        return run_through(_cross_entropy_body, func, args, kwargs)
+    return _class_loss(_LOSS, (*values, smoothing) if smoothing else values, None, [])
 
 
 # Losses of pairs of elements: where their signature has the reduction.
@@ -243,29 +236,36 @@ _EMBEDDING_NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "
 def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.embedding(indices, weight)`` without its Python body; ``torch.embedding`` has the rule."""
     given = kwargs or {}
-    if len(args) != 2:
-        given = {**dict(zip(_EMBEDDING_NAMES, args, strict=False)), **given}
+    if len(args) != 2 or len(given) != 5:  # torch's body hands it over otherwise
+        named = dict(zip(_EMBEDDING_NAMES, args, strict=False))
+        given = {**dict.fromkeys(_EMBEDDING_NAMES), **named, **given}
         args = (given["input"], given["weight"])
     indices, weight = args
-    if given.get("max_norm") is not None:
+    if given["max_norm"] is not None:
         raise NotImplementedError(
             "embedding(max_norm=) on a DTensor changes rows that other ranks may hold: renorm the weight"
         )
-    padding = given.get("padding_idx")
-    padding = -1 if padding is None else padding % weight.shape[0]
-    by_frequency, sparse = given.get("scale_grad_by_freq"), given.get("sparse")
-    options = (bool(by_frequency), bool(sparse)) if by_frequency or sparse else ()
-    return run_rule(torch.embedding, (weight, indices, padding, *options), None)
+    padding = given["padding_idx"]
+    if padding is None:
+        padding = -1
+    elif -weight.shape[0] <= padding < weight.shape[0]:
+        padding %= weight.shape[0]
+    else:
+        raise ValueError(f"embedding(padding_idx={padding}): the weight has {weight.shape[0]} rows")
+    if given["scale_grad_by_freq"] or given["sparse"]:
+        options = (padding, bool(given["scale_grad_by_freq"]), bool(given["sparse"]))
+        return run_rule(torch.embedding, (weight, indices, *options), None)
+    if type(weight) is DTensor and type(indices) is DTensor:
+        return run_first_two(torch.embedding, weight, indices, (padding,))
+    return run_rule(torch.embedding, (weight, indices, padding), None)
 
 
 def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.layer_norm`` gives weight and bias as keywords; by position they take the quick way."""
-    given = kwargs or {}
-    x, shape, weight, bias, eps = args if len(args) > 4 else (*args, *_NORM_DEFAULTS[len(args) :])
-    if given:
-        shape = given.get("normalized_shape", shape)
-        weight, bias, eps = given.get("weight", weight), given.get("bias", bias), given.get("eps", eps)
-    return run_rule(torch.layer_norm, (x, shape, weight, bias, eps), None)
+    if kwargs and len(args) == 2 and len(kwargs) == 3:  # as torch's body hands it over
+        return run_mixed(torch.layer_norm, (*args, kwargs["weight"], kwargs["bias"], kwargs["eps"]))
+    given = {**_NORM_DEFAULTS, **dict(zip(_NORM_DEFAULTS, args, strict=False)), **(kwargs or {})}
+    return run_rule(torch.layer_norm, tuple(given.values()), None)
 
 
 def softmax(func: Any, args: Any, kwargs: Any) -> Any:
@@ -274,11 +274,13 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else given.get("dim")
     if dim is None or len(args) > 2 or given.get("dtype") is not None:
         return run_rule(func, args, kwargs)
+    if type(dim) is int and type(args[0]) is DTensor:
+        return run_first(_SOFTMAX[func], args[0], (dim,))
     return run_rule(_SOFTMAX[func], (args[0], dim), None)
 
 
 _SOFTMAX: dict[Any, Any] = {F.softmax: torch.Tensor.softmax, F.log_softmax: torch.Tensor.log_softmax}
-_NORM_DEFAULTS: list[Any] = [None, None, None, None, 1e-5]
+_NORM_DEFAULTS = {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5}
 
 
 def setitem(func: Any, args: Any, kwargs: Any) -> None:

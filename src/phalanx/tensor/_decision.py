@@ -1,11 +1,13 @@
 """How a torch call on DTensors will run on local tensors: asking the rule, choosing layouts, preparing the call.
 
 Owns ``Decision`` and ``decide``, which ``_dispatch.py`` runs and remembers. A decision depends on nothing but the
-function, the specs of the DTensors, the other arguments and whether gradients are needed.
+function, the specs of the DTensors and the other arguments. Where it matters whether gradients are needed, there are
+two, and the one without them knows the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,9 @@ from phalanx.tensor.rules import RULES
 class Decision:
     """How one call runs on locals."""
 
-    __slots__ = ("call", "form", "is_view", "moves", "name", "outputs", "plain", "plain_write", "reductions")
+    __slots__ = (
+        "call", "form", "graded", "is_view", "moves", "name", "outputs", "plain", "plain_write", "reductions",
+    )  # fmt: skip
 
     def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
         self.name = name
@@ -38,6 +42,20 @@ class Decision:
         self.is_view = False
         self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
         self.plain_write = False  # the same for a call in place
+        self.graded: Decision | None = None  # the decision where gradients are needed, if it is another one
+
+    def settled(self) -> Decision:
+        """Itself, with what follows from moves and reductions filled in."""
+        if not self.moves and not self.reductions:
+            self.plain = self.outputs[0] if self.form == "one" else None
+            self.plain_write = self.form == "self"
+        return self
+
+    def without_reductions(self) -> Decision:
+        """The same where no gradients are needed."""
+        other = Decision(self.name, self.form, self.outputs, self.call)
+        other.moves, other.is_view = self.moves, self.is_view
+        return other.settled()
 
 
 def _not_here(*args: Any, **kwargs: Any) -> Any:
@@ -49,14 +67,29 @@ GENERAL = Decision("", "general", (), _not_here)  # DTensors of several meshes, 
 
 
 def decide(
-    func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], grad: bool, structure: Structure | None
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], structure: Structure | None
 ) -> Decision:
     """Ask the rule and choose. The DTensors are on one mesh."""
     name = op_name(func)
     structure = structure or flatten(args, kwargs)
     inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
     call_args, call_kwargs = structure.rebuild(inputs)
-    call = Call(name.base, func, call_args, call_kwargs, inputs, grad, name.in_place)
+    call = Call(name.base, func, call_args, call_kwargs, inputs, True, name.in_place)
+    graded = _decide_one(call, name)
+    if call.asked_for_grad:
+        decision = _decide_one(dataclasses.replace(call, grad=False), name)
+        if decision is REPLICATED:  # one for all calls, so it cannot know another
+            return decision
+    elif graded.reductions:
+        decision = graded.without_reductions()
+    else:
+        return graded
+    decision.graded = graded
+    return decision
+
+
+def _decide_one(call: Call, name: OpName) -> Decision:
+    inputs = call.inputs
     rule = RULES.get(name.base)  # None: it was taken away since the handler was found
     if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
         return REPLICATED
@@ -98,12 +131,9 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
         if target is not one.spec
     )
-    if call.needs_grad:
+    if call.grad:
         decision.reductions = tuple(_reductions(targets, outs))
-    if not decision.moves and not decision.reductions:
-        decision.plain = outputs[0] if form == "one" else None
-        decision.plain_write = form == "self"
-    return decision
+    return decision.settled()
 
 
 def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:

@@ -7,8 +7,9 @@ result.
 How a call is looked up is settled once for the types of its arguments: a runner knows where the DTensors are and what
 of the other arguments belongs in the key. Calls on one to three DTensors and nothing else are written out.
 
-Invariants: a decision depends on nothing but its key (function, specs, other arguments with their types, whether
-gradients are needed); specs name the mesh with its groups, so simulated ranks never share one.
+Invariants: a decision depends on nothing but its key (function, specs, other arguments with their types); specs name
+the mesh with its groups, so simulated ranks never share one. Whether gradients are needed is asked only where the
+decision has a second form for it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
+from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
 
 CACHE_LIMIT = 20_000
@@ -80,20 +82,29 @@ def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
             return run_first(func, args[0], rest)
         if count == 2 and type(args[1]) is float:
             return run_scalar(func, args[0], args[1])
+    return run_mixed(func, args)
+
+
+def run_mixed(func: Any, args: tuple[Any, ...]) -> Any:
+    """``run_rule`` for arguments of any types."""
     kinds = tuple(map(type, args))
-    runner = _runners.get(kinds) or _make_runner(kinds, ())
+    try:
+        runner: _Runner | None = _runners[kinds]
+    except KeyError:
+        runner = _make_runner(kinds, ())
     return _run_general(func, args, None) if runner is None else runner(func, args)
 
 
 def run_one(func: Any, tensor: DTensor) -> Any:
     """``run_rule`` for one DTensor and nothing else."""
     local = tensor._local
-    grad = local.requires_grad and _grad_enabled()
-    found = (func, tensor._spec, grad)
+    found = (func, tensor._spec)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (tensor,), _NO_KEYWORDS, (tensor,), grad)
+        decision = _learn(found, func, (tensor,), _NO_KEYWORDS, (tensor,))
+    if decision.graded is not None and _grad_enabled() and local.requires_grad:
+        decision = decision.graded
     if decision.plain is None or tensor._stale is not None:
         return _run(decision, func, (tensor,), [local], _FIRST)
     return wrap(decision.call(local), decision.plain)
@@ -102,12 +113,13 @@ def run_one(func: Any, tensor: DTensor) -> Any:
 def run_pair(func: Any, left: DTensor, right: DTensor) -> Any:
     """``run_rule`` for two DTensors and nothing else."""
     a, b = left._local, right._local
-    grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
-    found = (func, left._spec, right._spec, grad)
+    found = (func, left._spec, right._spec)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (left, right), _NO_KEYWORDS, (left, right), grad)
+        decision = _learn(found, func, (left, right), _NO_KEYWORDS, (left, right))
+    if decision.graded is not None and _grad_enabled() and (a.requires_grad or b.requires_grad):
+        decision = decision.graded
     if left._stale is None and right._stale is None:
         if decision.plain is not None:
             return wrap(decision.call(a, b), decision.plain)
@@ -119,12 +131,17 @@ def run_pair(func: Any, left: DTensor, right: DTensor) -> Any:
 
 def _run_three(func: Any, x: DTensor, y: DTensor, z: DTensor) -> Any:
     a, b, c = x._local, y._local, z._local
-    grad = (a.requires_grad or b.requires_grad or c.requires_grad) and _grad_enabled()
-    found = (func, x._spec, y._spec, z._spec, grad)
+    found = (func, x._spec, y._spec, z._spec)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (x, y, z), _NO_KEYWORDS, (x, y, z), grad)
+        decision = _learn(found, func, (x, y, z), _NO_KEYWORDS, (x, y, z))
+    if (
+        decision.graded is not None
+        and _grad_enabled()
+        and (a.requires_grad or b.requires_grad or c.requires_grad)
+    ):
+        decision = decision.graded
     if decision.plain is None or x._stale is not None or y._stale is not None or z._stale is not None:
         return _run(decision, func, (x, y, z), [a, b, c], _FIRST_THREE)
     return wrap(decision.call(a, b, c), decision.plain)
@@ -133,12 +150,13 @@ def _run_three(func: Any, x: DTensor, y: DTensor, z: DTensor) -> Any:
 def run_first(func: Any, tensor: DTensor, rest: tuple[Any, ...]) -> Any:
     """``run_rule`` for a DTensor followed by values of the types in ``SIMPLE``: sizes, dims."""
     local = tensor._local
-    grad = local.requires_grad and _grad_enabled()
-    found = (func, tensor._spec, grad, rest)
+    found = (func, tensor._spec, rest)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (tensor, *rest), _NO_KEYWORDS, (tensor,), grad)
+        decision = _learn(found, func, (tensor, *rest), _NO_KEYWORDS, (tensor,))
+    if decision.graded is not None and _grad_enabled() and local.requires_grad:
+        decision = decision.graded
     if decision.plain is None or tensor._stale is not None:
         return _run(decision, func, (tensor, *rest), [local, *rest], _FIRST)
     return wrap(decision.call(local, *rest), decision.plain)
@@ -147,12 +165,13 @@ def run_first(func: Any, tensor: DTensor, rest: tuple[Any, ...]) -> Any:
 def run_first_two(func: Any, left: DTensor, right: DTensor, rest: tuple[Any, ...]) -> Any:
     """``run_rule`` for two DTensors followed by such values."""
     a, b = left._local, right._local
-    grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
-    found = (func, left._spec, right._spec, grad, rest)
+    found = (func, left._spec, right._spec, rest)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (left, right, *rest), _NO_KEYWORDS, (left, right), grad)
+        decision = _learn(found, func, (left, right, *rest), _NO_KEYWORDS, (left, right))
+    if decision.graded is not None and _grad_enabled() and (a.requires_grad or b.requires_grad):
+        decision = decision.graded
     if decision.plain is None or left._stale is not None or right._stale is not None:
         return _run(decision, func, (left, right, *rest), [a, b, *rest], _FIRST_TWO)
     return wrap(decision.call(a, b, *rest), decision.plain)
@@ -161,12 +180,13 @@ def run_first_two(func: Any, left: DTensor, right: DTensor, rest: tuple[Any, ...
 def run_scalar(func: Any, tensor: DTensor, scalar: float) -> Any:
     """``run_rule`` for a DTensor and a number, which is left out of the key as ``KEPT_FLOATS`` says."""
     local = tensor._local
-    grad = local.requires_grad and _grad_enabled()
-    found = (func, tensor._spec, grad, scalar if scalar in KEPT_FLOATS else float)
+    found = (func, tensor._spec, scalar if scalar in KEPT_FLOATS else float)
     try:
         decision = _cache[found]
     except KeyError:
-        decision = _learn(found, func, (tensor, scalar), _NO_KEYWORDS, (tensor,), grad)
+        decision = _learn(found, func, (tensor, scalar), _NO_KEYWORDS, (tensor,))
+    if decision.graded is not None and _grad_enabled() and local.requires_grad:
+        decision = decision.graded
     if tensor._stale is None:
         if decision.plain is not None:
             return wrap(decision.call(local, scalar), decision.plain)
@@ -190,53 +210,40 @@ def _make_runner(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | N
     if kinds[len(kinds) - len(names) :].count(DTensor) > 1:
         return None
     number = next(_numbers)  # no two runners have one, whichever threads make them
-    runner = _mixed_runner(number, kinds, names)
-    _runners[(names, kinds) if names else kinds] = runner
+    runner = _compiled_runner(number, kinds, names)
+    if runner is not None:
+        _runners[(names, kinds) if names else kinds] = runner
     return runner
 
 
-def _mixed_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner:
-    """For DTensors anywhere; floats are left out of the key as ``KEPT_FLOATS`` says."""
-    positions = [i for i, kind in enumerate(kinds) if kind is DTensor]
-    floats = [i for i, kind in enumerate(kinds) if kind is float]
-    sequences = [i for i, kind in enumerate(kinds) if kind in _SEQUENCES]
-    first = positions[0]
+def _compiled_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | None:
+    """For DTensors anywhere."""
+    source = runner_source([_role(kind) for kind in kinds], names)
+    if source is None:
+        return None
+    scope: dict[str, Any] = {
+        "cache": _cache,
+        "grad_enabled": _grad_enabled,
+        "ints": _INTS,
+        "kept_floats": KEPT_FLOATS,
+        "learn": _learn,
+        "names": names,
+        "number": number,
+        "positions": tuple(i for i, kind in enumerate(kinds) if kind is DTensor),
+        "run_decision": _run,
+        "run_general": _run_general,
+        "split": _split,
+        "wrap": wrap,
+    }
+    exec(compile(source, f"<runner {number} of {__name__}>", "exec"), scope)
+    runner: _Runner = scope["run"]
+    return runner
 
-    def run_mixed(func: Any, given: Any) -> Any:
-        key, values = list(given), list(given)
-        grad, usual = False, True
-        for i in positions:
-            tensor = given[i]
-            local = values[i] = tensor._local
-            key[i] = tensor._spec
-            if local.requires_grad:
-                grad = True
-            if tensor._stale is not None:
-                usual = False
-        for i in floats:
-            if key[i] not in KEPT_FLOATS:
-                key[i] = None
-        for i in sequences:
-            if not _INTS.issuperset(map(type, key[i])):
-                return _run_general(func, *_split(given, names))
-            key[i] = tuple(key[i])
-        grad = grad and _grad_enabled()
-        found = (number, func, grad, *key)
-        decision = _cache.get(found)
-        if decision is None:
-            tensors = [given[i] for i in positions]
-            decision = _learn(found, func, *_split(given, names), tensors, grad)
-        plain = decision.plain
-        if not usual or (plain is None and not decision.plain_write):
-            return _run(decision, func, given, values, positions, names)
-        if names:
-            args, kwargs = _split(values, names)
-            result = decision.call(*args, **kwargs)
-        else:
-            result = decision.call(*values)
-        return given[first] if plain is None else wrap(result, plain)
 
-    return run_mixed
+def _role(kind: type) -> str:
+    return (
+        TENSOR if kind is DTensor else FLOAT if kind is float else SEQUENCE if kind in _SEQUENCES else VALUE
+    )
 
 
 def _split(values: Any, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
@@ -251,7 +258,6 @@ def _learn(
     args: Any,
     kwargs: Any,
     tensors: Sequence[DTensor],
-    grad: bool,
     structure: Structure | None = None,
 ) -> Decision:
     """Decide and remember."""
@@ -259,7 +265,7 @@ def _learn(
     if structure is None and any(t._spec.mesh is not mesh for t in tensors):
         decision = GENERAL
     else:
-        decision = decide(func, args, kwargs, tensors, grad, structure)
+        decision = decide(func, args, kwargs, tensors, structure)
     if len(_cache) >= CACHE_LIMIT:
         _cache.clear()
     _cache[found] = decision
@@ -324,15 +330,16 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = promote(op_name(func).base, args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
-    grad = _grad_enabled() and any(t._local.requires_grad for t in tensors)
     if structure.key is None:
-        decision = decide(func, args, kwargs, tensors, grad, structure)
+        decision = decide(func, args, kwargs, tensors, structure)
     else:
-        found = (func, *structure.key, grad)
+        found = (func, *structure.key)
         try:
             decision = _cache[found]
         except KeyError:
-            decision = _learn(found, func, args, kwargs, tensors, grad, structure)
+            decision = _learn(found, func, args, kwargs, tensors, structure)
+    if decision.graded is not None and _grad_enabled() and any(t._local.requires_grad for t in tensors):
+        decision = decision.graded
     if decision is REPLICATED:
         return run_replicated(func, args, kwargs)
     if decision.form == "self" and tensors[0]._stale is not None:

@@ -24,7 +24,7 @@ from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, norm
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh, fresh
 
-_TRANSIENT = ("_grads", "_stale", "_lifted")  # attributes that copies and pickles leave out
+_TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -37,13 +37,13 @@ class DTensor(torch.Tensor):
     >>> (x @ x.T).redistribute(placements=[Replicate()]).to_local()   # doctest: +SKIP
     """
 
-    __slots__ = ("_local", "_spec")
+    __slots__ = ("_local", "_spec", "_stale")
 
     _local: Tensor
     _spec: Spec
+    _stale: Any  # None, or what ``_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
     _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
-    _stale: Any = None  # set on views that had to be copied; see ``_views.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
 
@@ -53,8 +53,9 @@ class DTensor(torch.Tensor):
             refuse_tracing(func)
         if not args:
             args, kwargs = first_by_position(func, kwargs)
-        handler = _handlers.get(func)
-        if handler is None:
+        try:
+            handler = _handlers[func]
+        except KeyError:
             handler = _find_handler(func)
         return handler(func, args, kwargs)
 
@@ -325,6 +326,11 @@ class DTensor(torch.Tensor):
         return copy
 
 
+# Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.
+DTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]  # the same, bound
+DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-assign]  # the same, bound
+
+
 def refuse_tracing(func: Any) -> None:
     """Tracers would record the local part as a constant: wrong on every other rank and for every other input."""
     for mode in _get_current_dispatch_mode_stack():
@@ -342,6 +348,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result = _make_subclass(DTensor, spec.template)
     result._local = local
     result._spec = spec
+    result._stale = None
     return result
 
 

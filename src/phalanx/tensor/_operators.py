@@ -54,7 +54,10 @@ def _operator(func: Any, inherited: Any) -> Any:
             or _num_dispatch_modes()
         ):
             return inherited(self, other)
-        handler = _handlers.get(func) or _find_handler(func)
+        try:
+            handler = _handlers[func]
+        except KeyError:
+            handler = _find_handler(func)
         return run_pair(func, self, other) if handler is run_rule else handler(func, (self, other), None)
 
     return _hidden_from_compilers(operator)
@@ -64,14 +67,21 @@ def _method(func: Any) -> Any:
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
             return func(self, *args, **kwargs)
-        handler = _handlers.get(func) or _find_handler(func)
+        try:
+            handler = _handlers[func]
+        except KeyError:
+            handler = _find_handler(func)
         if handler is run_rule and not kwargs:
             if not args:
                 return run_one(func, self)
-            if SIMPLE.issuperset(map(type, args)):
+            if len(args) == 1:
+                kind = type(args[0])
+                if kind in SIMPLE:
+                    return run_first(func, self, args)
+                if kind is float:
+                    return run_scalar(func, self, args[0])
+            elif SIMPLE.issuperset(map(type, args)):
                 return run_first(func, self, args)
-            if len(args) == 1 and type(args[0]) is float:
-                return run_scalar(func, self, args[0])
         return handler(func, (self, *args), kwargs)
 
     return functools.wraps(func)(_hidden_from_compilers(method))

@@ -104,9 +104,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[In]
-    needs_grad: bool
+    grad: bool
     in_place: bool = False
     _meta: Any = field(default=None, repr=False)
+    asked_for_grad: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.kwargs = torch_keywords(self.kwargs)
@@ -116,6 +117,12 @@ class Call:
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether gradients are needed. A rule that asks is asked twice, once for either case."""
+        self.asked_for_grad = True
+        return self.grad
 
     @property
     def num_axes(self) -> int:

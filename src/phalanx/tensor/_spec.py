@@ -75,7 +75,7 @@ class Spec:
                 known.local_shape = known._local_shape()
                 known.is_partial = any(isinstance(p, Partial) for p in known.placements)
                 known.variants, known.routes = {}, {}
-                with torch.inference_mode(False):
+                with torch.inference_mode(False):  # checkpointing saves wrappers for backward
                     known.template = torch.empty(size, dtype=dtype, device="meta")
             return known
 
@@ -106,6 +106,8 @@ class Spec:
     @property
     def cotangent(self) -> Spec:
         """The layout of a gradient for this tensor: as the tensor, but whole where the tensor is partial."""
+        if not self.is_partial:
+            return self
         found: Spec | None = self.variants.get("cotangent")
         if found is None:
             placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in self.placements)

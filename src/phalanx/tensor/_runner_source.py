@@ -1,0 +1,61 @@
+"""The text of runners: straight-line Python for calls whose arguments are of given types.
+
+Owns ``runner_source``, a pure function; ``_dispatch.py`` compiles what it returns, once for each combination of types,
+and says there what the names in it stand for. Loops over the arguments would take as long as all else that a remembered
+call does.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+
+# What an argument is to a runner.
+TENSOR, FLOAT, SEQUENCE, VALUE = "tensor", "float", "sequence", "value"
+
+
+def runner_source(roles: Sequence[str], names: Sequence[str]) -> str | None:
+    """``run(func, given)`` for arguments of these roles, the last ones keywords of these names.
+
+    None if the text could not say the names.
+    """
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
+        return None
+    tensors = [i for i, role in enumerate(roles) if role is TENSOR]
+    first_keyword = len(roles) - len(names)
+    local = [f"a{i}" if role is TENSOR else f"v{i}" for i, role in enumerate(roles)]
+    call = [
+        text if i < first_keyword else f"{names[i - first_keyword]}={text}" for i, text in enumerate(local)
+    ]
+    lines = ["def run(func, given):", f"    {', '.join(f'v{i}' for i in range(len(roles)))}, = given"]
+    for i, role in enumerate(roles):
+        if role is SEQUENCE:
+            lines.append(f"    if not ints.issuperset(map(type, v{i})):")
+            lines.append("        return run_general(func, *split(given, names))")
+    lines += [f"    a{i} = v{i}._local" for i in tensors]
+    lines += [
+        f"    found = (number, func, {', '.join(map(_key, range(len(roles)), roles))})",
+        "    try:",
+        "        decision = cache[found]",
+        "    except KeyError:",
+        f"        decision = learn(found, func, *split(given, names), ({', '.join(f'v{i}' for i in tensors)},))",
+        f"    if decision.graded is not None and grad_enabled() and "
+        f"({' or '.join(f'a{i}.requires_grad' for i in tensors)}):",
+        "        decision = decision.graded",
+        f"    if {' and '.join(f'v{i}._stale is None' for i in tensors)}:",
+        "        if decision.plain is not None:",
+        f"            return wrap(decision.call({', '.join(call)}), decision.plain)",
+        "        if decision.plain_write:",
+        f"            decision.call({', '.join(call)})",
+        f"            return v{tensors[0]}",
+        f"    return run_decision(decision, func, given, [{', '.join(local)}], positions, names)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _key(i: int, role: str) -> str:
+    if role is TENSOR:
+        return f"v{i}._spec"
+    if role is FLOAT:  # as ``KEPT_FLOATS`` says
+        return f"v{i} if v{i} in kept_floats else None"
+    return f"tuple(v{i})" if role is SEQUENCE else f"v{i}"
