@@ -18,7 +18,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_writable, fresh
+from phalanx.tensor._views import check_writable, fresh, written
 
 REFUSED = frozenset(
     [
@@ -64,6 +64,7 @@ def _write(tensor: DTensor, values: Tensor, op: str) -> DTensor:
         check_writable(tensor, op)
     spec = tensor._spec
     tensor._local.copy_(redistribute_local(values, spec.cotangent, spec))
+    written(tensor)
     return tensor
 
 

@@ -118,7 +118,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.t_()``, ``x.unsqueeze_(0)`` and the like: the view becomes the tensor itself."""
     name, options = op_name(func), torch_keywords(kwargs or {})
     tensor: DTensor = args[0]
-    check_writable(tensor, name.base)
+    check_writable(tensor, name.base, anywhere=False)
     view = getattr(torch.Tensor, name.base)(*args, **options)
     if view._stale is not None:
         raise NotImplementedError(
