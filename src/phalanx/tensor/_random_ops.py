@@ -39,9 +39,7 @@ REFUSED = frozenset(
 
 def _check_generator(kwargs: dict[str, Any]) -> None:
     if kwargs.pop("generator", None) is not None:
-        raise NotImplementedError(
-            "generator= on a DTensor: use phalanx.tensor.random.manual_seed(seed, mesh)"
-        )
+        raise NotImplementedError("generator= on a DTensor: use phalanx.tensor.manual_seed(seed, mesh)")
 
 
 def uniform_like(tensor: DTensor) -> Tensor:
