@@ -106,7 +106,7 @@ def run(size: int, folder: str) -> list[float]:
     ]
     for process in workers:
         process.start()
-    answers: list[list[float]] = [results.get(timeout=120)[2] for _ in workers]
+    answers: list[list[float]] = [results.get(timeout=240)[2] for _ in workers]
     for process in workers:
         process.join()
     store.close()

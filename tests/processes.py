@@ -1,7 +1,9 @@
 """Running a test function on real processes: forked from a server that has imported torch once.
 
-``run_processes(4, main)`` calls ``main(worker, *args)`` in four processes and returns an ``Outcome`` each. Processes
-are ended by their pid whatever happens; a test that outlives ``timeout`` fails with the stacks of who is left.
+``run_processes(4, main)`` calls ``main(worker, *args)`` in four processes and returns an ``Outcome`` each. A process
+whose function returned stays until every other has returned or ended: who leaves first is a lost peer to one that is
+still in its last collective. Processes are ended by their pid whatever happens; a test that outlives ``timeout`` fails
+with the stacks of who is left.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Worker:
 
         return connect(self.store_url)
 
-    def group(self, *, backend: str = "gloo", timeout: float = 30.0, generation: int = 0, **kwargs: Any):
+    def group(self, *, backend: str = "gloo", timeout: float = 60.0, generation: int = 0, **kwargs: Any):
         from phalanx.comm import Group
 
         return Group.create(
@@ -73,6 +75,8 @@ def _main(
             connection.send((function(worker, *args), ""))
         except BaseException:
             connection.send((None, traceback.format_exc()))
+        else:
+            connection.poll(None)  # until all are done, or nobody is there to say so
         connection.close()
         os._exit(0)  # no teardown: what a rank leaves behind must not depend on luck at interpreter exit
 
@@ -107,7 +111,7 @@ class Processes:
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = _context.Pipe()
             worker = Worker(rank, size, store_url)
             arguments = (theirs, str(folder / str(rank)), worker, function, args)
             process = _context.Process(target=_main, args=arguments, daemon=True)
@@ -119,27 +123,26 @@ class Processes:
     def collect(self, timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
         values: dict[int, tuple[Any, str]] = {}
-        open_pipes = dict(enumerate(self._pipes))
-        while open_pipes:
-            ready = wait(list(open_pipes.values()), timeout=max(0.0, deadline - time.monotonic()))
+        awaited = dict(enumerate(self._pipes))
+        while awaited:
+            ready = wait(list(awaited.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 errors = "\n".join(f"rank {rank}:\n{error}" for rank, (_, error) in values.items() if error)
                 raise AssertionError(
-                    f"ranks {sorted(open_pipes)} did not end in {timeout} s\n{errors}\n{self._stacks()}"
+                    f"ranks {sorted(awaited)} did not end in {timeout} s\n{errors}\n{self._stacks()}"
                 )
-            for rank, pipe in list(open_pipes.items()):
+            for rank, pipe in list(awaited.items()):
                 if pipe in ready:
                     try:
                         values[rank] = pipe.recv()
-                    except EOFError:
-                        values.setdefault(rank, (None, ""))
-                        del open_pipes[rank]
+                    except (EOFError, OSError):  # killed, perhaps with the answer half written
+                        values[rank] = (None, "")
+                    del awaited[rank]
+        for pipe in self._pipes:
+            pipe.close()  # all are done: they may go
         for process in self.processes:
-            process.join(max(1.0, deadline - time.monotonic()))
-        return [
-            Outcome(rank, process.exitcode, *values.get(rank, (None, "")))
-            for rank, process in enumerate(self.processes)
-        ]
+            process.join(max(10.0, deadline - time.monotonic()))
+        return [Outcome(rank, process.exitcode, *values[rank]) for rank, process in enumerate(self.processes)]
 
     def kill(self) -> None:
         for process in self.processes:

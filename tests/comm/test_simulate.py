@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phalanx.comm import faults, simulate
+from phalanx.comm._scheduler import Scheduler
 from phalanx.errors import (
     CollectiveMismatch,
     PeerLost,
@@ -51,6 +52,7 @@ def test_each_rank_has_its_own_random_numbers() -> None:
 
 def test_the_first_error_is_reported_with_its_rank_and_the_others_are_released() -> None:
     cleaned: list[int] = []
+    before = set(threading.enumerate())
 
     def main(group) -> None:
         try:
@@ -65,7 +67,7 @@ def test_the_first_error_is_reported_with_its_rank_and_the_others_are_released()
     assert caught.value.rank == 2
     assert isinstance(caught.value.__cause__, KeyError)
     assert sorted(cleaned) == [0, 1, 2], "rank 3 had not begun"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("rank-")]
 
 
 def test_a_deadlock_says_what_each_rank_waits_for() -> None:
@@ -91,15 +93,52 @@ def test_mismatched_calls_are_found() -> None:
     assert isinstance(caught.value.__cause__, CollectiveMismatch)
 
 
-def test_a_rank_blocked_outside_of_collectives_is_reported_with_its_stack() -> None:
-    gate = threading.Event()
+class Gate(threading.Event):
+    """Knows whether somebody has come to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
+def test_a_rank_blocked_outside_of_collectives_is_reported_with_its_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, blocked = Gate(), []
+
+    class TimeIsOver(threading.Event):
+        """The wait for the simulation's end: it lasts until the rank stands where it will stay."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == 0.2
+            assert gate.reached.wait(60)
+            return False
+
+    def schedule(size: int) -> Scheduler:
+        scheduler = Scheduler(size)
+        scheduler.finished = TimeIsOver()
+        return scheduler
 
     def main(group) -> None:
         if group.rank == 0:
+            blocked.append(threading.current_thread())
             gate.wait()
 
+    monkeypatch.setattr("phalanx.comm._simulate.Scheduler", schedule)
     with pytest.raises(SimulationError, match=r"did not end within 0.2 s(.|\n)*gate.wait"):
         simulate(2, timeout=0.2).run(main)
+    gate.set()
+    blocked[0].join(60)
+
+
+def test_the_end_of_a_simulation_is_waited_for_as_long_as_was_asked_and_no_longer() -> None:
+    gate = threading.Event()
+    with pytest.raises(SimulationError, match=r"of 1 ranks did not end within 0.1 s"):
+        simulate(1, timeout=0.1).run(lambda group: gate.wait())
     gate.set()
 
 

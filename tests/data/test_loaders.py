@@ -15,7 +15,10 @@ from phalanx.data import ElasticBatchSampler, ElasticDistributedSampler, WithWei
 
 fast = pytest.mark.fast
 # torchdata 0.11 calls a function that torch 2.13 has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more than this machine has processors
+]
 
 
 class Squares(Dataset):

@@ -18,6 +18,7 @@ from ddp.test_parity_torch import join_torch
 from phalanx.ddp import DistributedDataParallel
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(240)
 BOTH = (DistributedDataParallel, TorchDDP)
 
 
@@ -157,9 +158,9 @@ def _everything(worker):
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (3, 4))])
 def test_features_behave_alike(size):
-    run_processes(size, _on_torchs_group, _everything)
+    run_processes(size, _on_torchs_group, _everything, timeout=200.0)
 
 
 @pytest.mark.parametrize(("size", "feature"), [(3, _join), (4, _optimizers)])
 def test_a_sample_of_features_on_more_ranks(size, feature):
-    run_processes(size, _on_torchs_group, feature)
+    run_processes(size, _on_torchs_group, feature, timeout=200.0)

@@ -26,6 +26,7 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp.hooks import debugging, default, post_local_sgd, powersgd
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(240)
 STEPS = 20
 
 
@@ -149,16 +150,16 @@ def _post_local_sgd(worker):
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (3, 4))])
 def test_every_hook_trains_as_its_counterpart(size):
-    run_processes(size, _all_hooks)
+    run_processes(size, _all_hooks, timeout=200.0)
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_sample_of_hooks_on_more_ranks(size):
-    run_processes(size, _all_hooks, ["fp16 around allreduce", "powersgd"])
+    run_processes(size, _all_hooks, ["fp16 around allreduce", "powersgd"], timeout=200.0)
 
 
 def test_hooks_written_for_torch_work_here():
-    run_processes(2, _torch_hooks_on_ours)
+    run_processes(2, _torch_hooks_on_ours, timeout=200.0)
 
 
 def _torch_hooks_on_ours(worker):

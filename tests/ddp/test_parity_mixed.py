@@ -19,6 +19,7 @@ from ddp.test_parity_torch import STEPS, join_torch
 from phalanx.ddp import DistributedDataParallel, _MixedPrecision
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(240)
 PRECISIONS = [
     {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
     {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -40,7 +41,8 @@ def _torchs_own(worker):
 
 
 def test_torchs_own_mixed_precision_does_not_run_on_cpu():
-    assert [o.value for o in run_processes(2, _torchs_own)] == ["cpu backend doesn't support events."] * 2
+    outcomes = run_processes(2, _torchs_own, timeout=200.0)
+    assert [o.value for o in outcomes] == ["cpu backend doesn't support events."] * 2
 
 
 def _written_out(module, rank, param_dtype, reduce_dtype=None, steps=STEPS):
@@ -103,10 +105,10 @@ def _check(size, precision, losses, modules):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_mixed_precision_follows_torchs_arithmetic(size):
-    run_processes(size, _compare, [cases.Tied])
+    run_processes(size, _compare, [cases.Tied], timeout=200.0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_mixed_precision_of_larger_models_follows_torchs_arithmetic(size):
-    run_processes(size, _compare, [cases.Mlp, cases.Transformer, cases.Tied])
+    run_processes(size, _compare, [cases.Mlp, cases.Transformer, cases.Tied], timeout=200.0)

@@ -11,6 +11,7 @@ from ddp import cases
 from phalanx.ddp import DistributedDataParallel
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(240)
 STEPS = 20
 
 
@@ -90,7 +91,7 @@ SCENARIOS = {
 def _on_the_same_host(worker):
     """Ours on the fastest group for one host, which reduces in place in shared memory; torch's on gloo."""
     join_torch(worker)
-    group = worker.group(backend="auto")
+    group = worker.group(backend="auto", timeout=120.0)
     for view in (False, True):
         options = {"process_group": group, "gradient_as_bucket_view": view, "bucket_cap_mb": 0.02}
         compare(worker, cases.Mlp, ours=options, accumulate=1)
@@ -102,10 +103,10 @@ def _on_the_same_host(worker):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_host_transport_gives_the_same_training(size):
-    backends = {outcome.value for outcome in run_processes(size, _on_the_same_host)}
+    backends = {outcome.value for outcome in run_processes(size, _on_the_same_host, timeout=200.0)}
     assert len(backends) == 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_twenty_steps_give_the_same_losses_gradients_and_weights(size):
-    run_processes(size, _same_path, list(SCENARIOS))
+    run_processes(size, _same_path, list(SCENARIOS), timeout=200.0)

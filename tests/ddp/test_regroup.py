@@ -71,7 +71,7 @@ def test_gradients_are_as_before_the_failed_step_and_training_goes_on(view, befo
 
 
 def _lose_a_peer(worker, backend):
-    group = worker.group(backend=backend)
+    group = worker.group(backend=backend, timeout=120.0)
     model = DistributedDataParallel(cases.make(cases.Mlp), process_group=group, bucket_cap_mb=0.02)
     for step in range(4):
         model.zero_grad()
@@ -88,7 +88,7 @@ def _lose_a_peer(worker, backend):
     except PeerLost:
         pass
     assert all(param.grad is None for param in model.parameters())
-    second = worker.group(backend=backend, generation=1, size=2)
+    second = worker.group(backend=backend, generation=1, size=2, timeout=120.0)
     model.regroup(second)
     group.close()
     reference = NaiveDataParallel(cases.make(cases.Mlp), second)
@@ -103,9 +103,10 @@ def _lose_a_peer(worker, backend):
     return "went on"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
 def test_a_killed_process_surfaces_as_peer_lost_and_survivors_go_on(backend):
-    outcomes = run_processes(3, _lose_a_peer, backend)
+    outcomes = run_processes(3, _lose_a_peer, backend, timeout=200.0)
     assert [outcome.value for outcome in outcomes] == ["went on", "went on", None]
     assert outcomes[2].exit_code == -signal.SIGKILL
 

@@ -15,15 +15,29 @@ from phalanx.launch._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"
 PRELOAD = "torch._dynamo,phalanx.elastic"
+NUM_STEPS = 60
 
 
 class Cluster:
-    """One agent and its workers; everything that it writes is under ``directory``."""
+    """One agent and its workers; everything that it writes is under ``directory``.
+
+    With ``hold`` the workers go no further than to that step until ``release``.
+    """
 
     def __init__(
-        self, directory: Path, num_workers: int, num_steps: int = 60, pace: float = 0.01, **options: str
+        self,
+        directory: Path,
+        num_workers: int,
+        num_steps: int = NUM_STEPS,
+        pace: float = 0.01,
+        *,
+        hold: int | None = None,
+        **options: str,
     ) -> None:
         self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        if hold is not None:
+            self.hold(hold)
         self.size = num_workers
         self.scratch = directory / "tmp"
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -66,13 +80,16 @@ class Cluster:
         self.output.flush()
         return (self.directory / "output").read_text(errors="replace")
 
-    def wait_until(self, condition, what: str, timeout: float = 90.0) -> None:
+    def wait_until(self, condition, what: str, timeout: float = 150.0) -> None:
         deadline = time.monotonic() + timeout
-        while not condition():
+        while True:
+            has_ended = self.process.poll() is not None  # first: what it did last must be seen
+            if condition():
+                return
+            assert not has_ended, f"ended before {what}:\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, (
                 f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
             )
-            assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-4000:]}"
             time.sleep(0.02)
 
     def wait_step(self, step: int) -> None:
@@ -86,6 +103,23 @@ class Cluster:
         rounds = self.events("regrouped")
         return len(max(rounds, key=lambda r: (r["generation"], r["round"]))["workers"]) if rounds else 0
 
+    # -- what is left to the test and not to the speed of the machine ------------------------------------------
+
+    def hold(self, step: int) -> None:
+        """Let no worker pass this step, but for regroups, which need a boundary."""
+        (self.directory / ".hold").write_text(str(step))
+        (self.directory / ".hold").rename(self.directory / "hold")
+
+    def release(self) -> None:
+        (self.directory / "hold").unlink()
+
+    def close_door(self) -> None:
+        """Workers that start from now on do not join before ``open_door``."""
+        (self.directory / "closed").touch()
+
+    def open_door(self) -> None:
+        (self.directory / "closed").unlink()
+
     # -- hurting ----------------------------------------------------------------------------------------------
 
     def signal(self, worker: str, signum: int = signal.SIGKILL) -> None:
@@ -98,11 +132,14 @@ class Cluster:
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def finish(self, timeout: float = 100.0) -> Verdict:
+    def finish(self, timeout: float = 150.0) -> Verdict:
         """Wait for the end of the job; everything that must hold then, but for the digest."""
-        code = self.process.wait(timeout)
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}") from None
         assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert self.pids() == {}, "workers outlived their agent"

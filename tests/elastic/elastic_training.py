@@ -108,10 +108,15 @@ def make_job(
     return job
 
 
-def train(job: Job, **limits: int) -> list[float]:
-    """The loop of the README; the losses of the committed steps."""
+def train(job: Job, *, wait_for_saves: bool = False, **limits: int) -> list[float]:
+    """The loop of the README; the losses of the committed steps.
+
+    With ``wait_for_saves`` every save that is due is written before the next step; else a newer one may replace it.
+    """
     losses = []
     for step in job.steps(**limits):
+        if wait_for_saves:
+            job.saving.wait_idle()
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
         if step.commit(max_grad_norm=1.0):

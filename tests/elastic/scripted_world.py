@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from phalanx import membership as ms
 from phalanx.comm.stores import MemoryStore
-from phalanx.elastic import Callbacks, Job, RunOptions
+from phalanx.elastic import Callbacks, Job, RunOptions, Saves
 from phalanx.elastic import _job as job_module
 from phalanx.elastic._store_roster import StoreRoster
 
@@ -47,6 +47,7 @@ class World:
         self.leavers: list[str] = []
         self.threads: list[threading.Thread] = []
         self.num_steps = 15  # three epochs
+        self.saves: Saves | None = None
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
 
@@ -68,7 +69,7 @@ class World:
     def start(self, worker: str, generation: int = 0, on_step=lambda job, step: None, after=None) -> None:
         def main() -> None:
             self._local.roster = StoreRoster(
-                self.root.clone(), "j", worker, generation, timeout=20.0, comm_timeout=20.0
+                self.root.clone(), "j", worker, generation, timeout=200.0, comm_timeout=200.0
             )
             try:
                 self.results[worker] = self.train(on_step, after)
@@ -89,7 +90,16 @@ class World:
             on_regroup=self.news.append, on_newcomer=self.newcomers.append, on_leave=self.leavers.append
         )
         run = RunOptions(progress=False, verify=True, log_dir=self.directory)
-        job = Job(model, optimizer, Rows(), num_slots=8, slot_batch_size=4, run=run, callbacks=callbacks)
+        job = Job(
+            model,
+            optimizer,
+            Rows(),
+            num_slots=8,
+            slot_batch_size=4,
+            saves=self.saves,
+            run=run,
+            callbacks=callbacks,
+        )
         try:
             for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
@@ -102,6 +112,6 @@ class World:
 
     def join(self) -> dict[str, object]:
         for thread in self.threads:
-            thread.join(50)
+            thread.join(200)
             assert not thread.is_alive(), "a worker hangs"
         return self.results

@@ -13,9 +13,11 @@ from phalanx.elastic._layout import Layout
 from phalanx.elastic._partials import Partials, Pool
 from processes import run_processes
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def sum_on_shared_memory(worker, num_slots: int) -> list[bool]:
-    group = worker.group(backend="auto")
+    group = worker.group(backend="auto", timeout=120.0)
     assert group.backend == "shm"
     params = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in SHAPES]
     grads, *_ = reduce(group, num_slots, params)
@@ -25,13 +27,13 @@ def sum_on_shared_memory(worker, num_slots: int) -> list[bool]:
 
 @pytest.mark.parametrize(("size", "num_slots"), [(2, 8), (3, 5), (4, 4)])
 def test_the_sum_has_the_bits_of_the_naive_fold(size: int, num_slots: int) -> None:
-    for outcome in run_processes(size, sum_on_shared_memory, num_slots):
+    for outcome in run_processes(size, sum_on_shared_memory, num_slots, timeout=250.0):
         assert all(outcome.value)
 
 
 def count_copies(worker, count: int) -> tuple[int, bool]:
     """Bytes that this worker put into slots for one large reduction, and whether its result is right."""
-    group: Group = worker.group(backend="auto")
+    group: Group = worker.group(backend="auto", timeout=120.0)
     pool = Pool(Layout.of([torch.nn.Parameter(torch.zeros(count))], []), 16)
     private = pool.take()
     pool.give(private)
@@ -52,7 +54,7 @@ def count_copies(worker, count: int) -> tuple[int, bool]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_large_sum_is_not_copied_through_slots(size: int) -> None:
     count = 3_000_000
-    for outcome in run_processes(size, count_copies, count):
+    for outcome in run_processes(size, count_copies, count, timeout=250.0):
         copied, right = outcome.value
         assert right
         # The meeting that decides carries the first pieces of the all_to_all, at most one slot.

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -228,6 +229,7 @@ def test_a_gradient_scaler_skips_a_step_that_overflows_on_all_workers_alike():
 
 def test_a_half_precision_model_trains_with_the_same_bits():
     def main(group):
+        torch.manual_seed(0)
         job = linear_job(group, model=nn.Linear(6, 1, dtype=torch.bfloat16))
         for step in job.steps(epochs=1):
             for micro in step:
@@ -345,12 +347,20 @@ def test_progress_is_plain_lines_when_not_on_a_terminal(capsys):
     assert "generation 0  1 worker" in line
 
 
+def read_to_end(terminal: int, into: bytearray) -> None:
+    while not into.endswith(b"END"):  # a terminal hands out what it has: one read is not all of it
+        into += os.read(terminal, 1 << 16)
+
+
 def test_progress_is_one_live_line_on_a_terminal(monkeypatch):
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "200")
+        shown = bytearray()
+        reader = threading.Thread(target=read_to_end, args=(ours, shown), daemon=True)
+        reader.start()  # a terminal takes a few thousand bytes and then waits for its reader
         job = linear_job(run=RunOptions(progress=True))
         for step in job.steps(max_steps=2):
             for micro in step:
@@ -359,11 +369,10 @@ def test_progress_is_one_live_line_on_a_terminal(monkeypatch):
         job.close()
         terminal.write("END")
         terminal.flush()
-        raw = b""
-        while not raw.endswith(b"END"):  # a terminal hands out what it has: one read is not all of it
-            raw += os.read(ours, 1 << 16)
+        reader.join(60)
+        assert not reader.is_alive(), "the terminal was not read to its end"
     os.close(ours)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "step 1" in shown
     assert "samples/s" in shown
     assert "generation 0  1 worker" in shown

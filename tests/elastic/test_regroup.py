@@ -9,10 +9,11 @@ import pytest
 from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
-from phalanx.elastic import Ejected
+from phalanx.elastic import Ejected, Saves
+from phalanx.elastic._saves import find_save
 from phalanx.elastic.audit import check_directory
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, 
     world.start("a", on_step=watch)
     world.start("b", on_step=die_at(4, heal))
     world.start("c")
-    assert back_at_work.wait(40), "survivors did not wait for d, which has not even begun"
+    assert back_at_work.wait(100), "survivors did not wait for d, which has not even begun"
     world.start("d", 1)
     results = world.join()
     assert isinstance(results["b"], Die)
@@ -80,16 +81,19 @@ def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, 
 def test_a_generation_that_breaks_while_it_forms_is_skipped(world, alone):
     """b dies in generation 0, c before it takes its seat in generation 1; a goes on alone in generation 2."""
     world.agree(0, "a", "b", "c")
+    c_dies = threading.Event()
 
     def both_die():
+        assert c_dies.wait(100)
         world.break_(0, "b")
         world.agree(1, "a", "c")
+        world.keys.wait(["elastic/1/ready/a"], 100.0)  # a waits for c there
         world.break_(1, "c")
         world.agree(2, "a")
 
     world.start("a")
     world.start("b", on_step=die_at(3, both_die))
-    world.start("c", on_step=die_at(3))
+    world.start("c", on_step=die_at(3, c_dies.set))
     results = world.join()
     assert results["a"] == alone
     assert world.news[0].generation == 2
@@ -106,6 +110,8 @@ def test_an_ejected_worker_is_told_so(world, alone):
     def on_step(job, step):
         if step.number == 2 and job.generation == 0:
             eject()
+        elif job.generation == 1:  # were a to finish before b looks, b would only hear that the job is over
+            world.threads[1].join(100)
 
     world.start("a", on_step=on_step)
     world.start("b")
@@ -125,7 +131,7 @@ def test_a_polite_leave_drops_no_step(world, alone):
     world.start("a")
     world.start("b", on_step=leave)
     world.start("c")
-    world.threads[1].join(40)
+    world.threads[1].join(100)
     assert isinstance(world.results["b"], SystemExit)
     assert world.results["b"].code == 0
     world.agree(1, "a", "c")  # the agent plans without it, and breaks the generation once it has gone
@@ -135,6 +141,32 @@ def test_a_polite_leave_drops_no_step(world, alone):
     verdict = check_directory(world.directory)
     assert verdict.problems == []
     assert verdict.num_dropped == 0
+
+
+def test_who_is_told_to_leave_when_its_part_of_the_step_has_gone_out_still_saves(world, alone):
+    """SIGTERM reaches a before its part of step 3 goes out, b after: to each, the other seems to stay."""
+    world.saves = Saves(directory=world.directory / "saves")
+    world.agree(0, "a", "b")
+
+    def leave(job, step):
+        if step.number == 3 and job.worker_id == "b":
+            step.reduce()
+        if step.number == 3:
+            job.team.leave.requested = True
+
+    world.start("a", on_step=leave)
+    world.start("b", on_step=leave)  # no agent agrees on another generation any more
+    results = world.join()
+    assert [(type(results[worker]), results[worker].code) for worker in "ab"] == [(SystemExit, 0)] * 2
+    save, problems = find_save(world.directory / "saves")
+    assert (save.step, problems) == (4, [])
+
+    with pytest.MonkeyPatch.context() as patch:
+        later = World(world.directory / "later", patch)
+        later.saves = world.saves
+        later.agree(0, "a")
+        later.start("a")
+        assert later.join()["a"] == alone
 
 
 def test_an_evaluation_survives_a_death_and_newcomers_stay_out_of_it(world):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,8 +21,8 @@ pytestmark = pytest.mark.fast
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
     """Three workers; w.1 dies at step 5, w.3 joins, w.2 leaves politely."""
-    clock = iter(range(1000, 2000))
-    monkeypatch.setattr("phalanx.elastic._records.time.time", lambda: next(clock) / 10)
+    clock = itertools.count(1000)  # of the records alone: other threads look at the real one
+    monkeypatch.setattr("phalanx.elastic._records.time", SimpleNamespace(time=lambda: next(clock) / 10))
     files = {f"w.{i}": Events(tmp_path / f"events-w.{i}.jsonl", f"w.{i}") for i in range(4)}
 
     def regroup(generation, round_, workers, joined, left, step):
@@ -123,6 +125,7 @@ def test_the_command(logs, tmp_path, capsys):
     not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
     reason="no Chromium on this machine",
 )
+@pytest.mark.timeout(300)
 def test_chromium_opens_it(logs, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     main([str(logs), str(tmp_path / "out.html")])
@@ -130,11 +133,12 @@ def test_chromium_opens_it(logs, tmp_path):
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--disable-dev-shm-usage",
         f"--user-data-dir={tmp_path / 'profile'}",
         "--dump-dom",
     ]
     done = subprocess.run(
-        [browser, *flags, f"file://{tmp_path / 'out.html'}"], capture_output=True, text=True, timeout=100
+        [browser, *flags, f"file://{tmp_path / 'out.html'}"], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0
     assert done.stdout.count("<svg") == 3

@@ -12,7 +12,7 @@ import torch
 from elastic_training import make_job, train
 
 from phalanx.elastic import RunOptions, SaveError, Saves, _writer
-from phalanx.elastic._saves import find_save, read_save, write_save
+from phalanx.elastic._saves import _put_in_place, find_save, read_save, write_save
 from phalanx.elastic._writer import SaveWriter
 
 pytestmark = pytest.mark.fast
@@ -89,6 +89,17 @@ def test_the_same_step_written_twice_is_kept_unless_it_is_torn(tmp_path):
     assert read_save(path).step == 4
 
 
+def test_two_workers_may_save_the_same_step_at_once(tmp_path):
+    """What one puts in place just before the other is the same, and stays; nothing is left of the other's."""
+    for name in ("one", "other"):
+        write_save(tmp_path / name, 4, {"step": 4}, TENSORS, keep=1)
+        (tmp_path / name / "step-000000000004").rename(tmp_path / f".partial-{name}")
+    for name in ("one", "other"):
+        _put_in_place(tmp_path / f".partial-{name}", tmp_path / "step-000000000004")
+    assert read_save(tmp_path / "step-000000000004").step == 4
+    assert not list(tmp_path.glob(".partial-*"))
+
+
 def test_no_save_is_not_an_error(tmp_path):
     assert find_save(tmp_path / "nothing") == (None, [])
 
@@ -98,14 +109,14 @@ def test_the_writer_does_not_make_the_step_wait_and_skips_to_the_newest(tmp_path
 
     def slow(directory, step, tree, tensors, *, keep):
         begun.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
         written.append(step)
         return directory
 
     monkeypatch.setattr(_writer, "write_save", slow)
     writer = SaveWriter(tmp_path, keep=1, on_saved=lambda step, path: None)
     writer.submit((1, {}, []))
-    assert begun.wait(20)
+    assert begun.wait(60)
     writer.submit((2, {}, []))
     writer.submit((3, {}, []))
     assert written == []
@@ -131,7 +142,7 @@ def test_a_job_warns_of_a_bad_save_and_resumes_from_the_one_before(tmp_path):
     def job():
         return make_job(saves=Saves(directory=tmp_path, every=2), run=RunOptions(progress=False))
 
-    train(job(), max_steps=6)
+    train(job(), max_steps=6, wait_for_saves=True)
     (tmp_path / "step-000000000006" / "tensors.safetensors").write_bytes(b"torn")
     resumed = job()
     with pytest.warns(RuntimeWarning, match="does not match its checksum; the save before it is used"):

@@ -1,6 +1,8 @@
 """What the workers of the fault tests run: the job of ``elastic_training``, slowed down, its result written to a file.
 
-``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves.
+``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves. By files in DIR a test
+decides what must not be left to the speed of the machine: ``closed`` keeps workers that start from joining, ``hold``
+names the step that nobody may pass.
 """
 
 from __future__ import annotations
@@ -14,28 +16,52 @@ from pathlib import Path
 from elastic_training import make_job
 from torch.nn import functional as F
 
-from phalanx.elastic import RunOptions, Saves
+from phalanx.elastic import Job, RunOptions, Saves
 
 
 def main() -> None:
     directory, num_steps, pace = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    while (directory / "closed").exists():
+        time.sleep(0.01)
     saves = Saves(directory=directory / "saves", every=5) if "--save" in sys.argv else None
     job = make_job(
-        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=60),
+        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=120),
         saves=saves,
     )
-    (directory / "store").write_text(os.environ.get("PHALANX_STORE", ""))
-    (directory / "job").write_text(os.environ.get("PHALANX_JOB", ""))
+    for name in ("store", "job"):
+        put(directory / name, os.environ.get(f"PHALANX_{name.upper()}", ""))
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    (directory / f"pid-{job.worker_id}").write_text(f"{os.getpid()} {started}")
+    put(directory / f"pid-{job.worker_id}", f"{os.getpid()} {started}")
     for step in job.steps(max_steps=num_steps):
-        fail(directory / f"fail-{job.worker_id}")
+        hold(job, step.number, directory)
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
             time.sleep(pace)
         if step.commit(max_grad_norm=1.0):
             job.mean.update(job.model)
-    (directory / f"digest-{job.worker_id}").write_text(f"{job.step} {job.digest()}")
+    put(directory / f"digest-{job.worker_id}", f"{job.step} {job.digest()}")
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file that others read: there is never a half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def hold(job: Job, step: int, directory: Path) -> None:
+    """Fail if told so, and stay before the step that may not be passed yet. A regroup passes: it needs a boundary."""
+    while True:
+        fail(directory / f"fail-{job.worker_id}")
+        signals = job.team.roster.signals
+        try:
+            last = int((directory / "hold").read_text())
+        except FileNotFoundError:
+            return
+        if step < last or signals.wish or signals.broken or job.team.leave.requested:
+            return
+        job.team.roster.report(job.step)
+        time.sleep(0.01)
 
 
 def fail(wish: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -139,6 +140,26 @@ def launcher(nursery: Nursery, tmp_path: Path) -> Iterator[Launcher]:
             except ProcessLookupError:
                 pass
         time.sleep(0.02)
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 for a server of the test, or for nobody.
+
+    It stays bound, but not listening, as long as the test runs: so the system gives it to no one who asks for any port,
+    whoever connects too early is refused, and a server that names it may listen (both allow reuse).
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def complete_rows(path: Path) -> list[list[str]]:
+    """The words of each line of a file that others may be writing: a last line without its end is left out."""
+    if not path.exists():
+        return []
+    return [line.split() for line in path.read_text().split("\n")[:-1]]
 
 
 @pytest.fixture

@@ -162,8 +162,8 @@ def test_pump_prefixes_filters_and_remembers(tmp_path):
     assert tail_of_sinks(sinks, 3) == ("an apple", "20%", "no newline")
     finish(sinks)
     os.close(write)
-    assert os.read(read, 1000) == b"[t1]:one\n[t1]:two\n[t1]:an apple\n[t1]:10%\r20%\r\n[t1]:no newline\n"
-    os.close(read)
+    with open(read, "rb") as console:
+        assert console.read() == b"[t1]:one\n[t1]:two\n[t1]:an apple\n[t1]:10%\r20%\r\n[t1]:no newline\n"
     assert log.read_bytes() == b"one\ntwo\nan apple\n10%\r20%\r\nno newline"
     assert filtered.read_bytes() == b"[t1]:an apple\n"
     assert tail_of_file(str(log), 2) == ("20%", "no newline")

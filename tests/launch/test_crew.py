@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -12,14 +15,17 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.comm.stores import MemoryStore
-from phalanx.launch import _crew, _diagnosis
-from phalanx.launch._crew import Crew, CrewOptions
+from phalanx.errors import StoreLost
+from phalanx.launch import _crew, _diagnosis, _linux
+from phalanx.launch._crew import Crew, CrewMember, CrewOptions
 from phalanx.launch._diagnosis import HangWatch
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._journal import Journal
 from phalanx.launch._logs import DefaultLogsSpecs
 from phalanx.launch._orders import Plan
 from phalanx.launch._processes import WorkerProcess
+from phalanx.launch._sources import AllDone, Sources
+from phalanx.launch._stacks import frames_of
 
 pytestmark = pytest.mark.fast
 
@@ -130,8 +136,9 @@ def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_
     killed.theirs.close()
 
 
-def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
+def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monkeypatch):
     """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
+    monkeypatch.setattr(_diagnosis, "_PATIENCE", 0.1)  # its own worker is only pretended, and will not write
     store = MemoryStore()
     silent = StuckProcess(1, signal.SIGKILL)
     crew, _ = crew_of(tmp_path, silent)
@@ -158,6 +165,75 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path):
     other.join()
     crew.close()
     silent.theirs.close()
+
+
+def test_a_store_that_is_gone_before_the_threads_have_begun_is_no_crash_of_theirs(monkeypatch):
+    """A job of milliseconds: it may be over, and its store closed, before the thread for requests runs at all."""
+
+    class ClosedStore(MemoryStore):
+        def clone(self):
+            raise StoreLost("closed by this client", address=self.address)
+
+    crashes: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", crashes.append)
+    watch = SimpleNamespace(wait=lambda timeout: None, close=lambda: None)
+    sources = Sources(SimpleNamespace(watch_generation=lambda generation: watch))
+    info = SimpleNamespace(store=ClosedStore(), generation=0, world_size=2)
+    before = set(threading.enumerate())
+    sources.follow(info, 0.0, list)
+    sources.wait_all_done(info, 60)
+    assert sources.next(60) == AllDone(0, "closed by this client")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    sources.leave_generation()
+    assert crashes == []
+
+
+WRITES_SLOWLY = """
+import os, signal, sys, time
+path = sys.argv[1]
+def write(*_):
+    for line in ("Current thread 0x1:", '  File "/a.py", line 1 in inner', '  File "/a.py", line 2 in outer'):
+        with open(path, "a") as file:
+            file.write(line + "\\n")
+        time.sleep(0.3)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.readline()
+import ctypes
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(write)
+ctypes.CDLL(None).signal(int(sys.argv[2]), handler)
+print("catches", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_none(tmp_path, monkeypatch):
+    """As a worker is held up between two lines of its stacks: the C handler of a signal, which blocks the signal."""
+    log, signum = tmp_path / "stacks.log", _linux.stack_signal()
+    command = [sys.executable, "-c", WRITES_SLOWLY, str(log), str(int(signum))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as slow:
+        try:
+            monkeypatch.setattr(_diagnosis, "_PATIENCE", 100)
+            monkeypatch.setattr(WorkerProcess, "send_signal", lambda self, sent, **_: os.kill(self.pid, sent))
+            ours, theirs = socket.socketpair()
+            process = WorkerProcess(slow.pid, ours)
+            place = SimpleNamespace(rank=0, worker_id="w")
+            crew = SimpleNamespace(running=[CrewMember(place=place, process=process, stacks_file=str(log))])
+            assert slow.stdout.readline() == "ready\n"
+            monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
+            assert _diagnosis.dump_stacks(crew, "of a test") == {"w": ""}  # does not catch it
+            slow.stdin.write("\n")
+            slow.stdin.flush()
+            assert slow.stdout.readline() == "catches\n"
+            monkeypatch.setattr(_linux, "stack_signal", lambda: signum)
+            found = _diagnosis.dump_stacks(crew, "of a test")["w"]
+            assert [str(frame) for frame in frames_of(found)] == ["inner (a.py:1)", "outer (a.py:2)"]
+            process.discard()
+            theirs.close()
+        finally:
+            slow.kill()
 
 
 ASKED = "Current thread 0x1 (most recent call first):\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -185,6 +186,23 @@ def test_failures_of_all_nodes_are_found_again():
     text = str(error)
     assert text.index("h3") < text.index("h0")
     assert journal.failures(1) == {}
+
+
+def test_who_complains_of_a_lost_peer_is_not_the_cause_though_it_was_noticed_first():
+    """A peer's connection closes before the end of its process is noticed: the times say the wrong thing."""
+    common = {"local_rank": 0, "pid": 1}
+    killed = ProcessFailure(exitcode=-9, timestamp=20.0, message="killed by SIGKILL", **common)
+    raised = ProcessFailure(exitcode=1, timestamp=21.0, message="ValueError: 7", **common)
+    for said in (
+        "RuntimeError: Connection closed by peer [::1]:5",
+        "PeerLost: rank 1",
+        "x: Connection reset by peer",
+    ):
+        complains = ProcessFailure(exitcode=1, timestamp=10.0, message=said, **common)
+        assert ChildFailedError("job", {0: complains, 1: killed, 2: raised}).get_first_failure()[0] == 1
+        stopped = replace(complains, exitcode=-15)  # by its agent, when it had complained but not ended
+        assert ChildFailedError("job", {0: stopped, 1: killed, 2: raised}).get_first_failure()[0] == 1
+        assert ChildFailedError("job", {0: complains}).get_first_failure()[0] == 0
 
 
 def test_a_huge_failure_is_told_to_others_in_a_size_that_every_store_takes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +26,6 @@ def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         timeout=280,
         env={**os.environ, **env},
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_two_workers_really_run() -> None:
@@ -62,9 +56,9 @@ def test_an_endpoint_in_a_directory_is_found(tmp_path: Path) -> None:
     assert finding.level == "ok", finding.text
 
 
-def test_an_endpoint_where_nobody_listens_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_where_nobody_listens_is_bad(monkeypatch: pytest.MonkeyPatch, held_port: int) -> None:
     monkeypatch.setattr(_doctor, "ENDPOINT_PATIENCE", 0.3)
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{held_port}"
     (finding,) = check_endpoint("c10d", endpoint)
     assert finding.level == "bad"
     assert endpoint in finding.text

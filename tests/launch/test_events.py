@@ -60,11 +60,8 @@ def test_a_torn_or_foreign_line_is_skipped_and_named(
     path.write_text(f'{good[:20]}\n{good}\n{{"v":9,"kind":"later"}}\n[]\n')
     with caplog.at_level(logging.WARNING):
         assert len(list(read_events(path))) == 1
-    assert [record.getMessage().partition(": ")[0][-6:] for record in caplog.records] == [
-        "line 1",
-        "line 3",
-        "line 4",
-    ]
+    said = [record.getMessage() for record in caplog.records if record.name == events.__name__]
+    assert [text.partition(": ")[0][-6:] for text in said] == ["line 1", "line 3", "line 4"]
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(
@@ -75,7 +72,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(
     with caplog.at_level(logging.WARNING):
         log.write(EVENTS[0])
         log.write(EVENTS[0])
-    assert len(caplog.records) == 1
+    assert len([record for record in caplog.records if record.name == events.__name__]) == 1
 
 
 def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:

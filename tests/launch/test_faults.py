@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
+from tests.launch.conftest import complete_rows as lines
 
+from phalanx.launch._linux import process_state
 
-def lines(path: Path) -> list[list[str]]:
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.again
@@ -51,6 +51,40 @@ def test_final_report_names_the_root_cause(launcher, tmp_path, fault, expected):
     report = agent.output.partition("Root cause (the earliest failure):")[2]
     assert expected in report, agent.output
     assert re.search(r"rank +: 1 \(local_rank: 1", report), agent.output
+    launcher.wait_until_empty()
+
+
+SUMMING_FOR_EVER = """
+import os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for turn in range(10**9):
+    dist.all_reduce(torch.ones(1))
+    if turn == 0:
+        with open(os.path.join(sys.argv[1], "ready"), "a") as file:
+            file.write(f"{dist.get_rank()} {os.getpid()} {os.getppid()}\\n")
+"""
+
+
+def test_the_root_cause_is_named_though_its_end_is_noticed_last(launcher, tmp_path, wait_for):
+    """The process that notices ends is stopped, until the victim's peer has complained and ended too."""
+    script = tmp_path / "for_ever.py"
+    script.write_text(SUMMING_FOR_EVER)
+    agent = launcher.run("--nproc-per-node", 2, script, tmp_path)
+    wait_for(lambda: len(lines(tmp_path / "ready")) == 2, "two workers", agent)
+    (peer, zygote), (victim, _) = (map(int, row[1:]) for row in sorted(lines(tmp_path / "ready")))
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: process_state(peer) == "Z", "the other worker to notice and end", agent)
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    assert agent.wait() == 1
+    report = agent.output.partition("Root cause (the earliest failure):")[2]
+    assert re.search(r"rank +: 1 \(local_rank: 1", report), agent.output
+    assert "exitcode  : -9 (SIGKILL)" in report, agent.output
+    assert re.search("(closed|reset) by peer", report.partition("Other failures")[2]), agent.output
     launcher.wait_until_empty()
 
 

@@ -186,7 +186,7 @@ def test_a_wrong_flag_is_answered_without_importing_torch():
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 2
     assert done.stderr.startswith(

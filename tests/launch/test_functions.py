@@ -28,6 +28,10 @@ from phalanx.launch.rendezvous import get_rendezvous_handler
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
 
+pytestmark = pytest.mark.timeout(
+    300
+)  # some import torch anew, which takes a minute on a machine that is very busy
+
 
 def config(tmp_path: Path, **fields: object) -> LaunchConfig:
     defaults = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "max_restarts": 0}

@@ -44,7 +44,9 @@ def test_torchs_library_is_there_before_torch_and_no_thread_is_left():
         "wait_loaded = begin_to_load(path)\n"
         "wait_loaded()\n"
         "print(bool(path), path in open('/proc/self/maps').read())\n"
-        "import torch\n"
+        "import time, torch\n"
+        "until = time.monotonic() + 100\n"  # a joined thread leaves the kernel's list a moment later
+        "while len(os.listdir('/proc/self/task')) > 1 and time.monotonic() < until: time.sleep(0.01)\n"
         "print(torch.ones(2).sum().item(), find_library() == '', len(os.listdir('/proc/self/task')))\n"
     )
     done = python("-c", code, OPENBLAS_NUM_THREADS="1")
@@ -77,11 +79,10 @@ def test_only_builds_for_the_processor_get_a_head_start(tmp_path, monkeypatch, f
 
 @pytest.mark.fast
 def test_a_library_that_does_not_load_is_left_to_torch(tmp_path):
-    before = threading.active_count()
     (tmp_path / "broken.so").write_text("this is no library")
     begin_to_load(str(tmp_path / "broken.so"))()
     begin_to_load("")()
-    assert threading.active_count() == before
+    assert "phalanx-load-torch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_flags_that_contradict_each_other_are_one_line_though_loading_has_begun(tmp_path):
@@ -119,11 +120,11 @@ def test_a_zygote_that_has_nothing_to_do_imports_what_replacements_need(tmp_path
             "unset": [], "cpus": [], "cwd": str(tmp_path), "name": "show", "stacks": "",
         }  # fmt: skip
         process.order(order, {})
-        assert ended[process.pid].wait(60)
+        assert ended[process.pid].wait(100)
         return Path(tmp_path / name).read_text() == "True"
 
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 150
         while not has_it("later"):
             assert time.monotonic() < until, f"the zygote never imported {wanted}"
             time.sleep(1.5)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
+from tests.launch.conftest import complete_rows
 
 from phalanx.launch._scale import main as scale_main
+
+pytestmark = pytest.mark.timeout(400)
 
 FLAGS = ("--on-failure", "heal")
 
@@ -21,7 +23,7 @@ class Story:
     def __init__(self, directory: Path) -> None:
         self.lines: dict[str, list[list[str]]] = {}
         for path in directory.glob("*.*.*"):
-            self.lines[path.name] = [line.split() for line in path.read_text().splitlines()]
+            self.lines[path.name] = complete_rows(path)
 
     def starts(self) -> list[int]:
         return [int(lines[0][1]) for lines in self.lines.values()]
@@ -97,10 +99,8 @@ def test_a_polite_leaver_is_no_failure_and_not_replaced(launcher, out):
     assert story.last_sizes() == {2}
 
 
-def test_scale_up_and_down_while_running(launcher, out, wait_for):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "scaling")
+def test_scale_up_and_down_while_running(launcher, out, wait_for, held_port):
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{held_port}", "--rdzv-id", "scaling")
     agent = launcher.run(
         "--nproc-per-node", 2, "--rdzv-backend", "c10d", *endpoint, *FLAGS, "--standby", 1, "healing.py", out, 100000,
     )  # fmt: skip
@@ -129,12 +129,12 @@ def test_scale_up_and_down_while_running(launcher, out, wait_for):
 
 def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
     agent = launcher.run(
-        "--nproc-per-node", 2, *FLAGS, "--hang-timeout", 5, "--log-dir", tmp_path / "logs", "healing.py", out, 12,
+        "--nproc-per-node", 2, *FLAGS, "--hang-timeout", 15, "--log-dir", tmp_path / "logs", "healing.py", out, 12,
         "1:5:hang",
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     # The other one is silent too, but only waits for this one: it is not taken for it.
-    assert re.search(r"rank 1 made no progress for 5 s.* it is in fault \(healing.py:\d+\)", agent.output), (
+    assert re.search(r"rank 1 made no progress for 15 s.* it is in fault \(healing.py:\d+\)", agent.output), (
         agent.output
     )
     assert not re.search(r"rank 0 made no progress.*it is killed", agent.output), agent.output
@@ -147,15 +147,13 @@ def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
 
 
 def test_a_job_with_a_secret_heals_and_is_scaled_only_by_who_knows_it(
-    launcher, out, tmp_path, wait_for, monkeypatch, capsys
+    launcher, out, tmp_path, wait_for, monkeypatch, capsys, held_port
 ):
     """Agents and workers sign and verify: only the agent is told the secret's file, its workers get it from there."""
     secret = tmp_path / "secret"
     secret.write_text("hush")
     secret.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "secretive")
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{held_port}", "--rdzv-id", "secretive")
     agent = launcher.run(
         "--nproc-per-node", 2, "--rdzv-backend", "c10d", *endpoint, "--rdzv-conf", f"secret_file={secret}", *FLAGS,
         "healing.py", out, 100000, "1:5:kill",

@@ -9,14 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.launch.conftest import complete_rows as lines
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 TIMES = int(os.environ.get("SOAK_TIMES", "50"))
-
-
-def lines(path: Path) -> list[list[str]]:
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize("turn", range(TIMES))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.launch.conftest import complete_rows
 
 from phalanx.launch import (
     ChildFailedError,
@@ -23,6 +24,8 @@ from phalanx.launch import (
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
+
+pytestmark = pytest.mark.timeout(400)
 
 TORCHRUNS_VARIABLES = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -85,7 +88,7 @@ def test_events_of_a_job_that_heals_after_a_hang(launcher, tmp_path):
     out, logs = tmp_path / "out", tmp_path / "logs"
     out.mkdir()
     agent = launcher.run(
-        "--nproc-per-node", 2, "--on-failure", "heal", "--hang-timeout", 5, "--log-dir", logs, "healing.py", out, 8,
+        "--nproc-per-node", 2, "--on-failure", "heal", "--hang-timeout", 15, "--log-dir", logs, "healing.py", out, 8,
         "1:3:hang",
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
@@ -102,8 +105,7 @@ def test_workers_that_are_stopped_at_the_end_have_exit_events_too(launcher, tmp_
     words = ("--nproc-per-node", 2, "--log-dir", logs)
     if how == "signal":
         agent = launcher.run(*words, "signals.py", tmp_path, "polite")
-        ready = tmp_path / "ready"
-        wait_for(lambda: ready.exists() and len(ready.read_text().split()) == 2, "two workers", agent)
+        wait_for(lambda: len(complete_rows(tmp_path / "ready")) == 2, "two workers", agent)
         os.kill(agent.pid, signal.SIGTERM)
         assert agent.wait() == 128 + signal.SIGTERM
     else:
@@ -117,15 +119,13 @@ def test_workers_that_are_stopped_at_the_end_have_exit_events_too(launcher, tmp_
     assert kinds.count("shut_down") == 1
 
 
-def test_hang_on_one_node_writes_the_stacks_of_all_nodes(launcher, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def test_hang_on_one_node_writes_the_stacks_of_all_nodes(launcher, tmp_path, held_port):
     out = tmp_path / "out"
     out.mkdir()
     agents = [
         launcher.run(
-            "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "hang",
-            "--rdzv-conf", "last_call_timeout=1", "--on-failure", "heal", "--hang-timeout", 5,
+            "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{held_port}", "--rdzv-id", "hang",
+            "--rdzv-conf", "last_call_timeout=1,lease=40", "--on-failure", "heal", "--hang-timeout", 15,
             "--log-dir", tmp_path / f"logs{n}", "healing.py", out, 8, "1:3:hang",
         )
         for n in range(2)
@@ -137,17 +137,15 @@ def test_hang_on_one_node_writes_the_stacks_of_all_nodes(launcher, tmp_path):
     assert sum("in fault" in path.read_text() for path in tmp_path.rglob("stacks.log")) == 1
 
 
-def test_roles_are_counted_by_role(launcher, tmp_path):
+def test_roles_are_counted_by_role(launcher, tmp_path, held_port):
     """Two nodes of one job with different roles and sizes, as torchrun allows."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     words = (
         "--nnodes",
         2,
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
+        f"127.0.0.1:{held_port}",
         "--rdzv-id",
         "roles",
     )

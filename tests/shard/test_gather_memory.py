@@ -31,7 +31,7 @@ def gather_in_little_room(worker, backend, path):
     from phalanx.comm import use_group
 
     threading.stack_size(256 << 10)  # a thread's stack counts as well; the default is 8 MB
-    with use_group(worker.group(backend=backend, timeout=60.0)) as group:
+    with use_group(worker.group(backend=backend, timeout=120.0)) as group:
         spec = shard.ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(worker.size)])
         tensor = shard.full(spec, (ROWS, COLUMNS), 1.0 + worker.rank)
         out = torch.empty(ROWS, COLUMNS) if worker.rank == 0 else None
@@ -47,12 +47,13 @@ def gather_in_little_room(worker, backend, path):
         return [float(out[0, 0]), float(out[-1, -1]), bool((out[: ROWS // 2] == 1).all())]
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
 def test_gathers_to_the_host_and_to_a_file_stay_under_the_cap(backend, tmp_path) -> None:
     from safetensors.torch import load_file
 
     path = str(tmp_path / "whole.safetensors")
-    outcomes = run_processes(2, gather_in_little_room, backend, path)
+    outcomes = run_processes(2, gather_in_little_room, backend, path, timeout=200.0)
     assert outcomes[0].value == [1.0, 2.0, True]
     whole = load_file(path)["tensor"]
     assert whole.shape == (ROWS, COLUMNS)

@@ -244,7 +244,7 @@ def test_a_sharded_linear_trains_data_parallel() -> None:
 
 
 def on_gloo(worker, file):
-    group = Group.create(FileStore(file), worker.rank, worker.size, backend="gloo", timeout=60)
+    group = Group.create(FileStore(file), worker.rank, worker.size, backend="gloo", timeout=120)
     with group, use_group(group):
         compare(check_per_rank(group, chunk(2, 0, [1, 0])), wanted_per_rank(worker.size)[worker.rank])
         weight = shard._shard_tensor(table(), chunk(2))
@@ -257,6 +257,7 @@ def on_gloo(worker, file):
         return True
 
 
+@pytest.mark.timeout(240)
 def test_both_ways_on_gloo(tmp_path) -> None:
-    outcomes = run_processes(2, on_gloo, str(tmp_path / "store"), timeout=100)
+    outcomes = run_processes(2, on_gloo, str(tmp_path / "store"), timeout=200)
     assert [outcome.value for outcome in outcomes] == [True, True]

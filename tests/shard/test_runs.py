@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=150, cwd=ROOT)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_recommender_trains_and_moves_from_four_workers_to_two_and_three() -> None:
     out = run("examples/recommender.py")
     first, last = map(float, re.search(r"trained: loss ([\d.]+) -> ([\d.]+)", out).groups())
@@ -28,10 +28,10 @@ def test_the_recommender_trains_and_moves_from_four_workers_to_two_and_three() -
     assert "users.weight: by rows" in out
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_benchmark_compares_every_case() -> None:
     lines = run("benchmarks/shard.py", "--quick").splitlines()
-    found = {line.split(" ours ")[0].strip(): float(re.search(r"ratio ([\d.]+)", line)[1]) for line in lines}
+    found = {line.split(" ours ")[0].strip(): float(re.search(r"ratio (\S+)", line)[1]) for line in lines}
     cases = ("shard_module", "gather", "reshard and back")
     assert set(found) == {
         *(f"{case} ({g})" for case in cases for g in ("gloo", "auto")),

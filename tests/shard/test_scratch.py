@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from processes import run_processes
@@ -18,7 +19,7 @@ def reshard_back_and_forth(worker):
         return shard.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in order])
 
     ranks = range(worker.size)
-    group = worker.group(backend="auto", timeout=60.0)
+    group = worker.group(backend="auto", timeout=120.0)
     assert group.backend == "shm"
     kept = []
     with use_group(group):
@@ -51,8 +52,9 @@ def reshard_back_and_forth(worker):
     return kept, len(_scratch._kept)
 
 
+@pytest.mark.timeout(240)
 def test_layouts_are_right_and_one_buffer_is_kept_as_long_as_its_group() -> None:
-    for outcome in run_processes(2, reshard_back_and_forth):
+    for outcome in run_processes(2, reshard_back_and_forth, timeout=200.0):
         kept, left = outcome.value
         assert kept[0][0] >= 2048 * 1024 * 4 // 4, "half of what this rank holds goes to the other"
         assert kept[1] == kept[0], "used again for what is smaller"

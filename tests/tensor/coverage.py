@@ -84,7 +84,12 @@ def samples_of(op: OpInfo, limit: int) -> list[Any]:
         return []
     torch.manual_seed(SEED)
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), limit))
+    before = random.getstate()
+    random.seed(SEED)  # torch draws margins and choices from it: the same on all ranks, in all runs
+    try:
+        return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), limit))
+    finally:
+        random.setstate(before)
 
 
 def layouts_of(tensors: list[Tensor], limit: int, seed: int, num_axes: int) -> list[list[tuple[Any, ...]]]:

@@ -21,6 +21,8 @@ nn.functional.one_hot bernoulli clone to
 
 PARTS = 8
 
+pytestmark = pytest.mark.timeout(300)  # many operators each: a busy machine takes a minute
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_operator_is_wrong(part: int) -> None:

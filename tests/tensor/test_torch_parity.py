@@ -83,7 +83,7 @@ def compare(worker: Worker, shape: tuple[int, ...]) -> dict[str, str]:
     """Run every program both ways; program -> what differs ("" if nothing does)."""
     from phalanx.comm import use_group
 
-    group = worker.group(timeout=60.0)
+    group = worker.group(timeout=120.0)
     group.make_default()
     found = {}
     with use_group(group):

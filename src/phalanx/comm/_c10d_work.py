@@ -1,8 +1,9 @@
 """Operations of a c10d backend under way: waiting in slices, and what is left to do when one is done.
 
 Owns the handles that ``C10dTransport`` gives out; the transport says why a group ended. A peer that exits after its
-last collective must not fail an operation that is about to finish: death seen by the watcher fails the operation in
-flight only after ``_GRACE``, and the next one at once.
+last collective must not fail an operation that is about to finish, also where a third one is slow to do its part:
+death seen by the watcher fails the operation in flight only after ``_GRACE``, and the next one at once. Who waits for
+the dead rank itself, or for one that gave up because of it, does not wait that long: a connection closes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.comm._c10d import C10dTransport
 
 SLICE = timedelta(milliseconds=20)
-_GRACE = 0.2
+_GRACE = 0.7  # every survivor is to know within a second
 
 
 class C10dWork(Work):

@@ -116,6 +116,9 @@ class FailureDetector:
         told = self._told()
         if told is not None:
             return told
+        stopped = self._stopped_ranks()
+        if stopped:  # whoever closed had given up on it, but had no time yet to say so
+            return self._late(self._timeout)
         detail = f" ({text.splitlines()[0][:160]})" if text else ""
         return PeerLost(
             f"rank {self._rank}: a peer of generation {self._generation} closed its connection{detail}; "
@@ -127,13 +130,13 @@ class FailureDetector:
         """Dead peers of this machine. A dying process closes its sockets a moment before it counts as dead."""
         deadline = time.monotonic() + patience
         while True:
-            dead = tuple(rank for rank in self._watchable() if not self._peers[rank].is_alive())
+            dead = tuple(rank for rank in self._watched if not self._peers[rank].is_alive())
             if dead or time.monotonic() >= deadline:
                 return dead
             time.sleep(0.001)
 
-    def _watchable(self) -> list[int]:
-        return self._watched
+    def _stopped_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self._watched if self._peers[rank].is_stopped())
 
     def _lost(self, dead: tuple[int, ...]) -> PeerLost:
         names = ", ".join(f"rank {r} (pid {self._peers[r].pid} on {self._peers[r].host})" for r in dead)
@@ -144,7 +147,7 @@ class FailureDetector:
         )
 
     def _late(self, timeout: float) -> PeerTimeout:
-        stopped = tuple(rank for rank in self._watchable() if self._peers[rank].is_stopped())
+        stopped = self._stopped_ranks()
         who = ", ".join(f"rank {r} (pid {self._peers[r].pid}, stopped)" for r in stopped) or "some rank"
         return PeerTimeout(
             f"rank {self._rank}: {who} of generation {self._generation} did not take part within {timeout:g} s; "

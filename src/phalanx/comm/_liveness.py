@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+_PF_EXITING = 4  # Linux's flag of a process that has begun to exit
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -40,7 +42,10 @@ class Identity:
         return asdict(self)
 
     def is_alive(self) -> bool:
-        """Whether the process runs (a zombie does not). Only meaningful on its own machine."""
+        """Whether the process runs (one on its way out does not, nor a zombie). Only meaningful on its own machine.
+
+        A process marks itself as exiting before its connections are closed, so who sees one close sees why.
+        """
         state, started = _proc_stat(self.pid)
         return state not in ("", "Z", "X") and started == self.started
 
@@ -69,11 +74,12 @@ def _machine() -> str:
 
 
 def _proc_stat(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process; ("", 0) when there is none, or no /proc."""
+    """State letter and start time of a process; ("", 0) when there is none, or no /proc. "X": it is exiting or gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
+        exiting = int(fields[6]) & _PF_EXITING
+        return "X" if exiting else fields[0].decode(), int(fields[19])
     except (OSError, IndexError, ValueError):
         return "", 0
 
@@ -125,13 +131,18 @@ class _Watcher:
     def _run(self) -> None:
         while True:
             for fd, _ in self._epoll.poll():
-                with self._lock:
-                    if fd not in self._identities:
-                        continue  # forgotten since
-                    identity, callbacks = self._identities[fd], self._callbacks[fd]
-                    self._drop(fd)
-                for callback in callbacks:
-                    callback(identity)
+                self._tell(fd)
+
+    def _tell(self, fd: int) -> None:
+        """What the epoll said of ``fd`` may be old: forgotten since, and the number another process's by now."""
+        with self._lock:
+            identity = self._identities.get(fd)
+            if identity is None or identity.is_alive():
+                return
+            callbacks = self._callbacks[fd]
+            self._drop(fd)
+        for callback in callbacks:
+            callback(identity)
 
 
 _watcher: _Watcher | None = None

@@ -16,7 +16,10 @@ from types import FrameType
 class LeaveRequest:
     def __init__(self) -> None:
         self.requested = False
-        self.announced = False
+        self.announced_in = -1
+        """The generation whose other workers were told."""
+        self.is_counted = False
+        """Whether the reduction of the last step carried it, so that all workers know of it at the boundary."""
 
     @contextmanager
     def listen(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ class Progress:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._live: Any = None
-        self._last_line = 0.0
+        self._last_line = float("-inf")
         self._last: tuple[float, int] = (0.0, -1)
         self._rate = 0.0
 

@@ -23,6 +23,10 @@ class JobOver(PhalanxError):
     """The other workers have finished the job; there is nothing left to do for this one."""
 
 
+class ToldToLeave(PhalanxError):
+    """This worker was told to leave while it waited for a seat; it has told its agent that it goes."""
+
+
 class EvaluationKnown(PhalanxError):
     """The others have completed the evaluation that this worker was cut off from; ``result`` is theirs."""
 

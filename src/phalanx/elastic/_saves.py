@@ -8,12 +8,14 @@ checksum and the save before it is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +72,21 @@ def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor]
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    if final.exists():
+    while True:
+        try:
+            os.rename(partial, final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
         try:
             read_save(final)
         except SaveError:
-            shutil.rmtree(final)
-        else:  # the same step, saved before by another worker: the same content
+            with suppress(FileNotFoundError):  # another worker may be at it too
+                shutil.rmtree(final)
+        else:  # the same step, saved before by another worker, maybe just now: the same content
             shutil.rmtree(partial)
             return
-    os.rename(partial, final)
 
 
 def _remove_leftovers(directory: Path) -> None:

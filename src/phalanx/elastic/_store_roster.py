@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping
 from phalanx import membership
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
-from phalanx.elastic._roster import Ejected, EvaluationKnown, FixedRoster, JobOver, RegroupTimeout, Roster
+from phalanx.elastic._roster import (
+    Ejected,
+    EvaluationKnown,
+    FixedRoster,
+    JobOver,
+    RegroupTimeout,
+    Roster,
+    ToldToLeave,
+)
 from phalanx.elastic._seats import Ready, Round, Seat, choose_round
 from phalanx.elastic._watcher import (
     PROGRESS_EVERY,
@@ -29,6 +37,9 @@ from phalanx.errors import CommError, PeerLost
 from phalanx.world import World
 
 DONE_KEY = "elastic/done"
+LEAVE_AFTER = 2.0
+"""Seconds that a worker with a state waits on for a seat when it was told to leave: there it could leave politely, but
+when all workers were told to, no seat comes any more."""
 
 
 class StoreRoster:
@@ -98,8 +109,19 @@ class StoreRoster:
         self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
     ) -> Seat:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        wait = _Wait(self.timeout, lambda count: self._report_waiting(mine, count))
         round_ = first_round
+        told_at: float | None = None
+
+        def report(count: int) -> None:
+            nonlocal told_at
+            report_progress(self._store, self.worker_id, mine.step, 0, count)
+            if self.should_leave():
+                told_at = told_at or time.monotonic()
+                if not mine.is_veteran or time.monotonic() - told_at > LEAVE_AFTER:
+                    self._store.set(membership.leaving_key(generation, self.worker_id), b"1")
+                    raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
+
+        wait = _Wait(self.timeout, report)
         while True:
             done, evaluated, broken, members, record = self._store.get_many(
                 [
@@ -175,11 +197,6 @@ class StoreRoster:
         self._store.set(_ready_key(generation, self.worker_id), mine.to_json())
         self._store.add(num_ready_key(generation))
 
-    def _report_waiting(self, mine: Ready, count: int) -> None:
-        report_progress(self._store, self.worker_id, mine.step, 0, count)
-        if not mine.is_veteran and self.should_leave():
-            raise SystemExit(0)  # it has nothing to hand over
-
     def _members(self, generation: int) -> tuple[str, ...]:
         (data,) = self._store.wait([membership.members_key(generation)], self.timeout)
         return tuple(member.id for member in membership.Members.from_json(data).workers)
@@ -212,7 +229,7 @@ class StoreRoster:
         self._store.set(membership.leaving_key(seat.generation, self.worker_id), b"1")
         self._store.add(num_leaving_key(seat.generation))
 
-    def step_aside(self, seat: Seat, patience: float = 5.0) -> None:
+    def step_aside(self, seat: Seat, patience: float = 20.0) -> None:
         self._stop_watching()
         self._store.compare_and_set(
             _round_key(seat.generation, seat.round + 1), None, Round(move_to=seat.generation + 1).to_json()

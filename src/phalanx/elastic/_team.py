@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from phalanx.elastic._exchange import Exchange
 from phalanx.elastic._layout import SCALARS
 from phalanx.elastic._leave import LeaveRequest
 from phalanx.elastic._options import Regrouped
-from phalanx.elastic._roster import JobOver, Roster
+from phalanx.elastic._roster import JobOver, Roster, ToldToLeave
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._sync import bring_level, fingerprint
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
@@ -72,11 +72,11 @@ class Team:
 
     def wishes(self) -> Tensor:
         """This worker's part of the numbers that ride along: whether it wants to regroup, whether it leaves."""
-        if self.leave.requested and not self.leave.announced:
+        leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
+        if leaves and self.leave.announced_in != self.seat.generation:
             self.roster.announce_leaving(self.seat)
-            self.leave.announced = True
-        wish = float(self.roster.signals.wish or self.leave.requested)
-        values = {"wish": wish, "leaving": float(self.leave.requested)}
+            self.leave.announced_in = self.seat.generation
+        values = {"wish": float(self.roster.signals.wish or leaves), "leaving": float(leaves)}
         return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
 
     # -- when it changes --------------------------------------------------------------------------------------
@@ -97,7 +97,9 @@ class Team:
         everyone = bool(step.num_leaving) and (all_leave or not self.roster.can_change)
         if everyone and self.seat.rank == 0 and self._job.saving.options is not None:
             self._job.save()
-        if everyone or self.leave.requested:
+        # Who was asked to leave after its part of the reduction had gone out does not leave here: the others count on
+        # it, and were they all to leave like that, nobody would save.
+        if everyone or self.leave.is_counted:
             self._job.events.emit("left", step=self._job.step, generation=self.seat.generation)
             self.roster.step_aside(self.seat)
             raise SystemExit(0)
@@ -144,6 +146,8 @@ class Team:
                 seat = take_seat()
             except JobOver:
                 raise SystemExit(0) from None  # without the state, what follows the loop makes no sense here
+            except ToldToLeave:
+                self._leave_from_the_door()
             self._seat = seat
             try:
                 self._exchange = Exchange(seat.group, self._job.num_slots, self._job.pool)
@@ -155,6 +159,13 @@ class Team:
                 take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)
         self._job.is_fresh = False
         self._tell(before, seat, time.monotonic() - began)
+
+    def _leave_from_the_door(self) -> NoReturn:
+        """Leave without a seat: maybe all were told to, so whoever has a state saves it."""
+        if not self._job.is_fresh and self._job.saving.options is not None:
+            self._job.save()
+        self._job.events.emit("left", step=self._job.step)
+        raise SystemExit(0)
 
     def _tell(self, before: Seat | None, seat: Seat, seconds: float) -> None:
         old = before.workers if before is not None else ()

@@ -213,7 +213,7 @@ class Agent:
         members = [self._crew.members[worker_id] for worker_id in self._roster.ids]
         members = [member for member in members if not member.is_running and not member.has_succeeded]
         failures = [self._crew.failure_of(member) for member in members]
-        first = min(failures, key=lambda failure: failure.timestamp)
+        first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
         verdict = _policy.on_failure(self._situation(), reason=reason, is_incurable=first.is_incurable)
         verdict = self._generation.journal.decide(self._generation.number, verdict)
@@ -281,8 +281,11 @@ class Agent:
             self._crew.forget(worker_id)
 
     def _fail(self, reason: str) -> None:
+        told_at = time.time()
+        self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
+        unheard = self._crew.failures_before(told_at)
         self._stop_all()
-        result = self._results.failed(self._generation, reason)
+        result = self._results.failed(self._generation, reason, unheard)
         self._handler.set_closed()
         self._finish(result)
 

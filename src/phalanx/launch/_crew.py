@@ -29,7 +29,7 @@ from phalanx.launch._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
 
 log = logging.getLogger(__name__)
 
-KILL_PATIENCE = 5.0
+KILL_PATIENCE = 20.0
 """Seconds after SIGKILL before a worker counts as stuck in the kernel."""
 
 
@@ -50,6 +50,8 @@ class CrewMember:
     is_judged: bool = False
     """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
+    is_killed: bool = False
+    """Whether it was killed here because it did not stop."""
     note: str = ""
     value: Any = None
     """What a function worker returned, once ``fetch_value`` has read it."""
@@ -249,6 +251,20 @@ class Crew:
             failure.message, failure.is_incurable = member.problem, True
         return failure
 
+    def failures_before(self, moment: float) -> list[ProcessFailure]:
+        """Of those who were stopped or whose end nobody has dealt with: who had failed by itself before ``moment``.
+
+        Its end may have been on its way here when it was told to stop because of another's.
+        """
+        ended = [m for m in self.members.values() if not (m.is_running or m.has_succeeded or m.is_judged)]
+        found = [(self.failure_of(member), member) for member in ended]
+        return [
+            failure
+            for failure, member in found
+            if (failure.error_file and failure.timestamp < moment)
+            or (failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not member.is_killed)
+        ]
+
     def _stderr_tail(self, member: CrewMember) -> tuple[str, ...]:
         if member.stderr_sinks is not None:
             self._pump.drain()
@@ -273,6 +289,7 @@ class Crew:
             member.process.send_signal(signal.SIGCONT)
         if not self._wait(members, patience, can_hurry=True):
             for member in members:
+                member.is_killed = member.is_running
                 member.process.send_signal(signal.SIGKILL)
             self._wait(members, KILL_PATIENCE, can_hurry=False)
         for member in members:

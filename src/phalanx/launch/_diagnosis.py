@@ -23,8 +23,11 @@ from phalanx.launch._stacks import frames_of, is_in_collective
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 2.0
-_OTHERS_PATIENCE = 5.0
+_PATIENCE = 20.0
+"""Seconds for workers to write their stacks; one that does not catch the signal is not waited for."""
+
+_OTHERS_PATIENCE = 30.0
+"""Seconds for the other nodes to write theirs."""
 
 
 class HangWatch:
@@ -111,11 +114,13 @@ def dump_stacks(crew: Crew, reason: str) -> dict[str, str]:
     """Collect the Python stacks of all running workers, log them, and return them by worker id."""
     asked = [member for member in crew.running if member.stacks_file]
     before = {member.id: _read(member) for member in asked}
+    deaf = {member.id: _blocking(member) for member in asked}
     for member in asked:
         member.process.send_signal(_linux.stack_signal(), to_group=False)
     found: dict[str, str] = {}
+    until = time.monotonic() + _PATIENCE
     for member in asked:
-        found[member.id] = _wait_for_dump(member, before[member.id])
+        found[member.id] = _wait_for_dump(member, before[member.id], deaf[member.id], until)
         log.error(
             "stacks of rank %d (pid %d), because %s:\n%s",
             member.place.rank,
@@ -137,17 +142,31 @@ def _step_of(report: bytes | None) -> str:
         return ""
 
 
-def _wait_for_dump(member: CrewMember, before: str) -> str:
-    """What the worker has added to its file; complete once it stops growing."""
-    until = time.monotonic() + _PATIENCE
+def _blocking(member: CrewMember) -> frozenset[int]:
+    """Its threads that never take the signal."""
+    state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+    return state.blocking if state else frozenset()
+
+
+def _wait_for_dump(member: CrewMember, before: str, deaf: frozenset[int], until: float) -> str:
+    """What the worker has added to its file: all of it, though it may be held up between any two lines.
+
+    A thread that runs a signal's handler does not take the same signal: that shows when the handler is done. Where the
+    kernel does not tell, a file that has stopped growing counts as complete.
+    """
     text = before
     while time.monotonic() < until and member.is_running:
-        now = _read(member)
-        if now != before and now == text:
+        last, text = text, _read(member)
+        has_begun = (
+            text != before
+        )  # looked at before the state: a handler that has begun and is not there has ended
+        state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+        if state is not None and not state.is_caught:
+            break  # no Python, or not yet: nothing will be written
+        if has_begun and (not (state.blocking - deaf) if state else text == last and not _linux.IS_LINUX):
             break
-        text = now
-        time.sleep(0.02)  # written by a signal handler in another process: nothing tells when it is done
-    return text[len(before) :]
+        time.sleep(0.02)
+    return _read(member)[len(before) :]
 
 
 def _read(member: CrewMember) -> str:

@@ -1,11 +1,14 @@
 """What a failed worker looks like to its agent, and the report that a person reads in the end.
 
 Owns ``ProcessFailure`` (a value that travels between agents as JSON) and ``ChildFailedError``. The root cause is the
-earliest failure of all nodes; the others mostly follow from it. What agents stopped themselves is no failure.
+earliest failure of all nodes; the others mostly follow from it. One that only complains of a lost peer comes after all
+that do not: when a process was killed is known only from when it was noticed, and peers may notice it sooner than its
+agent. What agents stopped themselves is no failure.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -18,6 +21,11 @@ from phalanx.launch._record import read_error_file
 
 TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
+
+_COMPLAINT = re.compile(
+    r"^(PeerLost|PeerTimeout|GroupAborted)\b|(closed|reset) by peer|broken pipe|remote process exited", re.I
+)
+"""What the transports say of a peer that went away: ours, gloo's, the system's, nccl's."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +78,18 @@ class ProcessFailure:
             return signal.Signals(-self.exitcode).name
         except ValueError:
             return f"signal {-self.exitcode}"
+
+    @property
+    def precedence(self) -> tuple[bool, float]:
+        """The smallest is the cause of the others.
+
+        >>> killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, message="killed by SIGKILL", timestamp=2.0)
+        >>> said = "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
+        >>> complains = ProcessFailure(local_rank=0, pid=8, exitcode=1, message=said, timestamp=1.0)
+        >>> min(killed, complains, key=lambda failure: failure.precedence).local_rank
+        1
+        """
+        return bool(_COMPLAINT.search(self.message)), self.timestamp
 
     def timestamp_isoformat(self) -> str:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
@@ -131,7 +151,7 @@ class ChildFailedError(PhalanxError, RuntimeError):
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """The root cause: the global rank that failed first, and its failure."""
-        return min(self.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+        return min(self.failures.items(), key=lambda item: (item[1].precedence, item[0]))
 
     def format_msg(self) -> str:
         """The report: root cause in full, then one line for each other failure."""

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from dataclasses import dataclass
 
 IS_LINUX = sys.platform.startswith("linux")
 
@@ -64,6 +65,32 @@ def process_state(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+@dataclass(frozen=True)
+class SignalState:
+    """What the kernel says of one signal in a process."""
+
+    is_caught: bool
+    """It has a handler."""
+    blocking: frozenset[int]
+    """Threads that do not take it now; one that runs its handler is among them."""
+
+
+def signal_state(pid: int, signum: int) -> SignalState | None:
+    """None where the kernel does not tell, or the process is gone."""
+    bit, masks = 1 << (signum - 1), {}
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/status") as file:
+                words = [line.split() for line in file if line.startswith(("SigBlk", "SigCgt"))]
+            masks[int(task)] = {name: bool(int(mask, 16) & bit) for name, mask in words}
+    except (OSError, ValueError):
+        return None  # a thread has just ended, or all have: ask again
+    return SignalState(
+        is_caught=any(mask["SigCgt:"] for mask in masks.values()),
+        blocking=frozenset(task for task, mask in masks.items() if mask["SigBlk:"]),
+    )
 
 
 def signal_group(pid: int, signum: int) -> bool:

@@ -27,6 +27,10 @@ START_TIMEOUT = 120.0
 """Seconds for a zygote to import what it should preload, and for a fork (machines do stall)."""
 
 
+CLOSE_TIMEOUT = 30.0
+"""Seconds for a zygote to kill its workers and end; it takes itself five at most."""
+
+
 class ProcessStartError(PhalanxError, RuntimeError):
     """No process could be started, or what should be preloaded cannot be imported."""
 
@@ -168,11 +172,12 @@ class Zygote:
             except OSError:
                 pass
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
-            self._reader.join(timeout=10)
+            self._reader.join(timeout=CLOSE_TIMEOUT)
         self._sock.close()
-        if not self._reap(10):
+        if not self._reap(CLOSE_TIMEOUT):
             # Its workers are in uninterruptible sleep: it must not keep us, and dies with the machine's cure for them.
             os.kill(self.pid, signal.SIGKILL)
+            self._reap(CLOSE_TIMEOUT)
 
     def _reap(self, timeout: float) -> bool:
         if self._child is not None:

@@ -58,7 +58,7 @@ class LogPump:
         self._wake()
         return write_end
 
-    def drain(self, timeout: float = 2.0) -> None:
+    def drain(self, timeout: float = 10.0) -> None:
         """Wait until everything that was in the pipes when this was called has been passed on."""
         if not self._thread.is_alive():
             return
@@ -77,7 +77,7 @@ class LogPump:
         with self._lock:
             self._is_closing = True
         self._wake()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=15)
 
     def _wake(self) -> None:
         try:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import StoreError
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._generation import Generation
 from phalanx.launch._spec import RunResult, WorkerState
+
+OTHERS_PATIENCE = 15.0
+"""Seconds that a job which has failed waits for the other nodes to say what failed there."""
 
 
 class Results:
@@ -27,12 +31,27 @@ class Results:
     def succeeded(self) -> RunResult:
         return RunResult(WorkerState.SUCCEEDED, dict(self.values))
 
-    def failed(self, generation: Generation, reason: str) -> RunResult:
-        """All failures of the generation, also those of other nodes."""
+    def failed(
+        self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()
+    ) -> RunResult:
+        """All failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
+
+        Waits for the other nodes: the first to notice is seldom the one where it began.
+        """
+        found: dict[int, ProcessFailure] = {}
+        try:
+            for failure in unheard:
+                self.add_failure(failure, generation)
+            generation.journal.say_done(generation.number, generation.info.rank, "failed")
+            generation.journal.wait_done(
+                generation.number, generation.info.world_size, "failed", OTHERS_PATIENCE
+            )
+        except StoreError:
+            pass  # a node is gone, or the store: what is known will do
         try:
             found = generation.journal.failures(generation.number)
         except StoreError:
-            found = {}
+            pass
         mine = {f.rank: f for f in self._failures.values() if f.generation == generation.number}
         if not (found or mine):
             unexplained = ProcessFailure(

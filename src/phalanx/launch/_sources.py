@@ -128,15 +128,18 @@ class Sources:
                 stopped.wait(interval)  # "wanted" is answered at once for ever, and may still turn graver
 
         def poll() -> None:
-            journal = Journal(info.store.clone())
-            while not stopped.wait(interval):
-                try:
-                    requests = journal.read_requests(info.generation, info.node.id)
-                    ids = worker_ids()
-                    progress = journal.read_progress(ids) if ids else {}
-                except StoreError:
-                    return  # the rendezvous notices by itself that the store is gone
-                self.post(Requested(info.generation, *requests, progress))
+            try:
+                with (
+                    info.store.clone() as store
+                ):  # fails too, when the job is over before this thread has begun
+                    journal = Journal(store)
+                    while not stopped.wait(interval):
+                        requests = journal.read_requests(info.generation, info.node.id)
+                        ids = worker_ids()
+                        progress = journal.read_progress(ids) if ids else {}
+                        self.post(Requested(info.generation, *requests, progress))
+            except StoreError:
+                return  # the rendezvous notices by itself that the store is gone
 
         _thread(wait_end, "phalanx-generation")
         _thread(poll, "phalanx-requests")
@@ -153,7 +156,8 @@ class Sources:
         def wait() -> None:
             error = ""
             try:
-                Journal(info.store.clone()).wait_done(info.generation, info.world_size, "done", timeout)
+                with info.store.clone() as store:
+                    Journal(store).wait_done(info.generation, info.world_size, "done", timeout)
             except StoreError as problem:
                 error = str(problem)
             self.post(AllDone(info.generation, error))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from phalanx.comm import ReduceOp
 from phalanx.comm._liveness import Identity
 from phalanx.comm._reduce import tree_reduce
+from phalanx.comm._shm import ShmTransport, _memory
 from phalanx.comm._shm import _layout as L
-from phalanx.comm._shm import _memory
 from phalanx.comm._shm._calls import KINDS, describe, record
 from phalanx.comm._shm._collectives import shares
 from phalanx.comm._shm._engine import nap_length
@@ -23,6 +23,8 @@ from phalanx.comm._shm._fold import Fold
 from phalanx.comm._shm._join import obstacle
 from phalanx.comm._shm._layout import Layout
 from phalanx.comm._shm._regions import span
+from phalanx.comm.stores import MemoryStore
+from phalanx.errors import PeerLost
 
 pytestmark = pytest.mark.fast
 
@@ -142,6 +144,16 @@ def test_shared_tensors_are_found_by_any_part_of_them_and_freed_with_the_last() 
     assert freed == [allocation.serial]
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(allocation.fd)
+
+
+def test_only_the_first_error_counts() -> None:
+    transport = ShmTransport.create(MemoryStore(), 0, 1)
+    first, second = PeerLost("first"), PeerLost("second")
+    assert transport._engine.fail(first) is first
+    assert transport._engine.fail(second) is first
+    transport.close()
+    with pytest.raises(PeerLost, match="first"):
+        transport.barrier(async_op=False)
 
 
 def test_empty_shared_tensors_are_plain() -> None:

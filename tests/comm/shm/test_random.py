@@ -39,7 +39,7 @@ def on_threads(size: int, main, *, progress: str = "thread", **layout: int) -> l
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(100)
         assert not thread.is_alive(), "a rank hangs"
     if errors:
         raise errors[0]

@@ -22,13 +22,15 @@ def processor_seconds() -> float:
 
 def wait_for_a_late_rank(worker, how: str) -> float:
     """The share of a core that this rank used while it waited two seconds for rank 0."""
-    group = worker.group(backend="auto", timeout=60.0)
+    group, store = worker.group(backend="auto", timeout=60.0), worker.store()
     assert group.backend == "shm"
     tensor = torch.ones(1000)
     group.all_reduce(tensor, async_op=True).wait()  # the background thread exists from here on
     group.barrier()
     used, began = processor_seconds(), time.monotonic()
+    store.set(f"began/{worker.rank}", b"")
     if worker.rank == 0:
+        store.wait([f"began/{rank}" for rank in range(group.size)], 60.0)  # all of them wait for all of it
         time.sleep(2.0)  # being late is what is tested, nothing is synchronised by it
     if how == "async":
         group.all_reduce(tensor, async_op=True).wait()

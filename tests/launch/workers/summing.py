@@ -2,6 +2,7 @@
 
 Usage: summing.py DIRECTORY ROUNDS [rank:round:what]; faults happen in the first generation only. Appends one line
 "generation restart rank size pid" per start to DIRECTORY/starts and one "rank" per end to DIRECTORY/ends.
+A file DIRECTORY/end ends all after the same round.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def main() -> None:
         dist.all_reduce(x)
         size = dist.get_world_size()
         assert x.item() == size * turn + size * (size - 1) / 2, (x, rank, turn)
+        wish = torch.tensor([float(os.path.exists(os.path.join(sys.argv[1], "end")))])
+        dist.all_reduce(wish)
+        if wish.item():
+            break
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     dist.barrier()
     dist.destroy_process_group()

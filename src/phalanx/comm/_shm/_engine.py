@@ -100,6 +100,7 @@ class Engine:
         self.lanes: list[Lane] = []
         self.collective = self.lane()
         self._queue_lock = threading.Lock()
+        self._end_lock = threading.Lock()
         self._queued = 0
         block = layout.block(rank)
         self._asleep = block + L.ASLEEP
@@ -303,15 +304,23 @@ class Engine:
 
     def fail(self, error: BaseException) -> BaseException:
         """End the transport with the first error and tell the peers; returns the error that counts."""
-        if self.error is None:
-            if not isinstance(error, CommError):
-                cause, error = error, GroupAborted(f"a collective of rank {self._rank} broke off: {error!r}")
-                error.__cause__ = cause
-            self.error = error
+        if self.end_with(error):
             self.leave(L.FAILED)
             self._peers.close()
             self._work_there.set()
+        assert self.error is not None, "whoever came first has set it"
         return self.error
+
+    def end_with(self, error: BaseException) -> bool:
+        """Make ``error`` what every call raises from now on, unless there is one: whether it was the first."""
+        if not isinstance(error, CommError):
+            cause, error = error, GroupAborted(f"a collective of rank {self._rank} broke off: {error!r}")
+            error.__cause__ = cause
+        with self._end_lock:  # a caller and the background thread see a death in the same moment
+            if self.error is not None:
+                return False
+            self.error = error
+            return True
 
     def leave(self, state: int) -> None:
         """Say that this rank takes no further part, and wake everybody who sleeps, here and elsewhere."""
@@ -327,4 +336,4 @@ class Engine:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._work_there.set()
-            thread.join(5.0)
+            thread.join(30.0)

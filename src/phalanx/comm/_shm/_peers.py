@@ -37,8 +37,9 @@ class Peers:
 
     def _died(self, identity: Identity) -> None:
         self._dead.update(self._ranks[identity])
-        if self._wake is not None:
-            self._wake()
+        wake = self._wake  # once: another thread may close this meanwhile
+        if wake is not None:
+            wake()
 
     def close(self) -> None:
         self._wake = None

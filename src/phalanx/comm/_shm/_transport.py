@@ -216,8 +216,7 @@ class ShmTransport(Transport):
         self._engine.fail(cause)
 
     def close(self) -> None:
-        if self._engine.error is None:
-            self._engine.error = GroupAborted(f"rank {self.rank} has closed this group")
+        if self._engine.end_with(GroupAborted(f"rank {self.rank} has closed this group")):
             self._engine.leave(L.CLOSED)
         self._engine.join_thread()
         self._at_exit.detach()

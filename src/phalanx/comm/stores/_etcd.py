@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.stores._counter import counter_value
-from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, b64, range_end, unb64
+from phalanx.comm.stores._etcd_gateway import NOT_FOUND, PATIENCE, EtcdError, Gateway, b64, range_end, unb64
 from phalanx.comm.stores._etcd_watch import EtcdWatch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
-CLONE_TIMEOUT = 2.0
-"""Seconds for another connection to a cluster that answered before."""
+_CLOSE_LOOK = 0.25
+"""Seconds between two looks of a ``wait`` at whether its store was closed: the stream of changes is another's."""
 
 _BATCH = 100  # etcd takes 128 operations in a transaction by default
 
@@ -45,8 +45,18 @@ class EtcdStore(Store):
     Plain HTTP without authentication: keep it inside a private network.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, timeout: float = 30.0, root: str = "phalanx") -> None:
-        """``StoreLost`` when no member answers within ``timeout`` seconds."""
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        timeout: float = 30.0,
+        root: str = "phalanx",
+        starting: bool = True,
+    ) -> None:
+        """``StoreLost`` when no member answers within ``timeout`` seconds.
+
+        ``starting``: the servers may be about to start; else it is also raised as soon as all refuse the connection.
+        """
         self._gateway = Gateway(endpoints)
         self._root = root
         self._values = f"{root}/v/"
@@ -55,7 +65,7 @@ class EtcdStore(Store):
         self._writing = threading.Lock()
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
-        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=True)
+        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=starting)
 
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
@@ -107,8 +117,9 @@ class EtcdStore(Store):
             with self.watch(os.path.commonprefix(list(keys))) as watch:  # noqa: RUF071  # text is meant
                 values = self.get_many(keys)
                 while None in values and (left := deadline - time.monotonic()) > 0:
-                    watch.wait(left)
-                    values = self.get_many(keys)
+                    if watch.wait(min(left, _CLOSE_LOOK)):
+                        values = self.get_many(keys)
+                    self._gateway.client()  # StoreLost when another thread has closed this store meanwhile
         found = [value for value in values if value is not None]
         if len(found) == len(keys):
             return found
@@ -142,15 +153,18 @@ class EtcdStore(Store):
         return NamespacedStore(self, prefix)
 
     def clone(self) -> EtcdStore:
-        return EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=self._root)
+        return self._another(self._root)
+
+    def _another(self, root: str) -> EtcdStore:
+        """One more client of a cluster that has answered before."""
+        return EtcdStore(self._gateway.endpoints, timeout=PATIENCE, root=root, starting=False)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
         from phalanx.comm.stores._c10d import for_torch
 
         with self._writing:
             if self._torch is None:
-                root = f"{self._root}/c10d"
-                self._torch = EtcdStore(self._gateway.endpoints, timeout=CLONE_TIMEOUT, root=root)
+                self._torch = self._another(f"{self._root}/c10d")
         return for_torch(self._torch, prefix)
 
     def close(self) -> None:

@@ -114,27 +114,30 @@ class Reaper:
     def _run(self) -> None:
         next_sweep = 0.0
         while not self._stop.wait(LOOK):
-            now = time.monotonic()
             try:
-                self._look(now)
+                self._look()
+                now = time.monotonic()
                 if now >= next_sweep:
                     self._sweep_graves(now)
                     next_sweep = now + 1.0
             except StoreLost:
                 return  # the server is gone, and with it every lease
 
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         link = self._link
         while link.call(lambda: link.native.queue_len(_NEW)):
             try:
                 lease, ttl = json.loads(link.call(lambda: link.native.queue_pop(_NEW, False)))
             except dist.QueueEmptyError:
                 break
-            self._table.start(lease, ttl, now)
+            self._table.start(lease, ttl, time.monotonic())
         ids = self._table.ids()
         if not ids:
             return
         beats = dict(zip(ids, link.read_many([_beat_key(lease) for lease in ids]), strict=True))
+        now = (
+            time.monotonic()
+        )  # after reading: a beat is never older than it looks; one that came since wins the swap
         for lease in self._table.observe(beats, now):
             if beats[lease] in (None, _ENDED) or link.swap(_beat_key(lease), beats[lease], _ENDED):
                 self._table.forget(lease)

@@ -24,8 +24,9 @@ from phalanx.errors import StoreLost
 
 T = TypeVar("T")
 
-REPLY_TIMEOUT = 5.0
-"""Seconds a server may take for one answer before it counts as gone."""
+REPLY_TIMEOUT = 20.0
+"""Seconds a server may take for one answer before it counts as gone. One that died is noticed at once; this is for a
+host that vanished, and must outlast a machine that swaps or is overloaded."""
 
 HANDSHAKE_TIMEOUT = 30.0
 """Seconds for torch's greeting once the port answers. Torch asks the name server who the peer is, for its log; a

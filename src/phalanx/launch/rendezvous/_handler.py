@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._failure: RendezvousError | None = None
         self._generation: int | None = None
         self._port: int | None = None if master is None else master[1]
+        self._held: socket.socket | None = None  # keeps the port that was offered for the workers' store
 
     def get_backend(self) -> str:
         return self._backend
@@ -150,7 +152,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _join(self) -> tuple[GenerationRecord, int]:
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
-        port = _free_port() if self._port is None else self._port
+        port = self._hold_port() if self._port is None else self._port
         deadline = time.monotonic() + self._options.join_timeout
         self._raise_if_over()
         participant.register(wants, port, time.monotonic())
@@ -166,6 +168,27 @@ class StoreRendezvousHandler(RendezvousHandler):
             if left <= 0:
                 raise self._timed_out()
             self._changed.wait(left)
+
+    def _hold_port(self) -> int:
+        """A free port for the workers' bootstrap store, and nobody else's until then.
+
+        The socket is bound but never listens: the system gives its port to no one who asks for any, and a
+        server that names it may listen (both allow reuse). Only Linux shares like that; elsewhere the port is
+        free now and might be taken when the store wants it, which is rare and loud.
+        """
+        self._release_port()
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("", 0))
+        port = int(self._held.getsockname()[1])
+        if sys.platform != "linux":
+            self._release_port()
+        return port
+
+    def _release_port(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _raise_if_over(self) -> None:
         if self._failure is not None:
@@ -301,7 +324,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._changed.notify_all()
         self._participant.interrupt()
         if self._thread is not None:
-            self._thread.join(timeout=10.0)
+            self._thread.join(timeout=60.0)
+        self._release_port()
         self._agent_store.close()
         if self._close_store is not None:
             self._close_store()
@@ -344,11 +368,3 @@ class _Watch(GenerationWatch):
         with self._handler._changed:
             self._closed = True
             self._handler._changed.notify_all()
-
-
-def _free_port() -> int:
-    """A port that is free now. The workers' bootstrap store takes it a moment later; a clash is possible,
-    rare and loud (it cannot listen), and the next generation takes another."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
