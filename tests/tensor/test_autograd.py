@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,16 @@ def pair(mesh: Any, placements: Any, *shape: int, seed: int = 0) -> tuple[DTenso
 
 def same(ours: Any, reference: Tensor) -> None:
     torch.testing.assert_close(ours.full_tensor(), reference, rtol=1e-4, atol=1e-5)
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
 
 
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
@@ -90,15 +99,63 @@ def test_double_backward_through_a_partial_sum() -> None:
     on_mesh(body, (2,))
 
 
-def test_the_gradient_of_a_contribution_to_an_average_is_not_differentiated_again() -> None:
+AVERAGES = [((2,), [Partial("avg")]), ((3,), [Partial("avg")]), ((2, 2), [Partial("avg"), Partial("sum")])]
+
+
+@pytest.mark.parametrize(("shape", "placements"), AVERAGES, ids=str)
+def test_the_gradient_of_an_average_is_that_of_the_whole_tensor(shape: Any, placements: Any) -> None:
     def body(mesh: Any) -> None:
-        local = torch.tensor([1.0 + mesh.get_rank()])
-        x = DTensor.from_local(local, mesh, [Partial("avg")]).detach().requires_grad_()
-        cube = (x.redistribute(placements=[Replicate()]) ** 3).sum()
-        (once,) = torch.autograd.grad(cube, x, retain_graph=True)
-        same(once, torch.tensor([3 * 1.5**2 / 2]))  # of one contribution of two
-        with pytest.raises(NotImplementedError, match="one rank's contribution to an average"):
-            torch.autograd.grad(cube, x, create_graph=True)
+        rank = mesh.get_rank()
+        x = DTensor.from_local(torch.tensor([1.0 + rank, 2.0 * rank]), mesh, placements).detach()
+        px = x.full_tensor().requires_grad_()
+        x.requires_grad_()
+        w, pw = pair(mesh, [Replicate()] * mesh.ndim, 2, 2)
+
+        def cube(t: Any, factor: Any) -> Any:
+            return (factor @ _Double.apply(t) ** 3).sum()
+
+        def twice(t: Any, factor: Any) -> Any:
+            (once,) = torch.autograd.grad(cube(t, factor), t, create_graph=True)
+            return torch.autograd.grad((once**2).sum(), t)[0]
+
+        same(twice(x, w), twice(px, pw))
+        seen: list[Any] = []
+        for t, factor in ((x, w), (px, pw)):
+            handle = t.register_hook(lambda g: seen.append(g) or g * 3)
+            cube(t, factor).backward()
+            handle.remove()
+            t.grad = t.grad / 2
+            cube(t, factor).backward()
+        same(seen[0], seen[1])
+        assert x.grad is not None
+        same(x.grad, px.grad)
+        same(w.grad, pw.grad)
+        assert x.grad.placements == (Replicate(),) * mesh.ndim
+        kept = x.grad
+        with pytest.raises(
+            RuntimeError, match="zero would write to a grad of a DTensor that had to be copied"
+        ):
+            kept.zero_()
+        cube(x, w).backward()
+        with pytest.raises(RuntimeError, match="out of date"):
+            kept + 1
+
+    on_mesh(body, shape)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_average_is_trained_as_the_whole_tensor(optimizer: Any) -> None:
+    def body(mesh: Any) -> None:
+        x = DTensor.from_local(torch.tensor([1.0 + mesh.get_rank()]), mesh, [Partial("avg")]).detach()
+        px = x.full_tensor().requires_grad_()
+        x.requires_grad_()
+        for t in (x, px):
+            steps = optimizer([t], lr=0.1)
+            for _ in range(3):
+                steps.zero_grad()
+                (t**3).sum().backward()
+                steps.step()
+        same(x, px)
 
     on_mesh(body, (2,))
 
@@ -239,97 +296,6 @@ def test_in_place_on_non_leaf_is_differentiated() -> None:
         same(x.grad, px.grad)
 
     on_mesh(body)
-
-
-def test_a_view_that_had_to_be_copied_says_so() -> None:
-    def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
-        copied = x[2:7]
-        same(copied, torch.arange(12.0)[2:7])
-        with pytest.raises(RuntimeError, match="would not reach its base"):
-            copied.add_(1)
-        x.add_(1)
-        with pytest.raises(RuntimeError, match="out of date"):
-            copied + 1
-        same(x[2:7], torch.arange(12.0)[2:7] + 1)
-
-    on_mesh(body, (2,))
-
-
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-USES_OF_A_VIEW: dict[str, Any] = {
-    "redistribute": lambda v: v.redistribute(placements=[Shard(0)]),
-    "redistribute to the same layout": lambda v: v.redistribute(placements=v.placements),
-    "redistribute later": lambda v: v.redistribute(placements=[Shard(0)], async_op=True).to_local(),
-    "to_local": lambda v: v.to_local(),
-    "full_tensor": lambda v: v.full_tensor(),
-    "item": lambda v: v.sum().item(),
-    "tolist": lambda v: v.tolist(),
-    "norm": lambda v: torch.linalg.vector_norm(v),
-    "argmax": lambda v: v.argmax(0),
-    "bernoulli": lambda v: torch.bernoulli(v),
-    "list function": lambda v: torch._foreach_add([v], 1.0),
-    "list function, second": lambda v: torch._foreach_add([v.new_zeros(v.shape)], [v]),
-    "function of the user": lambda v: _Double.apply(v),
-    "data": lambda v: v.data,
-    "pickle": lambda v: v.__reduce_ex__(2),
-    "deepcopy": lambda v: copy.deepcopy(v),
-}
-
-
-@pytest.mark.parametrize("use", USES_OF_A_VIEW)
-def test_no_use_of_a_copied_view_sees_old_values(use: str) -> None:
-    def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.arange(12.0) / 12, mesh, [Shard(0)], src_data_rank=None)
-        views = {
-            "view": x[2:7],
-            "view of it": x[2:7][:4],
-            "view of a dead view": x[2:][1:9],
-            "alias": x[2:7].detach(),
-        }
-        for view in views.values():
-            USES_OF_A_VIEW[use](view)
-        x.mul_(0.5)
-        for view in views.values():
-            with pytest.raises(RuntimeError, match="out of date"):
-                USES_OF_A_VIEW[use](view)
-
-    on_mesh(body, (2,))
-
-
-def test_no_write_to_a_copied_view_is_lost() -> None:
-    writes: list[Any] = [
-        lambda v: v.add_(1),
-        lambda v: v.detach().add_(1),
-        lambda v: v[:2].zero_(),
-        lambda v: v.__setitem__(0, 5.0),
-        lambda v: v.uniform_(),
-        lambda v: torch._foreach_add_([v], 1.0),
-        lambda v: torch._foreach_mul_([v, v.clone()], [v.clone(), v.clone()]),
-        lambda v: torch.add(v, 1, out=v),
-    ]
-
-    def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
-        for write in writes:
-            with pytest.raises(RuntimeError, match="would not reach its base"):
-                write(x[2:7])
-        with torch.inference_mode():
-            y = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
-            with pytest.raises(RuntimeError, match="would not reach its base"):
-                y[2:7].add_(1)
-        same(x, torch.arange(12.0))
-
-    on_mesh(body, (2,))
 
 
 def test_grad_can_be_assigned_and_cleared() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh
@@ -211,6 +212,23 @@ def test_make_fx_and_compile_are_refused() -> None:
             torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x)
 
     on_mesh(body)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripts_and_forward_mode_are_refused() -> None:
+    """On one rank: forward mode is a state of the process, not of a simulated rank."""
+    script = torch.jit.script(nn.Linear(4, 2))
+
+    def rank_main(group: Any) -> None:
+        x = distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(NotImplementedError, match="hold plain tensors"):
+            script(x)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            forward_ad.make_dual(x, x)
+        with pytest.raises(IndexError, match="expected a dim from -2 to 1"):
+            x.redistribute(placements=[Shard(2)])
+
+    comm.simulate(1).run(rank_main)
 
 
 def test_torch_distributed_functions_are_refused() -> None:

@@ -193,5 +193,5 @@ def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
         placements[axis] = placement
     lifted = wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))
     if tensor._stale is not None:
-        lifted._stale = tensor._stale
+        lifted._stale = tensor._stale.read_only()
     return lifted

@@ -5,7 +5,6 @@ Owns their handlers. A gradient has the layout of its tensor, whole where the te
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import LINEAR_OPS, exposed_gradient, redistribute_local
+from phalanx.tensor._execute import LINEAR_OPS, average_parts, exposed_gradient, redistribute_local
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
 
@@ -36,9 +35,7 @@ def _seed(output: Any, given: Any) -> Any:
     for p in spec.placements:
         if isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS:
             raise RuntimeError(f"backward from {spec!r}: {p!r} has no gradient; redistribute first")
-    scale = math.prod(
-        1 / spec.mesh.shape[axis] for axis, p in enumerate(spec.placements) if p.is_partial("avg")
-    )
+    scale = 1 / average_parts(spec)
     if given is None:
         if spec.num_elements != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -119,17 +116,18 @@ def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor], Tensor | None]:
-    spec = tensor._spec.cotangent
+    spec, parts = tensor._spec.cotangent, average_parts(tensor._spec)
 
     def local_hook(local: Tensor) -> Tensor | None:
-        result = hook(wrap(local, spec))
+        result = hook(wrap(local if parts == 1 else local * parts, spec))
         if result is None:
             return None
         if not isinstance(result, DTensor):
             raise RuntimeError(
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
-        return redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
+        given = redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
+        return given if parts == 1 else given / parts
 
     return local_hook
 

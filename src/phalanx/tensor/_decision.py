@@ -126,11 +126,12 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
     )
     decision.is_view = sharding.is_view
-    decision.moves = tuple(
+    plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
         if target is not one.spec
-    )
+    ]
+    decision.moves = tuple((i, plan) for i, plan in plans if not plan.is_relabel)
     if call.grad:
         decision.reductions = tuple(_reductions(targets, outs))
     return decision.settled()

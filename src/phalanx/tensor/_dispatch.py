@@ -30,7 +30,7 @@ from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction,
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
-from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view
+from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view, written
 
 CACHE_LIMIT = 20_000
 
@@ -294,8 +294,8 @@ def _run(
         _move_inputs(decision, given, values, positions)
     if names:
         args, kwargs = _split(values, names)
-        return _finish(decision, decision.call(*args, **kwargs), first)
-    return _finish(decision, decision.call(*values), first)
+        return _finish(decision, decision.call(*args, **kwargs), first, ())
+    return _finish(decision, decision.call(*values), first, given)
 
 
 def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
@@ -348,11 +348,15 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     if decision.moves or decision.reductions:
         _move_inputs(decision, tensors, values, range(len(values)))
     local_args, local_kwargs = structure.rebuild(values)
-    return _finish(decision, decision.call(*local_args, **local_kwargs), tensors[0])
+    return _finish(
+        decision, decision.call(*local_args, **local_kwargs), tensors[0], () if kwargs else tuple(args)
+    )
 
 
-def _finish(decision: Decision, result: Any, first: DTensor) -> Any:
+def _finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
     if decision.form == "self":
+        if first._stale is not None:
+            written(first)
         return first
     copied = decision.is_view and (decision.moves or first._stale is not None)
     if decision.form == "one" and not copied:
@@ -362,7 +366,7 @@ def _finish(decision: Decision, result: Any, first: DTensor) -> Any:
     wrapped = wrap_all(result, iter(decision.outputs))
     if copied:
         for view in tensors_in(wrapped):
-            mark_copied_view(view, first, decision.name)
+            mark_copied_view(view, first, decision.name, tuple(given))
     return wrapped
 
 

@@ -202,9 +202,13 @@ def redistribute(
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
     if target is spec:
         return tensor if local is tensor._local else wrap(local, spec)
-    spec.routes[tuple(placements)] = route_of(plan_redistribute(spec, target))
-    if async_op and plan_redistribute(spec, target).communicates:
-        complete = start_plan(local, plan_redistribute(spec, target))
+    plan = plan_redistribute(spec, target)
+    route = route_of(plan)
+    if route.is_relabel:  # on axes of one rank: a copy, as on longer ones
+        return wrap(_cast_gradient(local.clone(), backward_dtype), target)
+    spec.routes[tuple(placements)] = route
+    if async_op and plan.communicates:
+        complete = start_plan(local, plan)
         return pending(target, lambda: _cast_gradient(complete(), backward_dtype))
     return wrap(_cast_gradient(redistribute_local(local, spec, target), backward_dtype), target)
 

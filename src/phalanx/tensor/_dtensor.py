@@ -18,11 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._execute import _apply_move, exposed_gradient, redistribute_local, run_plan, turn_back
+from phalanx.tensor._execute import (
+    _apply_move,
+    average_parts,
+    exposed_gradient,
+    redistribute_local,
+    run_plan,
+    turn_back,
+)
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_fresh, fresh
+from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
 _TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
@@ -247,7 +254,12 @@ class DTensor(torch.Tensor):
         if known is None or known[0] is not local_grad:
             spec = self._spec
             shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
-            known = self._grads = (local_grad, wrap(shown, spec.cotangent))
+            grad = wrap(shown, spec.cotangent)
+            if average_parts(spec) > 1:
+                # A multiple of the local one: a copy, which backward will not keep up to date.
+                mark_copied_view(grad, wrap(local_grad, spec.cotangent), "grad")
+                return grad
+            known = self._grads = (local_grad, grad)
         return known[1]
 
     @grad.setter
@@ -266,8 +278,9 @@ class DTensor(torch.Tensor):
             local = redistribute_local(
                 value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
             )
-        self._local.grad = local
-        if local is value._local:
+        parts = average_parts(self._spec)
+        self._local.grad = local if parts == 1 else local / parts
+        if local is value._local and parts == 1:
             self._grads = (local, value)
 
     @grad.deleter
@@ -293,7 +306,7 @@ class DTensor(torch.Tensor):
     def data(self) -> DTensor:
         data = wrap(fresh(self).data, self._spec)
         if self._stale is not None:
-            data._stale = self._stale
+            data._stale = self._stale.read_only()
         return data
 
     @data.setter

@@ -8,6 +8,7 @@ backward right for partial tensors. Reductions by min, max and product are not l
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -84,20 +85,24 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def move(local: Tensor, plan: Plan) -> Tensor:
     """``run_plan`` as an autograd node."""
-    result: Tensor = _apply_move(local, turn_back(route_of(plan)))
+    route = route_of(plan)
+    if route.is_relabel:
+        return local
+    result: Tensor = _apply_move(local, turn_back(route))
     return result
 
 
 class Route:
     """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
 
-    __slots__ = ("back", "plan", "scale", "target")
+    __slots__ = ("back", "is_relabel", "plan", "scale", "target")
 
     def __init__(self, plan: Plan, scale: float) -> None:
         self.plan = plan
         self.target = plan.target
         self.scale = scale
         self.back: Route | None = None
+        self.is_relabel = plan.is_relabel  # not even a copy
 
 
 def route_of(plan: Plan) -> Route:
@@ -124,19 +129,17 @@ def turn_back(route: Route) -> Route:
 def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
 
+    Inside of the graph a contribution to an average has its own gradient, one n-th of the whole tensor's.
+
     Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
     is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
     of them may go on.
     """
-    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum")]
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        return local
-    if any(p.is_partial("avg") for p in spec.placements):
-        raise NotImplementedError(
-            f"the gradient of {spec!r} cannot be differentiated again, because it is that of one rank's contribution "
-            "to an average; redistribute the tensor to Replicate or Shard before you use it"
-        )
-    if not sums:
+    parts_of_average = average_parts(spec)
+    if parts_of_average > 1:
+        local = local * parts_of_average
+    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum") or p.is_partial("avg")]
+    if not (local.requires_grad and torch.is_grad_enabled()) or not sums:
         return local
     whole = spec.cotangent.with_dtype(local.dtype)
     parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
@@ -145,14 +148,16 @@ def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     return result
 
 
+def average_parts(spec: Spec) -> int:
+    """How many contributions an average is made of; 1 for a tensor that is none."""
+    if not spec.is_partial:
+        return 1
+    return math.prod(spec.mesh.shape[axis] for axis, p in enumerate(spec.placements) if p.is_partial("avg"))
+
+
 def _average_scale(source: Spec, target: Spec) -> float:
     """A contribution to an average counts for one part in n: what its gradient is multiplied by on the way back."""
-    scale = 1.0
-    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
-        size = source.mesh.shape[axis]
-        scale /= size if before.is_partial("avg") else 1
-        scale *= size if after.is_partial("avg") else 1
-    return scale
+    return average_parts(target) / average_parts(source)
 
 
 class Move(torch.autograd.Function):
@@ -165,7 +170,10 @@ class Move(torch.autograd.Function):
         moved = run_plan(sent, route.plan) if started is None else started.run()
         if route.scale != 1.0:
             return moved * route.scale
-        return local.view_as(local) if moved is sent else moved
+        if moved is sent:
+            return local.view_as(local)
+        # Torch lets nobody write to a view that is made in here.
+        return moved.data if moved._is_view() else moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

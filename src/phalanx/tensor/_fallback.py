@@ -19,7 +19,8 @@ from phalanx.tensor._modes import note_fallback
 from phalanx.tensor._names import op_name
 from phalanx.tensor._placement import REPLICATE
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_writable, mark_copied_view
+from phalanx.tensor._views import check_writable, mark_copied_view, written
+from phalanx.tensor.rules.joining import basic_index
 
 # They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
 WRITES_UNSEEN = {
@@ -68,11 +69,18 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
                 return original
         wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
         base = tensors[0]
-        if name.base in VIEW_NAMES and not (base._spec.is_replicated and base._stale is None):
-            mark_copied_view(wrapped, base, name.base)
+        if _is_view(name.base, args) and not (base._spec.is_replicated and base._stale is None):
+            mark_copied_view(wrapped, base, name.base, () if kwargs else tuple(args))
         return wrapped
 
     return walk_tensors(result, lift)
+
+
+def _is_view(name: str, args: Any) -> bool:
+    if name != "__getitem__":
+        return name in VIEW_NAMES
+    key = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return basic_index(args[0].shape, key) is not None  # tensors, lists and masks select copies
 
 
 def _version(tensor: Tensor) -> int:
@@ -99,10 +107,12 @@ def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
             f"{op} changed the shape of {spec!r} to {tuple(whole.shape)}: not supported on a DTensor"
         )
     if whole is tensor._local:
+        written(tensor)
         return
     tensor._local.copy_(
         redistribute_local(whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
     )
+    written(tensor)
 
 
 def write_out(result: Any, out: Any) -> Any:

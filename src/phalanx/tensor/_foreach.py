@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_writable, fresh
+from phalanx.tensor._views import check_writable, fresh, written
 
 # Linear in every list together: they may run on partial sums.
 _LINEAR = frozenset({"_foreach_neg", "_foreach_zero", "_foreach_copy"})
@@ -79,6 +79,8 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     local_kwargs = {key: _locals(value, specs) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if name.endswith("_"):
+        for tensor in first:
+            written(tensor)
         return list(args[0])
     return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
 
@@ -161,7 +163,7 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
     if any(t._spec.is_partial for t in first):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
     for tensor in first:
-        check_writable(tensor, func.__name__)
+        check_writable(tensor, func.__name__, anywhere=False)
     func(
         *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
     )
@@ -180,6 +182,9 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
     grads, found, scale = args
     local_found = found._local if isinstance(found, DTensor) else found
     local_scale = scale._local if isinstance(scale, DTensor) else scale
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            check_writable(grad, func.__name__, anywhere=False)
     meshes = {g._spec.mesh: None for g in grads if isinstance(g, DTensor)}
     func([g._local if isinstance(g, DTensor) else g for g in grads], local_found, local_scale)
     for mesh in meshes:

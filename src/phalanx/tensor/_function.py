@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._execute import average_parts, redistribute_local
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import fresh
 
@@ -81,7 +81,7 @@ class _Lifted(Function):
         given = [wrap(a, spec) if spec is not None else a for a, spec in zip(args, call.inputs, strict=True)]
         for original, one in zip(call.originals, given, strict=True):
             if type(original) is DTensor and original._stale is not None:
-                one._stale = original._stale
+                one._stale = original._stale.read_only()
         function = call.function
         if function.setup_context is not Function.setup_context:
             result = function.forward(*given)
@@ -97,10 +97,7 @@ class _Lifted(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
-        given = [
-            wrap(g, spec.cotangent) if spec is not None and g is not None else g
-            for g, spec in zip(grads, call.outputs, strict=True)
-        ]
+        given = _wrapped(grads, call.outputs)
         function = call.function
         run = function.backward if function.backward is not Function.backward else function.vjp
         result = run(call.context, *given)
@@ -119,7 +116,9 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
         raise RuntimeError(
             f"backward of an autograd.Function returned a {type(value).__name__} for {spec!r}; expected a DTensor"
         )
-    return redistribute_local(value._local, value._spec, spec.cotangent.with_dtype(value.dtype))
+    local = redistribute_local(value._local, value._spec, spec.cotangent.with_dtype(value.dtype))
+    parts = average_parts(spec)
+    return local if parts == 1 else local / parts
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
@@ -168,7 +167,9 @@ class Node:
 
 def _wrapped(grads: Any, specs: list[Spec | None]) -> tuple[Any, ...]:
     return tuple(
-        wrap(g, spec.cotangent) if spec is not None and g is not None else g
+        g
+        if spec is None or g is None
+        else wrap(g if average_parts(spec) == 1 else g * average_parts(spec), spec.cotangent)
         for g, spec in zip(grads, specs, strict=True)
     )
 

@@ -221,7 +221,10 @@ def normalize(
             )
         if isinstance(placement, Shard):
             if not -num_dims <= placement.dim < num_dims:
-                raise IndexError(f"{placement!r} is out of range for a tensor of {num_dims} dims")
+                fits = (
+                    f"expected a dim from {-num_dims} to {num_dims - 1}" if num_dims else "it has none to cut"
+                )
+                raise IndexError(f"{placement!r} is out of range for a tensor of {num_dims} dims: {fits}")
             if placement.dim < 0:
                 placement = placement.on_dim(placement.dim + num_dims)
         result.append(placement)

@@ -92,6 +92,11 @@ class Plan:
     def communicates(self) -> bool:
         return any(step.kind not in LOCAL_KINDS for step in self.steps)
 
+    @property
+    def is_relabel(self) -> bool:
+        """Whether every rank's part stays as it is: on axes of one rank all placements are the same."""
+        return all(step.kind == "relabel" for step in self.steps)
+
     def __repr__(self) -> str:
         return "; ".join(map(repr, self.steps)) or "nothing"
 

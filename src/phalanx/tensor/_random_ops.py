@@ -18,7 +18,7 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_writable, fresh
+from phalanx.tensor._views import check_writable, fresh, written
 
 REFUSED = frozenset(
     [
@@ -39,9 +39,7 @@ REFUSED = frozenset(
 
 def _check_generator(kwargs: dict[str, Any]) -> None:
     if kwargs.pop("generator", None) is not None:
-        raise NotImplementedError(
-            "generator= on a DTensor: use phalanx.tensor.random.manual_seed(seed, mesh)"
-        )
+        raise NotImplementedError("generator= on a DTensor: use phalanx.tensor.manual_seed(seed, mesh)")
 
 
 def uniform_like(tensor: DTensor) -> Tensor:
@@ -64,6 +62,7 @@ def _write(tensor: DTensor, values: Tensor, op: str) -> DTensor:
         check_writable(tensor, op)
     spec = tensor._spec
     tensor._local.copy_(redistribute_local(values, spec.cotangent, spec))
+    written(tensor)
     return tensor
 
 

@@ -118,7 +118,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.t_()``, ``x.unsqueeze_(0)`` and the like: the view becomes the tensor itself."""
     name, options = op_name(func), torch_keywords(kwargs or {})
     tensor: DTensor = args[0]
-    check_writable(tensor, name.base)
+    check_writable(tensor, name.base, anywhere=False)
     view = getattr(torch.Tensor, name.base)(*args, **options)
     if view._stale is not None:
         raise NotImplementedError(
@@ -169,6 +169,9 @@ TABLE: dict[str, Handler] = {
     "resize_as": _refuse("its global shape is fixed; make a new one"),
     "set": _refuse("its storage is this rank's part; use copy_"),
     "share_memory": _from_local,
+    **dict.fromkeys(
+        ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
+    ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
     "new_empty": _new,
     "new_zeros": _new,
@@ -188,6 +191,10 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
     module = getattr(func, "__module__", None) or ""
     if module.startswith("torch.distributed"):
         return _refuse("torch.distributed functions take this rank's part: use to_local()")
+    if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
+        return _refuse(
+            "compiled functions hold plain tensors and are not distributed; call the function itself"
+        )
     if name.base in REFUSED:
         return _refuse("its random numbers would differ from rank to rank")
     if name.base.startswith("_foreach_"):

@@ -144,7 +144,8 @@ def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Act
 
     if arriving == 0:
         return begin, lambda received: received.view(target)
-    return begin, lambda received: received.movedim(0, arriving).reshape(target)
+    # not reshape, which leaves parts of size one in their order: what is moved must take the views that a whole takes
+    return begin, lambda received: received.movedim(0, arriving).contiguous().view(target)
 
 
 def _all_reduce(step: Step) -> Action:

@@ -136,7 +136,13 @@ def _assign(run: LocalRun, args: Any, kwargs: Any) -> None:
                     f"__setitem__ on {spec!r}: {len(chosen)} places in dim {d}, but {value.shape[d]} values"
                 )
             value = value.narrow(d, first, count)
-    x[tuple(index)] = value
+    x[tuple(index)] = _apart(value, x)
+
+
+def _apart(value: Any, x: Tensor) -> Any:
+    """``value`` in memory of its own: ``x[i] += 1`` assigns a part of x to itself, which torch may not recognise."""
+    shared = isinstance(value, Tensor) and torch._C._is_alias_of(value, x)  # type: ignore[attr-defined]  # not in stubs
+    return value.clone() if shared else value
 
 
 def _one(key: int, size: int, dim: int) -> range:
@@ -181,7 +187,7 @@ def _assign_by_tensors(run: LocalRun, args: Any, kwargs: Any) -> None:
         value = value.index_select(front, own.reshape(-1).nonzero().squeeze(1))
     for d, here in zip(places, flat, strict=True):
         keys[d] = here[own]
-    x[tuple(keys)] = value
+    x[tuple(keys)] = _apart(value, x)
 
 
 def _held(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor | None]:
