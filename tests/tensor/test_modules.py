@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from phalanx.tensor import (
+    DTensor,
+    MaskPartial,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_module,
+    distribute_tensor,
+)
 
 
 def on_mesh(body: Callable[..., Any], *shape: int) -> list[Any]:
@@ -229,7 +238,7 @@ def test_state_dict_deepcopy_pickle_and_to() -> None:
         buffer = io.BytesIO()
         torch.save(mine.state_dict(), buffer)
         buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
+        loaded = torch.load(buffer, weights_only=True)
         torch.testing.assert_close(loaded["2.bias"].full_tensor(), mine[2].bias.full_tensor().detach())
         halved = mine.to(torch.float64)
         assert halved[0].weight.dtype == torch.float64
@@ -237,6 +246,30 @@ def test_state_dict_deepcopy_pickle_and_to() -> None:
         assert isinstance(halved[0].weight, nn.Parameter)
 
     on_mesh(body, 2)
+
+
+def test_files_of_any_layout_are_loaded_without_unpickling() -> None:
+    def body(mesh: Any) -> None:
+        layouts = [
+            (Shard(0), Replicate()), (Partial("avg"), Shard(-1)), (MaskPartial(), Replicate()),
+            (StridedShard(0, split_factor=2), Shard(0)),
+        ]  # fmt: skip
+        whole = torch.arange(24.0).reshape(4, 6)
+        replica = distribute_tensor(whole, mesh)
+        given = {str(i): replica.redistribute(placements=layout) for i, layout in enumerate(layouts)}
+        given["sub-mesh"] = distribute_tensor(whole, mesh["b"], [Shard(1)])
+        given["flat"] = nn.Parameter(distribute_tensor(whole, mesh._flatten("ab"), [Shard(0)]))
+        buffer = io.BytesIO()
+        torch.save(given, buffer)
+        buffer.seek(0)
+        for name, tensor in torch.load(buffer, weights_only=True).items():
+            assert tensor.placements == given[name].placements
+            assert tensor.device_mesh == given[name].device_mesh
+            assert type(tensor) is DTensor
+            assert isinstance(tensor, nn.Parameter) is (name == "flat")
+            assert torch.equal(tensor._local, given[name]._local)
+
+    comm.simulate(4).run(lambda group: body(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))))
 
 
 def test_grad_scaler_and_autocast() -> None:

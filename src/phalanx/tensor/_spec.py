@@ -173,7 +173,13 @@ class Spec:
         return "[" + ", ".join(f"{n}:{p!r}" for n, p in zip(names, self.placements, strict=True)) + "]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spec.of, (self.mesh, self.placements, tuple(self.shape), self.dtype)
+        return _rebuild, (self.mesh, self.placements, tuple(self.shape), self.dtype)
+
+
+def _rebuild(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> Spec:
+    return Spec.of(mesh, placements, shape, dtype)
 
 
 Spec.__hash__ = object.__hash__  # type: ignore[method-assign]  # interned: identity is equality
