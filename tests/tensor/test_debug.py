@@ -33,10 +33,24 @@ def test_logs_are_switched_by_the_variable(caplog: pytest.LogCaptureFixture) -> 
             a = zeros(5, 7, device_mesh=mesh, placements=[Shard(0)])
             b = zeros(5, 7, device_mesh=mesh, placements=[Shard(1)])
             a + b
+            torch.linalg.svdvals(a)
+            torch.linalg.svdvals(a)
+            b.redistribute(placements=[Replicate()])
+            a.square()
 
         with caplog.at_level(logging.DEBUG, logger="phalanx.dtensor"):
             on_mesh(body, 2)
-        assert any("add(" in r.message and "all_to_all" in r.message for r in caplog.records)
+        lines = [r.message for r in caplog.records if r.message.startswith("rank 1: ")]
+        (chosen,) = [line for line in lines if "add(" in line]
+        assert "float32[5, 7] [0:S(1)]" in chosen
+        assert "all_to_all(axis=0, S(" in chosen
+        assert "fewest bytes of" in chosen
+        (moved,) = [line for line in lines if "float32[5, 7] [0:S(1)] -> [0:R]" in line]
+        assert moved.endswith(" B)")
+        replicated = [r.message for r in caplog.records if r.message.startswith("linalg_svdvals(")]
+        assert len(replicated) == 2, "once on each rank"
+        assert "test_debug.py:" in replicated[0]
+        assert any("square(" in line and "moves nothing" in line for line in lines)
     finally:
         _log.logger.setLevel(previous)
         _log.logger.handlers.clear()

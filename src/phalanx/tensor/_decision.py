@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._execute import summing_hooks
-from phalanx.tensor._log import log_decision
+from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
@@ -95,14 +95,15 @@ def _decide_one(call: Call, name: OpName) -> Decision:
         return REPLICATED
     sharding = rule(call)
     if sharding is None:
+        log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
         return REPLICATED
     keep = inputs[0].spec.placements if name.in_place else None
     layouts = select(inputs, sharding, keep)
     if layouts is None:
-        log_decision(name.base, inputs, None)
+        log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
         return REPLICATED
     decision = _make(call, name, sharding, layouts)
-    log_decision(name.base, inputs, decision)
+    log_decision(name.base, inputs, decision, len(sharding.choices))
     return decision
 
 

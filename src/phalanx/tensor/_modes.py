@@ -6,6 +6,7 @@ which is the rank in a simulation and the trainer in a real process.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import PhalanxError
+from phalanx.tensor._log import log_fallback, logger
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
 
@@ -40,6 +42,7 @@ class _Settings(threading.local):
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
+        self.logged_fallbacks: set[tuple[str, str]] = set()
 
 
 settings = _Settings()
@@ -114,6 +117,9 @@ def _object(what: str) -> None:
 def note_fallback(op: str, layouts: str) -> None:
     """Count an operation that runs replicated; warn or refuse as the policy says."""
     settings.fallbacks[op] += 1
+    if logger.isEnabledFor(logging.INFO) and (op, layouts) not in settings.logged_fallbacks:
+        settings.logged_fallbacks.add((op, layouts))
+        log_fallback(op, layouts, user_line())
     if settings.fallback == "auto":
         return
     message = f"{op} on {layouts} has no sharding rule and is computed replicated (at {user_line()})"

@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.comm._checks import MOVED, PLAIN
 from phalanx.comm._fitting import all_reduce_fitting, exchange_fitting, gather_fitting, reduce_scatter_fitting
+from phalanx.tensor._log import log_redistribution
 from phalanx.tensor._placement import Partial, Replicate, Shard, StridedShard, chunk_sizes, chunk_starts
 from phalanx.tensor._plan import Plan, Step
 from phalanx.tensor._spec import Spec
@@ -34,6 +35,7 @@ def actions_of(plan: Plan) -> list[Action]:
     """One action for each step of ``plan``, made at its first run."""
     if plan.steps and not plan.actions:
         plan.actions.extend([_ACTIONS[step.kind](step) for step in plan.steps])
+        log_redistribution(plan)
     return plan.actions
 
 
