@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import Twice
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,16 +36,6 @@ def pair(mesh: Any, placements: Any, *shape: int, seed: int = 0) -> tuple[DTenso
 
 def same(ours: Any, reference: Tensor) -> None:
     torch.testing.assert_close(ours.full_tensor(), reference, rtol=1e-4, atol=1e-5)
-
-
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
 
 
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
@@ -112,7 +103,7 @@ def test_the_gradient_of_an_average_is_that_of_the_whole_tensor(shape: Any, plac
         w, pw = pair(mesh, [Replicate()] * mesh.ndim, 2, 2)
 
         def cube(t: Any, factor: Any) -> Any:
-            return (factor @ _Double.apply(t) ** 3).sum()
+            return (factor @ Twice.apply(t) ** 3).sum()
 
         def twice(t: Any, factor: Any) -> Any:
             (once,) = torch.autograd.grad(cube(t, factor), t, create_graph=True)

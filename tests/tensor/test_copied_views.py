@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshes import on_mesh, whole
+from meshes import Twice, on_mesh, whole
 
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -175,16 +175,6 @@ def test_on_an_axis_of_one_rank_a_redistributed_tensor_is_a_copy_too() -> None:
     on_mesh(body, 1)
 
 
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
 USES_OF_A_VIEW: dict[str, Any] = {
     "redistribute": lambda v: v.redistribute(placements=[Shard(0)]),
     "redistribute to the same layout": lambda v: v.redistribute(placements=v.placements),
@@ -198,7 +188,7 @@ USES_OF_A_VIEW: dict[str, Any] = {
     "bernoulli": lambda v: torch.bernoulli(v),
     "list function": lambda v: torch._foreach_add([v], 1.0),
     "list function, second": lambda v: torch._foreach_add([v.new_zeros(v.shape)], [v]),
-    "function of the user": lambda v: _Double.apply(v),
+    "function of the user": lambda v: Twice.apply(v),
     "data": lambda v: v.data,
     "pickle": lambda v: v.__reduce_ex__(2),
     "deepcopy": lambda v: copy.deepcopy(v),

@@ -157,9 +157,8 @@ def _wait_for_dump(member: CrewMember, before: str, deaf: frozenset[int], until:
     text = before
     while time.monotonic() < until and member.is_running:
         last, text = text, _read(member)
-        has_begun = (
-            text != before
-        )  # looked at before the state: a handler that has begun and is not there has ended
+        # Looked at before the state: a handler that has begun and is not there has ended.
+        has_begun = text != before
         state = _linux.signal_state(member.process.pid, _linux.stack_signal())
         if state is not None and not state.is_caught:
             break  # no Python, or not yet: nothing will be written

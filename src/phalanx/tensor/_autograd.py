@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import LINEAR_OPS, average_parts, exposed_gradient, redistribute_local
+from phalanx.tensor._execute import (
+    LINEAR_OPS,
+    average_parts,
+    exposed_gradient,
+    kept_gradient,
+    redistribute_local,
+    shown_gradient,
+)
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
 
@@ -116,10 +123,10 @@ def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor], Tensor | None]:
-    spec, parts = tensor._spec.cotangent, average_parts(tensor._spec)
+    own, spec = tensor._spec, tensor._spec.cotangent
 
     def local_hook(local: Tensor) -> Tensor | None:
-        result = hook(wrap(local if parts == 1 else local * parts, spec))
+        result = hook(wrap(shown_gradient(local, own), spec))
         if result is None:
             return None
         if not isinstance(result, DTensor):
@@ -127,7 +134,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
         given = redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
-        return given if parts == 1 else given / parts
+        return kept_gradient(given, own)
 
     return local_hook
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
     _apply_move,
     average_parts,
     exposed_gradient,
+    kept_gradient,
     redistribute_local,
     run_plan,
     turn_back,
@@ -29,6 +29,7 @@ from phalanx.tensor._execute import (
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._tracing import refuse_tracing
 from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
 _TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
@@ -278,9 +279,8 @@ class DTensor(torch.Tensor):
             local = redistribute_local(
                 value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
             )
-        parts = average_parts(self._spec)
-        self._local.grad = local if parts == 1 else local / parts
-        if local is value._local and parts == 1:
+        self._local.grad = kept = kept_gradient(local, self._spec)
+        if kept is value._local:
             self._grads = (local, value)
 
     @grad.deleter
@@ -334,24 +334,14 @@ class DTensor(torch.Tensor):
         if self._local.grad is not None:
             local.grad = self._local.grad.clone()
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
-        copy = _restore(wrap(local, self._spec), state)
-        memo[id(self)] = copy
+        copy = memo[id(self)] = wrap(local, self._spec)
+        copy.__dict__.update(state)
         return copy
 
 
 # Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.
 DTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]  # the same, bound
 DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-assign]  # the same, bound
-
-
-def refuse_tracing(func: Any) -> None:
-    """Tracers would record the local part as a constant: wrong on every other rank and for every other input."""
-    for mode in _get_current_dispatch_mode_stack():
-        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
-                f"tracing DTensors is not supported"
-            )
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
@@ -384,10 +374,7 @@ class GradLayout(torch.autograd.Function):
 
 
 def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
-    return _restore(wrap(local.requires_grad_(requires_grad), spec), state)
-
-
-def _restore(tensor: DTensor, state: dict[str, Any]) -> DTensor:
+    tensor = wrap(local.requires_grad_(requires_grad), spec)
     tensor.__dict__.update(state)
     return tensor
 

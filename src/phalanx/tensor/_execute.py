@@ -135,9 +135,7 @@ def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
     of them may go on.
     """
-    parts_of_average = average_parts(spec)
-    if parts_of_average > 1:
-        local = local * parts_of_average
+    local = shown_gradient(local, spec)
     sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum") or p.is_partial("avg")]
     if not (local.requires_grad and torch.is_grad_enabled()) or not sums:
         return local
@@ -153,6 +151,18 @@ def average_parts(spec: Spec) -> int:
     if not spec.is_partial:
         return 1
     return math.prod(spec.mesh.shape[axis] for axis, p in enumerate(spec.placements) if p.is_partial("avg"))
+
+
+def shown_gradient(local: Tensor, spec: Spec) -> Tensor:
+    """The whole tensor's gradient, of the one that autograd keeps for this rank's part: not the same for an average."""
+    parts = average_parts(spec)
+    return local if parts == 1 else local * parts
+
+
+def kept_gradient(shown: Tensor, spec: Spec) -> Tensor:
+    """What autograd is to keep where the whole tensor's gradient is ``shown``."""
+    parts = average_parts(spec)
+    return shown if parts == 1 else shown / parts
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
