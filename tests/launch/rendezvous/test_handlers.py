@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,13 @@ def stop_thread(handler: StoreRendezvousHandler) -> None:
     assert handler._thread is not None
     handler._thread.join()
     handler._stopping = False  # so that the end of the test can still close what it opened
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + JOIN
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
@@ -481,16 +489,51 @@ def test_static_ranks_are_what_nodes_were_told(held_port: int) -> None:
         job.close()
 
 
-def test_a_static_rank_that_is_taken_is_a_clear_error(held_port: int) -> None:
+def test_a_static_rank_that_two_nodes_were_told_is_a_clear_error(held_port: int) -> None:
     job = Job("static", f"localhost:{held_port}")
     try:
         first, second, twice = (job.node(2, 2, rank=rank) for rank in (0, 1, 1))
         with ThreadPoolExecutor(3) as pool:
+            twins = [pool.submit(handler.next_rendezvous) for handler in (second, twice)]
+            wait_until(lambda: len(first._store.items(records.NODES)) == 2)
             zero = pool.submit(first.next_rendezvous)
-            one, other = pool.submit(second.next_rendezvous), pool.submit(twice.next_rendezvous)
             assert zero.result(JOIN).rank == 0
-            errors = [future.exception(JOIN) for future in (one, other)]
-        assert [type(error) for error in errors if error is not None] == [RendezvousStateError]
+            errors = [future.exception(JOIN) for future in twins]
+        (error,) = (error for error in errors if error is not None)
+        assert isinstance(error, RendezvousStateError)
+        assert "node rank 1 of job" in str(error)
+    finally:
+        job.close()
+
+
+def test_a_static_rank_that_a_running_node_has_is_a_clear_error(held_port: int) -> None:
+    job = Job("static", f"localhost:{held_port}")
+    try:
+        first, second = (job.node(2, 2, rank=rank) for rank in (0, 1))
+        meet(first, second)
+        late = job.node(2, 2, rank=1, lease=1)
+        with pytest.raises(RendezvousStateError, match=f"node rank 1 .* is taken by {second.node_id}"):
+            late.next_rendezvous()
+    finally:
+        job.close()
+
+
+def test_a_static_rank_passes_from_a_dead_node_to_its_replacement(held_port: int) -> None:
+    job = Job("static", f"localhost:{held_port}")
+    try:
+        first, second = (job.node(2, 2, rank=rank) for rank in (0, 1))
+        meet(first, second)
+        stop_thread(second)  # it is dead, and its lease has yet to run out
+        replacement = job.node(2, 2, rank=1)
+        with ThreadPoolExecutor(2) as pool:
+            joined = pool.submit(replacement.next_rendezvous)
+            wait_until(lambda: len(first._store.items(records.NODES)) == 3)
+            shorten_lease(second)
+            look_often(first)
+            end = first.watch_generation(0).wait(JOIN)
+            assert end is not None
+            again = pool.submit(first.next_rendezvous)
+            assert [future.result(JOIN).rank for future in (again, joined)] == [0, 1]
     finally:
         job.close()
 

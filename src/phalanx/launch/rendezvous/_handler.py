@@ -153,7 +153,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
         port = self._hold_port() if self._port is None else self._port
-        deadline = time.monotonic() + self._options.join_timeout
+        since = time.monotonic()
         self._raise_if_over()
         participant.register(wants, port, time.monotonic())
         self._start_thread()
@@ -161,13 +161,13 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._raise_if_over()
             if (seat := participant.seat(wants)) is not None:
                 return seat
-            self._check_fixed_rank()
+            waited = time.monotonic() - since
+            self._check_fixed_rank(waited)
             if facts.evicted:
                 participant.register(wants, port, time.monotonic())
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if waited >= self._options.join_timeout:
                 raise self._timed_out()
-            self._changed.wait(left)
+            self._changed.wait(self._options.join_timeout - waited)
 
     def _hold_port(self) -> int:
         """A free port for the workers' bootstrap store, and nobody else's until then.
@@ -198,17 +198,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         facts = self._participant.facts
         if facts.closed or (self._thread is None and self.is_closed()):
             why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed or 'the job has ended'}"
-            if facts.passed_over:
+            if self._participant.is_spare:
                 raise RendezvousGracefulExitError(f"{why}; node {self.node_id} was a spare and not needed")
             raise RendezvousClosedError(why)
 
-    def _check_fixed_rank(self) -> None:
-        node, latest = self._participant.node, self._participant.facts.latest
-        if node.fixed_rank >= 0 and self._participant.facts.passed_over and latest is not None:
-            holder = latest.seats[node.fixed_rank]
+    def _check_fixed_rank(self, waited: float) -> None:
+        if (holder := self._participant.holder_of_rank(waited)) is not None:
             raise RendezvousStateError(
-                f"node rank {node.fixed_rank} of job {self._run_id!r} is taken by {holder.id}; "
-                "give every node its own --node-rank"
+                f"node rank {self._participant.node.fixed_rank} of job {self._run_id!r} is taken by "
+                f"{holder.id}; give every node its own --node-rank"
             )
 
     def _timed_out(self) -> RendezvousTimeoutError:

@@ -30,7 +30,7 @@ from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
 from phalanx.launch.rendezvous._leader import Leader, ring
-from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord
+from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.membership import Broken, RecordError
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
@@ -49,8 +49,6 @@ class Facts:
     """Why the job is over, or ""."""
     evicted: bool = False
     """This node's lease ran out; it has to register again."""
-    passed_over: bool = False
-    """A generation formed without this node while it waited: it is a spare."""
 
 
 class Participant:
@@ -85,6 +83,7 @@ class Participant:
         self._ear = store.clone()  # a blocking call must not delay the agent's
         self._heard = 0
         self._rung = False
+        self._found: GenerationRecord | None = None  # the newest one when this node came
 
     # -- what the agent's thread calls -----------------------------------------------------------------------
 
@@ -100,7 +99,7 @@ class Participant:
         self._write_node()
         if first:
             self._read_first(now)
-        self.facts.passed_over = False
+            self._found = self.facts.latest
 
     def _read_first(self, now: float) -> None:
         """Find the newest generation and the leader, and make sure that this node can read their records."""
@@ -148,6 +147,26 @@ class Participant:
             return None
         rank = latest.rank_of(self.node.id, self.node.ticket)
         return None if rank is None else (latest, rank)
+
+    @property
+    def is_spare(self) -> bool:
+        """This node waits, and the newest generation that would suit it is without it."""
+        latest, wants = self.facts.latest, self.node.wants
+        return latest is not None and latest.generation >= wants and self.seat(wants) is None
+
+    def holder_of_rank(self, waited: float) -> Seat | None:
+        """The living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
+
+        Of a generation that formed while this node waited it is: another was chosen. One that was there
+        before may name a dead predecessor, until any lease that it can have left has run out.
+        """
+        latest, rank = self.facts.latest, self.node.fixed_rank
+        if rank < 0 or latest is None or not self.is_spare:
+            return None
+        if latest is self._found and waited <= self._ttl:
+            return None
+        holder = latest.seats[rank]
+        return holder if self._lives(holder, self.store.get(records.node_key(holder.id))) else None
 
     # -- what the background thread calls --------------------------------------------------------------------
 
@@ -215,7 +234,7 @@ class Participant:
         self._read_ends()
         if leader != self._leader_raw:
             self._take_leader(leader, now)
-        elif not self._is_alive(leader_node):
+        elif self._leader is None or not self._lives(self._leader, leader_node):
             self._stand(now)
         if self._leading is not None:
             self._leading.read_all(self.facts, now)
@@ -234,7 +253,6 @@ class Participant:
             if record is None or record == records.GONE:
                 return
             self.facts.latest = GenerationRecord.from_json(record)
-            self.facts.passed_over = self.seat(self.node.wants) is None
             number += 1
 
     def _read_ends(self) -> None:
@@ -270,12 +288,12 @@ class Participant:
         if self._leader.id == self.node.id:  # of a former registration of this node
             self._stand(now)
 
-    def _is_alive(self, leader_node: bytes | None) -> bool:
-        """Whether the leader's node is still the registration that was chosen."""
-        if leader_node is None or self._leader is None:
+    def _lives(self, chosen: LeaderRecord | Seat, record: bytes | None) -> bool:
+        """Whether a node's record is still that of the registration that was chosen."""
+        if record is None:
             return False
-        record = self._open(records.node_key(self._leader.id), leader_node, {})
-        return bool(record.get("ticket") == self._leader.ticket)
+        node = self._open(records.node_key(chosen.id), record, {})
+        return bool(node.get("ticket") == chosen.ticket)
 
     def _stand(self, now: float) -> None:
         """Try to become the leader in place of the one that was last seen."""
