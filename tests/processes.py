@@ -82,7 +82,7 @@ def _main(
 
 
 def run_processes(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0, check: bool = True
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0, check: bool = True
 ) -> list[Outcome]:
     """Run ``function(worker, *args)`` on ``size`` processes; with ``check`` an exception in any fails the test."""
     from phalanx.comm.stores import TCPStore

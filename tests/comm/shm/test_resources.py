@@ -66,7 +66,7 @@ def _group(worker, store, generation: int):
     return Group.create(store, worker.rank, worker.size, timeout=60.0, job="leak", generation=generation)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_two_hundred_regroups_leak_nothing() -> None:
     for outcome in run_processes(3, regroup_often, 200, timeout=200.0):
         before, after = outcome.value
