@@ -6,7 +6,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.comm.stores.conftest import etcd_cluster
+from tests.comm.stores.conftest import etcd_cluster, wait_until
 
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._signing import Signer
@@ -119,13 +118,6 @@ def stop_thread(handler: StoreRendezvousHandler) -> None:
     handler._stopping = False  # so that the end of the test can still close what it opened
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + JOIN
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
     with ThreadPoolExecutor(len(handlers)) as pool:
         return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
@@ -152,6 +144,13 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
 @pytest.fixture
 def c10d() -> Iterator[Job]:
     job = Job("c10d", "localhost:0")
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def static(held_port: int) -> Iterator[Job]:
+    job = Job("static", f"localhost:{held_port}")
     yield job
     job.close()
 
@@ -479,64 +478,48 @@ def test_without_a_word_the_secret_comes_from_the_environment(monkeypatch: pytes
         job.close()
 
 
-def test_static_ranks_are_what_nodes_were_told(held_port: int) -> None:
-    job = Job("static", f"localhost:{held_port}")
-    try:
-        handlers = [job.node(3, 3, rank=rank) for rank in (0, 2, 1)]
-        assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
-        handlers[0].break_generation(0, Broken(reason="again"))
-        assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
-    finally:
-        job.close()
+def test_static_ranks_are_what_nodes_were_told(static: Job) -> None:
+    handlers = [static.node(3, 3, rank=rank) for rank in (0, 2, 1)]
+    assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
+    handlers[0].break_generation(0, Broken(reason="again"))
+    assert [info.rank for info in meet(*handlers)] == [0, 2, 1]
 
 
-def test_a_static_rank_that_two_nodes_were_told_is_a_clear_error(held_port: int) -> None:
-    job = Job("static", f"localhost:{held_port}")
-    try:
-        first, second, twice = (job.node(2, 2, rank=rank) for rank in (0, 1, 1))
-        with ThreadPoolExecutor(3) as pool:
-            twins = [pool.submit(handler.next_rendezvous) for handler in (second, twice)]
-            wait_until(lambda: len(first._store.items(records.NODES)) == 2)
-            zero = pool.submit(first.next_rendezvous)
-            assert zero.result(JOIN).rank == 0
-            errors = [future.exception(JOIN) for future in twins]
-        (error,) = (error for error in errors if error is not None)
-        assert isinstance(error, RendezvousStateError)
-        assert "node rank 1 of job" in str(error)
-    finally:
-        job.close()
+def test_a_static_rank_that_two_nodes_were_told_is_a_clear_error(static: Job) -> None:
+    first, second, twice = (static.node(2, 2, rank=rank) for rank in (0, 1, 1))
+    with ThreadPoolExecutor(3) as pool:
+        twins = [pool.submit(handler.next_rendezvous) for handler in (second, twice)]
+        wait_until(lambda: len(first._store.items(records.NODES)) == 2)
+        zero = pool.submit(first.next_rendezvous)
+        assert zero.result(JOIN).rank == 0
+        errors = [future.exception(JOIN) for future in twins]
+    (error,) = (error for error in errors if error is not None)
+    assert isinstance(error, RendezvousStateError)
+    assert "node rank 1 of job" in str(error)
 
 
-def test_a_static_rank_that_a_running_node_has_is_a_clear_error(held_port: int) -> None:
-    job = Job("static", f"localhost:{held_port}")
-    try:
-        first, second = (job.node(2, 2, rank=rank) for rank in (0, 1))
-        meet(first, second)
-        late = job.node(2, 2, rank=1, lease=1)
-        with pytest.raises(RendezvousStateError, match=f"node rank 1 .* is taken by {second.node_id}"):
-            late.next_rendezvous()
-    finally:
-        job.close()
+def test_a_static_rank_that_a_running_node_has_is_a_clear_error(static: Job) -> None:
+    first, second = (static.node(2, 2, rank=rank) for rank in (0, 1))
+    meet(first, second)
+    late = static.node(2, 2, rank=1, lease=1)
+    with pytest.raises(RendezvousStateError, match=f"node rank 1 .* is taken by {second.node_id}"):
+        late.next_rendezvous()
 
 
-def test_a_static_rank_passes_from_a_dead_node_to_its_replacement(held_port: int) -> None:
-    job = Job("static", f"localhost:{held_port}")
-    try:
-        first, second = (job.node(2, 2, rank=rank) for rank in (0, 1))
-        meet(first, second)
-        stop_thread(second)  # it is dead, and its lease has yet to run out
-        replacement = job.node(2, 2, rank=1)
-        with ThreadPoolExecutor(2) as pool:
-            joined = pool.submit(replacement.next_rendezvous)
-            wait_until(lambda: len(first._store.items(records.NODES)) == 3)
-            shorten_lease(second)
-            look_often(first)
-            end = first.watch_generation(0).wait(JOIN)
-            assert end is not None
-            again = pool.submit(first.next_rendezvous)
-            assert [future.result(JOIN).rank for future in (again, joined)] == [0, 1]
-    finally:
-        job.close()
+def test_a_static_rank_passes_from_a_dead_node_to_its_replacement(static: Job) -> None:
+    first, second = (static.node(2, 2, rank=rank) for rank in (0, 1))
+    meet(first, second)
+    stop_thread(second)  # it is dead, and its lease has yet to run out
+    replacement = static.node(2, 2, rank=1)
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(replacement.next_rendezvous)
+        wait_until(lambda: len(first._store.items(records.NODES)) == 3)
+        shorten_lease(second)
+        look_often(first)
+        end = first.watch_generation(0).wait(JOIN)
+        assert end is not None
+        again = pool.submit(first.next_rendezvous)
+        assert [future.result(JOIN).rank for future in (again, joined)] == [0, 1]
 
 
 def test_one_static_node_leaves_its_port_to_the_workers() -> None:
