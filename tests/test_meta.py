@@ -101,6 +101,24 @@ def test_no_part_of_torch_that_is_ours_to_write_is_used() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_is_unpickled_from_the_network_or_from_disk() -> None:
+    """Only the launcher pickles: what a function's worker returns, through a pipe of its own."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in python_files(SOURCE)
+        if package_of(path) != "launch"
+        for name, line in imports(path)
+        if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    ]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{node.lineno} calls torch.load"
+        for path in python_files(SOURCE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_importing_phalanx_does_not_import_torch() -> None:
     code = "import sys, phalanx; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

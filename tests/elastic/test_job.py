@@ -140,6 +140,19 @@ def test_unequal_machines_are_warned_of():
         _check_same(Seat(0, 0, ("a", "b", "c"), 0, None), told)
 
 
+def test_a_save_of_an_unequal_machine_is_warned_of(tmp_path, monkeypatch):
+    from phalanx.elastic import _job
+
+    job = linear_job(saves=Saves(directory=tmp_path))
+    run_loop(job)
+    job.save()
+    again = linear_job(saves=Saves(directory=tmp_path))
+    unlike = {**job.state_dict()["machine"], "threads": 77}
+    monkeypatch.setattr(_job, "fingerprint", lambda: unlike)
+    with pytest.warns(BitsWarning, match=r"the save and this worker differ in threads \d+ and 77"):
+        assert again.load_save()
+
+
 # -- what a step computes ---------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,26 @@ def test_a_save_is_read_back_and_old_ones_are_removed(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(save.tensors, TENSORS, strict=True))
 
 
+def test_a_save_is_on_the_disk_before_it_gets_its_name_and_its_name_after(tmp_path, monkeypatch):
+    done, real_sync, real_rename = [], os.fsync, os.rename
+
+    def sync(fd):
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real_sync(fd)
+
+    def rename(source, target):
+        done.append(f"to {target.name}")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    final = write(tmp_path, 1)
+    *files, partial, named, parent = done
+    assert sorted(files) == ["state.json", "tensors.safetensors"]
+    assert partial != final.name, "the folder's own names, under its first name"
+    assert (named, parent) == (f"to {final.name}", tmp_path.name)
+
+
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_a_torn_or_altered_save_is_detected_and_the_one_before_is_used(tmp_path, name, damage):

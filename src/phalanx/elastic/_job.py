@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from phalanx.elastic._schedule import Schedule
 from phalanx.elastic._state import Parts, State, Stateful, digest
 from phalanx.elastic._step import Step
 from phalanx.elastic._store_roster import make_roster
-from phalanx.elastic._sync import fingerprint
+from phalanx.elastic._sync import BitsWarning, differences, fingerprint
 from phalanx.elastic._team import Team
 
 MAX_WORKERS = 1024
@@ -312,6 +313,13 @@ class Job:
         state = self.saving.load()
         if state is None:
             return False
+        if listed := differences(state["machine"], fingerprint()):
+            warnings.warn(
+                f"the save and this worker differ in {listed}: what follows is computed otherwise than what was "
+                "saved. For equal bits resume alike (RunOptions(threads=1) sets the threads)",
+                BitsWarning,
+                stacklevel=2,
+            )
         self.load_state_dict({**state, "resumes": state["resumes"] + 1})
         self.events.emit("resumed", step=self.step)
         return True

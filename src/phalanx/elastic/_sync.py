@@ -40,6 +40,17 @@ def fingerprint() -> dict[str, Any]:
     }
 
 
+def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """In what two fingerprints differ; empty when they do not.
+
+    >>> differences({"threads": 1, "torch": "2"}, {"threads": 4, "torch": "2"})
+    'threads 1 and 4'
+    """
+    return ", ".join(
+        f"{name} {value} and {other[name]}" for name, value in one.items() if other[name] != value
+    )
+
+
 def bring_level(job: Job, seat: Seat) -> None:
     """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
     mine: dict[str, Any] = {
@@ -127,10 +138,7 @@ def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
                     f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on "
                     f"{worker}; all workers must run the same script with the same arguments"
                 )
-        different = [name for name, value in told[0]["machine"].items() if one["machine"][name] != value]
-        if different:
-            ours, theirs = told[0]["machine"], one["machine"]
-            listed = ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in different)
+        if listed := differences(told[0]["machine"], one["machine"]):
             warnings.warn(
                 f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them "
                 "computes what. For equal bits run them alike (RunOptions(threads=1) sets the threads)",
