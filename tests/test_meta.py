@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
+
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +124,26 @@ def test_nothing_is_unpickled_from_the_network_or_from_disk() -> None:
 def test_importing_phalanx_does_not_import_torch() -> None:
     code = "import sys, phalanx; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+
+
+def test_public_names() -> None:
+    assert sorted(phalanx.__all__) == [
+        "DTensor", "DeviceMesh", "DistributedDataParallel", "ElasticBatchSampler", "ElasticDistributedSampler",
+        "Group", "Job", "__version__", "init", "init_device_mesh", "simulate",
+    ]  # fmt: skip
+    for name in phalanx.__all__:
+        assert getattr(phalanx, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'; it offers"):
+        phalanx.nonsense  # noqa: B018
+
+
+def test_every_package_imports_where_the_platform_calls_itself_darwin() -> None:
+    """As far as Linux can tell: torch is imported before the platform's name changes."""
+    names = ["phalanx", *(f"phalanx.{path.parent.name}" for path in sorted(SOURCE.glob("*/__init__.py")))]
+    assert len(names) == 8, names
+    code = f"import sys, torch; sys.platform = 'darwin'; import {', '.join(names)}"
+    done = subprocess.run([sys.executable, "-c", code], timeout=280, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_package_is_typed_and_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,30 @@ def test_a_scripted_failure_raises_in_its_rank_only() -> None:
     assert isinstance(caught.value.__cause__, faults.InjectedFailure)
 
 
+def test_a_scripted_delay_makes_its_rank_late_once_and_changes_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    clock = SimpleNamespace(sleep=lambda seconds: log.append(f"late by {seconds}"))
+    monkeypatch.setattr(faults, "time", clock)
+
+    def main(group) -> float:
+        tensor = torch.tensor([group.rank + 1.0])
+        with faults.play(faults.delay_at(rank=1, step=1, seconds=90.0, name="all_reduce")):
+            group.all_reduce(tensor)
+            group.barrier()
+            if group.rank == 1:
+                log.append("comes")
+            group.all_reduce(tensor)
+            if group.rank == 1:
+                log.append("has it")
+            group.all_reduce(tensor)
+        return tensor.item()
+
+    assert simulate(3).run(main) == [54.0] * 3
+    assert log == ["comes", "late by 90.0", "has it"]
+
+
 def test_polling_for_completion_lets_the_others_run() -> None:
     def main(group):
         work = group.all_reduce(torch.ones(1), async_op=True)
@@ -188,6 +213,16 @@ def test_polling_for_completion_lets_the_others_run() -> None:
         return polls < 100
 
     assert simulate(3).run(main) == [True] * 3
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", [120, 32]), ("max", [15, 2]), ("min", [0, 2])])
+def test_sixteen_ranks_in_one_process_reduce_as_sixteen_processes_would(op: str, expected: list[int]) -> None:
+    def main(group) -> list[int]:
+        tensor = torch.tensor([group.rank, 2])
+        group.all_reduce(tensor, op)
+        return tensor.tolist()
+
+    assert simulate(16).run(main) == [expected] * 16
 
 
 def test_hundreds_of_ranks_work() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.launch._cli import main
+from phalanx.launch._cli import local_world_size, main
 from phalanx.launch._flags import FLAGS, UsageError, parse, words
 from phalanx.launch._from_flags import config_from_args, parse_nodes, parse_settings
 from phalanx.launch._logs import Std
@@ -229,3 +229,38 @@ def test_unknown_commands_get_the_nearest(capsys):
     assert "did you mean run?" in capsys.readouterr().err
     assert phalanx(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
+
+
+def test_the_number_of_workers_is_a_number_or_what_the_machine_has(monkeypatch):
+    devices = {"auto": 0, "gpu": 0, "xpu": 2}
+    monkeypatch.setattr("phalanx.launch._cli._usable_cpus", lambda: 6)
+    monkeypatch.setattr("phalanx.launch._cli._count_devices", devices.__getitem__)
+    assert [local_world_size(text) for text in ("3", "cpu", "auto", "xpu")] == [3, 6, 6, 2]
+    with pytest.raises(UsageError, match=r"^--nproc-per-node gpu: this machine has no such device"):
+        local_world_size("gpu")
+    devices.update(auto=4, gpu=4)
+    assert [local_world_size(text) for text in ("cpu", "auto", "gpu")] == [6, 4, 4]
+    for text in ("0", "-1", "tpu"):
+        with pytest.raises(UsageError, match=f"^--nproc-per-node {text}; expected"):
+            local_world_size(text)
+
+
+def test_the_usable_cpus_are_those_this_process_may_run_on(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2, 5}, raising=False)
+    assert local_world_size("cpu") == 3
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert local_world_size("cpu") == 8
+
+
+def test_devices_that_torch_cannot_be_asked_about_are_none(monkeypatch):
+    class Answer:
+        stdout = ""
+
+    asked = []
+    monkeypatch.setattr("subprocess.run", lambda command, **_: asked.append(command[-1]) or Answer)
+    with pytest.raises(UsageError, match="no such device"):
+        local_world_size("gpu")
+    Answer.stdout = "a banner\n3\n"
+    assert local_world_size("gpu") == 3
+    assert all("torch.cuda.device_count()" in question for question in asked)

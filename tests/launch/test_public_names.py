@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import phalanx.launch
+from phalanx.launch import rendezvous
 
 pytestmark = pytest.mark.fast
 
@@ -21,3 +22,14 @@ def test_public_names():
         assert getattr(phalanx.launch, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         phalanx.launch.nonsense  # noqa: B018
+
+
+def test_public_names_of_rendezvous():
+    assert sorted(rendezvous.__all__) == [
+        "GenerationEnd", "GenerationWatch", "NodeInfo", "RendezvousClosedError", "RendezvousConnectionError",
+        "RendezvousError", "RendezvousGracefulExitError", "RendezvousHandler", "RendezvousHandlerRegistry",
+        "RendezvousInfo", "RendezvousParameters", "RendezvousStateError", "RendezvousStoreInfo",
+        "RendezvousTimeoutError", "get_rendezvous_handler", "rendezvous_handler_registry",
+    ]  # fmt: skip
+    for name in rendezvous.__all__:
+        assert getattr(rendezvous, name) is not None
