@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections import namedtuple
@@ -418,6 +419,9 @@ def test_logging_data_tells_buckets_times_and_unused_parameters():
         for name in ("forward_compute_time", "backward_compute_time", "backward_comm_time"):
             assert data[name] > 0
             assert data[f"avg_{name}"] > 0
+        for name in ("backward_compute_comm_overlap_time", "avg_backward_compute_comm_overlap_time"):
+            assert isinstance(data[name], int)
+            assert data[name] >= 0  # none, if backward was over before the first bucket went out
         with pytest.raises(ValueError, match="at least 1"):
             model._set_ddp_runtime_logging_sample_rate(0)
         assert "at least 1" in model.ddp_logging_data()["error"]
@@ -510,6 +514,17 @@ def test_the_methods_of_torchs_class_exist():
             model.gather([torch.zeros(1, 2)], "cpu")
 
     simulate(1).run(main)
+
+
+def test_the_constructor_takes_torchs_arguments_in_torchs_order_and_ours_by_keyword_only():
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    theirs = inspect.signature(TorchDDP).parameters
+    ours = inspect.signature(DistributedDataParallel).parameters
+    shared = [(name, ours[name].kind, ours[name].default) for name in [*ours][: len(theirs)]]
+    assert shared == [(name, one.kind, one.default) for name, one in theirs.items()]
+    added = {name: one.kind for name, one in ours.items() if name not in theirs}
+    assert added == dict.fromkeys(("reduce", "fingerprint_every", "keep_log"), inspect.Parameter.KEYWORD_ONLY)
 
 
 def test_the_environment_dump_lists_what_matters(monkeypatch, capsys):
