@@ -152,6 +152,21 @@ def test_unused_costs_no_extra_collective():
     simulate(2).run(main)
 
 
+def test_buckets_are_sent_while_backward_still_computes():
+    def main(group):
+        wrapped = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.02)
+        seen = []
+        wrapped.module.layers[0].weight.register_hook(lambda grad: seen.append("first layer's gradient"))
+        for step in range(STEPS):
+            seen.clear()
+            with observe(lambda event: seen.append(event.name)):
+                cases.loss_of(wrapped(cases.batch(step, group.rank))).backward()
+            if step:  # the first pass learns the order, and sends at the end
+                assert seen.index("all_reduce") < seen.index("first layer's gradient"), f"step {step}"
+
+    simulate(2).run(main)
+
+
 def test_a_weighted_mean_costs_no_more_collectives_than_a_plain_one():
     def main(group):
         counts = {}
