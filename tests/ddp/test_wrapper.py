@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ddp import cases
-from phalanx.comm import CommEvent, init_device_mesh, simulate, use_group
+from phalanx.comm import CommEvent, init_device_mesh, observe, simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
     ReplicaDrift,
@@ -445,7 +445,7 @@ def test_bucket_sizes_are_tuned_unless_given():
     assert first == second
 
 
-def test_sparse_metadata_sends_only_the_listed_rows():
+def test_sparse_metadata_leaves_the_same_gradients_and_refuses_rows_it_does_not_list():
     def main(group):
         model = DistributedDataParallel(cases.make(cases.Table))
         reference = NaiveDataParallel(cases.make(cases.Table), group)
@@ -460,6 +460,30 @@ def test_sparse_metadata_sends_only_the_listed_rows():
         model._set_sparse_metadata({"table.weight": torch.tensor([0])})
         with pytest.raises(ValueError, match="metadata does not list"):
             cases.loss_of(model(cases.batch(0, group.rank))).backward()
+
+    simulate(2).run(main)
+
+
+def test_sparse_metadata_sends_only_the_listed_rows():
+    def main(group):
+        model = DistributedDataParallel(nn.Embedding(20, 8, sparse=True))
+        touched = torch.tensor([2, 5]) if group.rank else torch.tensor([2, 2])
+        sent = []
+        for listed in (False, True):
+            if listed:
+                model._set_sparse_metadata({"weight": torch.tensor([11, 2, 5])})
+            for _ in range(5):  # past the steps that agree on buckets
+                model.zero_grad()
+                events: list[CommEvent] = []
+                with observe(events.append):
+                    model(touched).sum().backward()
+            sent.append([(event.name, event.nbytes) for event in events])
+        unlisted, listed_only = sent
+        assert [name for name, _ in unlisted] == ["all_reduce", "all_gather", "all_gather", "all_gather"]
+        assert listed_only == [unlisted[0], ("all_reduce", 3 * 8 * 4)]  # three rows of eight floats
+        grad = model.module.weight.grad
+        assert grad.indices().tolist() == [[2, 5, 11]]
+        assert grad.values().tolist() == [[1.5] * 8, [0.5] * 8, [0.0] * 8]  # means; no rank touched row 11
 
     simulate(2).run(main)
 
