@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import Group, current_group, init, observe, simulate, use_group
+from phalanx.comm.stores import MemoryStore
 from phalanx.errors import CollectiveMismatch, PeerTimeout, RankFailed
 from processes import run_processes
 
@@ -174,6 +175,15 @@ def test_use_group_is_per_simulated_rank_and_restores() -> None:
     assert simulate(3).run(main) == [True] * 3
     with pytest.raises(RuntimeError, match=r"call phalanx.init\(\)"):
         current_group()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("backend", ["shm", "gluu"])
+def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(backend: str) -> None:
+    """Shared memory has no name of its own among them: ``auto`` chooses it."""
+    expected = f"backend '{backend}'; expected one of auto, gloo, nccl"
+    with pytest.raises(ValueError, match=expected):
+        Group.create(MemoryStore(), 0, 1, backend=backend)
 
 
 @pytest.mark.fast

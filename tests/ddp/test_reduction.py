@@ -152,6 +152,40 @@ def test_unused_costs_no_extra_collective():
     simulate(2).run(main)
 
 
+def test_buckets_are_sent_while_backward_still_computes():
+    def main(group):
+        wrapped = DistributedDataParallel(cases.make(cases.Mlp), bucket_cap_mb=0.02)
+        seen = []
+        wrapped.module.layers[0].weight.register_hook(lambda grad: seen.append("first layer's gradient"))
+        for step in range(STEPS):
+            seen.clear()
+            with observe(lambda event: seen.append(event.name)):
+                cases.loss_of(wrapped(cases.batch(step, group.rank))).backward()
+            if step:  # the first pass learns the order, and sends at the end
+                assert seen.index("all_reduce") < seen.index("first layer's gradient"), f"step {step}"
+
+    simulate(2).run(main)
+
+
+def test_a_weighted_mean_costs_no_more_collectives_than_a_plain_one():
+    def main(group):
+        counts = {}
+        for reduce in ("mean", "weighted"):
+            wrapped = DistributedDataParallel(cases.make(cases.Mlp), reduce=reduce, bucket_cap_mb=0.02)
+            names = []
+            for step in range(STEPS):
+                names.clear()
+                if reduce == "weighted":
+                    wrapped.set_step_weight(1.0 + group.rank)
+                with observe(lambda event, names=names: names.append(event.name)):
+                    cases.loss_of(wrapped(cases.batch(step, group.rank))).backward()
+            counts[reduce] = names
+        assert counts["weighted"] == counts["mean"] == ["all_reduce"] * len(wrapped.reducer.layout)
+        assert len(counts["mean"]) > 1
+
+    simulate(2).run(main)
+
+
 def test_several_forwards_before_one_backward():
     def main(group):
         def run(model, step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections import namedtuple
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ddp import cases
-from phalanx.comm import CommEvent, init_device_mesh, simulate, use_group
+from phalanx.comm import CommEvent, init_device_mesh, observe, simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
     ReplicaDrift,
@@ -418,6 +419,9 @@ def test_logging_data_tells_buckets_times_and_unused_parameters():
         for name in ("forward_compute_time", "backward_compute_time", "backward_comm_time"):
             assert data[name] > 0
             assert data[f"avg_{name}"] > 0
+        for name in ("backward_compute_comm_overlap_time", "avg_backward_compute_comm_overlap_time"):
+            assert isinstance(data[name], int)
+            assert data[name] >= 0  # none, if backward was over before the first bucket went out
         with pytest.raises(ValueError, match="at least 1"):
             model._set_ddp_runtime_logging_sample_rate(0)
         assert "at least 1" in model.ddp_logging_data()["error"]
@@ -441,7 +445,7 @@ def test_bucket_sizes_are_tuned_unless_given():
     assert first == second
 
 
-def test_sparse_metadata_sends_only_the_listed_rows():
+def test_sparse_metadata_leaves_the_same_gradients_and_refuses_rows_it_does_not_list():
     def main(group):
         model = DistributedDataParallel(cases.make(cases.Table))
         reference = NaiveDataParallel(cases.make(cases.Table), group)
@@ -456,6 +460,30 @@ def test_sparse_metadata_sends_only_the_listed_rows():
         model._set_sparse_metadata({"table.weight": torch.tensor([0])})
         with pytest.raises(ValueError, match="metadata does not list"):
             cases.loss_of(model(cases.batch(0, group.rank))).backward()
+
+    simulate(2).run(main)
+
+
+def test_sparse_metadata_sends_only_the_listed_rows():
+    def main(group):
+        model = DistributedDataParallel(nn.Embedding(20, 8, sparse=True))
+        touched = torch.tensor([2, 5]) if group.rank else torch.tensor([2, 2])
+        sent = []
+        for listed in (False, True):
+            if listed:
+                model._set_sparse_metadata({"weight": torch.tensor([11, 2, 5])})
+            for _ in range(5):  # past the steps that agree on buckets
+                model.zero_grad()
+                events: list[CommEvent] = []
+                with observe(events.append):
+                    model(touched).sum().backward()
+            sent.append([(event.name, event.nbytes) for event in events])
+        unlisted, listed_only = sent
+        assert [name for name, _ in unlisted] == ["all_reduce", "all_gather", "all_gather", "all_gather"]
+        assert listed_only == [unlisted[0], ("all_reduce", 3 * 8 * 4)]  # three rows of eight floats
+        grad = model.module.weight.grad
+        assert grad.indices().tolist() == [[2, 5, 11]]
+        assert grad.values().tolist() == [[1.5] * 8, [0.5] * 8, [0.0] * 8]  # means; no rank touched row 11
 
     simulate(2).run(main)
 
@@ -510,6 +538,17 @@ def test_the_methods_of_torchs_class_exist():
             model.gather([torch.zeros(1, 2)], "cpu")
 
     simulate(1).run(main)
+
+
+def test_the_constructor_takes_torchs_arguments_in_torchs_order_and_ours_by_keyword_only():
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    theirs = inspect.signature(TorchDDP).parameters
+    ours = inspect.signature(DistributedDataParallel).parameters
+    shared = [(name, ours[name].kind, ours[name].default) for name in [*ours][: len(theirs)]]
+    assert shared == [(name, one.kind, one.default) for name, one in theirs.items()]
+    added = {name: one.kind for name, one in ours.items() if name not in theirs}
+    assert added == dict.fromkeys(("reduce", "fingerprint_every", "keep_log"), inspect.Parameter.KEYWORD_ONLY)
 
 
 def test_the_environment_dump_lists_what_matters(monkeypatch, capsys):
