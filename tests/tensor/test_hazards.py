@@ -277,6 +277,22 @@ def test_from_local_never_guesses() -> None:
     on_mesh(body, 3)
 
 
+def test_from_local_refuses_a_stride_that_the_tensor_will_not_have() -> None:
+    def body(mesh: Any) -> None:
+        rows = torch.ones(2, 3)
+        for stride in ((3, 1), [3, 1], torch.Size((3, 1))):
+            x = DTensor.from_local(rows, mesh, [Shard(0)], shape=(4, 3), stride=stride)
+            assert x.stride() == (3, 1)
+        turned = DTensor.from_local(torch.ones(3, 2).t(), mesh, [Shard(0)], stride=(1, 4))
+        assert turned.stride() == (1, 4)
+        DTensor.from_local(torch.ones(2, 1), mesh, [Shard(0)], stride=(1, 7))
+        for stride in ((1, 4), (6, 1), (1,)):
+            with pytest.raises(ValueError, match=r"got stride=.* expected \(3, 1\)"):
+                DTensor.from_local(rows, mesh, [Shard(0)], shape=(4, 3), stride=stride)
+
+    on_mesh(body, 2)
+
+
 def test_to_local_and_full_tensor_gradients() -> None:
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.ones(4), mesh).requires_grad_()
