@@ -188,6 +188,15 @@ def test_dtypes_on_the_way() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.dtype == torch.float64
+        # one and 2**-12 is one in bfloat16, and itself in float32
+        fine = torch.full((4, 4), 1 + 2**-12, dtype=torch.float64)
+        for travels, rounded in ((torch.bfloat16, torch.ones_like(fine)), (torch.float32, fine)):
+            x.grad = None
+            y = x.redistribute(placements=[Shard(1)], backward_dtype=travels)
+            assert torch.equal(y.full_tensor(), x.full_tensor())
+            y.backward(distribute_tensor(fine, mesh, [Shard(1)], src_data_rank=None))
+            assert x.grad is not None
+            assert torch.equal(x.grad.full_tensor(), rounded)
 
     comm.simulate(2).run(rank_main)
 

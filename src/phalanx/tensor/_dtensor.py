@@ -126,7 +126,9 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor laid out by ``placements``; ``*_dtype`` is what travels and what comes out.
+        """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
+
+        The gradient is rounded to ``backward_dtype``, but travels in the dtype of the result.
 
         The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
         collective is under way, and waits for it when its data is first used.
