@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +109,34 @@ def test_users_can_give_an_operation_a_rule() -> None:
         on_mesh(body, 1)
     finally:
         RULES.pop("linalg_det", None)
+
+
+PROGRAM = """
+import torch
+from phalanx import comm
+from phalanx.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+def main(group):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    x.t() @ x.redistribute(placements=[Shard(1)])
+
+comm.simulate(2).run(main)
+"""
+
+
+def test_the_environment_turns_the_log_on() -> None:
+    def said(setting: str) -> str:
+        environment = {**os.environ, "PHALANX_LOGS": setting}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+        )
+        return done.stderr + done.stdout
+
+    assert "all_to_all" in said("dtensor")
+    assert "all_to_all" not in said("")

@@ -74,3 +74,28 @@ def test_embedding_cut_by_rows_is_a_mask_partial() -> None:
             torch.nn.functional.embedding(pt.distribute_tensor(torch.tensor([7]), mesh), w)
 
     comm.simulate(3).run(rank_main)
+
+
+def test_the_default_dtype_is_torchs() -> None:
+    """Also where the same calls were met under another one before."""
+
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        wanted = torch.get_default_dtype()
+        whole = torch.arange(4)
+        x = pt.distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        for made in (pt.zeros, pt.ones, pt.rand):
+            assert made(4, device_mesh=mesh, placements=[Shard(0)]).dtype == wanted
+        assert pt.full((4,), 0.5, device_mesh=mesh).dtype == wanted
+        for act in (lambda t: t / 2, lambda t: t * 0.5, torch.sin, torch.cosh):
+            found, expected = act(x), act(whole)
+            assert found.dtype == found.to_local().dtype == expected.dtype == wanted
+            torch.testing.assert_close(found.full_tensor(), expected)
+
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            comm.simulate(2).run(rank_main)
+    finally:
+        torch.set_default_dtype(before)

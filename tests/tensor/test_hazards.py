@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +277,22 @@ def test_from_local_never_guesses() -> None:
     on_mesh(body, 3)
 
 
+def test_from_local_refuses_a_stride_that_the_tensor_will_not_have() -> None:
+    def body(mesh: Any) -> None:
+        rows = torch.ones(2, 3)
+        for stride in ((3, 1), [3, 1], torch.Size((3, 1))):
+            x = DTensor.from_local(rows, mesh, [Shard(0)], shape=(4, 3), stride=stride)
+            assert x.stride() == (3, 1)
+        turned = DTensor.from_local(torch.ones(3, 2).t(), mesh, [Shard(0)], stride=(1, 4))
+        assert turned.stride() == (1, 4)
+        DTensor.from_local(torch.ones(2, 1), mesh, [Shard(0)], stride=(1, 7))
+        for stride in ((1, 4), (6, 1), (1,)):
+            with pytest.raises(ValueError, match=r"got stride=.* expected \(3, 1\)"):
+                DTensor.from_local(rows, mesh, [Shard(0)], shape=(4, 3), stride=stride)
+
+    on_mesh(body, 2)
+
+
 def test_to_local_and_full_tensor_gradients() -> None:
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.ones(4), mesh).requires_grad_()
@@ -292,6 +309,53 @@ def test_to_local_and_full_tensor_gradients() -> None:
         assert local.grad.tolist() == [1.0, 1.0]
 
     on_mesh(body)
+
+
+def test_the_gradient_of_a_full_tensor_is_laid_out_as_it_was_said() -> None:
+    def body(mesh: Any) -> None:
+        def gradient(given: Any) -> list[float]:
+            x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+            own = torch.arange(4.0) * (mesh.get_rank() + 1)
+            (x.full_tensor(grad_placements=[given]) * own).sum().backward()
+            assert x.grad is not None
+            assert x.grad.placements == (Shard(0),)
+            return list(x.grad.full_tensor().tolist())
+
+        assert gradient(Partial()) == [0.0, 3.0, 6.0, 9.0], "both ranks' gradients, summed"
+        assert gradient(Partial("avg")) == [0.0, 1.5, 3.0, 4.5]
+        assert gradient(Replicate()) == [0.0, 1.0, 4.0, 6.0], "each rank's own part of what it has"
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_data_is_that_of_rank_0_where_ranks_hold_different_data(shape: tuple[int, ...]) -> None:
+    def body(mesh: Any) -> None:
+        truth = torch.arange(15.0).view(5, 3)
+        own = truth + 100 * mesh.get_rank()
+        for placements in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=mesh.ndim):
+            x = distribute_tensor(own, mesh, placements)
+            expected = distribute_tensor(truth, mesh, placements, src_data_rank=None)
+            assert torch.equal(x.to_local(), expected.to_local()), placements
+            assert torch.equal(x.full_tensor(), truth), placements
+
+    on_mesh(body, *shape)
+
+
+def test_what_was_gathered_for_a_fallback_is_not_kept() -> None:
+    def body(mesh: Any) -> None:
+        plain = torch.eye(4) * 2
+        x = distribute_tensor(plain, mesh, [Shard(0)]).requires_grad_()
+        before = sum(fallback_counts().values())
+        assert torch.linalg.det(x).item() == 16.0
+        assert sum(fallback_counts().values()) > before, "det has no rule"
+        with torch.no_grad():
+            x.mul_(0.5)
+        assert torch.linalg.det(x).item() == 1.0
+        x.data.mul_(3)
+        assert torch.linalg.det(x).item() == pytest.approx(81.0)
+
+    on_mesh(body, 2)
 
 
 def test_the_gradient_of_a_local_tensor_is_laid_out_on_request() -> None:

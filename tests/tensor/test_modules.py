@@ -176,6 +176,96 @@ def test_every_optimizer_takes_the_same_steps(name: str, variant: str) -> None:
             torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_takes_the_same_steps(search: str | None) -> None:
+    """In float64: a line search that rounds otherwise may stop elsewhere."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def train(net: nn.Module, data: Any) -> list[Any]:
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=search)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = net(data).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+
+    expected = train(copy.deepcopy(model), x)
+
+    def body(mesh: Any) -> list[Any]:
+        net = sharded(
+            copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()]
+        )
+        return train(net, distribute_tensor(x, mesh, [Shard(0)]))
+
+    for found in on_mesh(body, 2):
+        for ours, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, reference)
+
+
+def test_muon_takes_the_same_step_as_far_as_its_bfloat16_goes() -> None:
+    """It rounds to eight bits inside, and amplifies what was rounded; exact where nothing is cut."""
+    generator = torch.Generator().manual_seed(1)
+    value, grad = torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator)
+
+    def step(parameter: nn.Parameter, gradient: Any) -> Any:
+        parameter.grad = gradient
+        torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0).step()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    expected = step(nn.Parameter(value.clone()), grad.clone())
+
+    def body(mesh: Any) -> None:
+        for placement, close in ((Replicate(), 1e-6), (Shard(0), 0.05), (Shard(1), 0.05)):
+            mine = nn.Parameter(distribute_tensor(value, mesh, [placement]))
+            found = step(mine, distribute_tensor(grad, mesh, [placement]))
+            torch.testing.assert_close(found, expected, rtol=0, atol=close)
+
+    assert (expected - value).abs().max() > 0.3
+    on_mesh(body, 2)
+
+
+def test_sparse_adam_refuses() -> None:
+    """It takes sparse gradients only, which a DTensor has none of."""
+
+    def body(mesh: Any) -> None:
+        table = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        optimizer = torch.optim.SparseAdam([table])
+        F.embedding(distribute_tensor(torch.tensor([1, 2]), mesh), table).sum().backward()
+        with pytest.raises(RuntimeError, match="does not support dense gradients"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="memory format"):
+            F.embedding(distribute_tensor(torch.tensor([1, 2]), mesh), table, sparse=True).sum().backward()
+
+    on_mesh(body, 2)
+
+
+def test_an_infinite_gradient_on_one_rank_makes_every_rank_skip_the_step() -> None:
+    def body(mesh: Any) -> None:
+        weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for factor, kept, scale in ((float("inf"), 1.0, 4.0), (1.0, 0.9, 4.0)):
+            optimizer.zero_grad()
+            data = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, factor]), mesh, [Shard(0)])
+            scaler.scale((weight * data).sum()).backward()
+            assert weight.grad is not None
+            here = bool(weight.grad.to_local().isfinite().all())
+            assert here == (mesh.get_rank() == 0 or factor == 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert weight.to_local().tolist() == pytest.approx([kept, kept])
+            assert scaler.get_scale() == scale
+
+    on_mesh(body, 2)
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clip_grad_norm_is_global_under_every_placement(norm_type: float, foreach: bool) -> None:

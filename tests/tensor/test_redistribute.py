@@ -157,6 +157,26 @@ def test_partial_max_has_no_gradient_but_reduces() -> None:
     comm.simulate(3).run(rank_main)
 
 
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("op", ["product", "min", "max"])
+def test_partial_products_and_extremes_are_taken_over_the_ranks(op: str, mesh_shape: tuple[int, ...]) -> None:
+    ranks = math.prod(mesh_shape)
+    parts = torch.stack([torch.arange(12.0).roll(5 * n).view(4, 3) - 4 for n in range(ranks)])
+    reduce = {"product": torch.prod, "min": torch.amin, "max": torch.amax}[op]
+    expected = reduce(parts, dim=0)
+
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        x = DTensor.from_local(parts[group.rank], mesh, [Partial(op)] * mesh.ndim)
+        torch.testing.assert_close(x.full_tensor(), expected)
+        for after in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=mesh.ndim):
+            found = x.redistribute(placements=after)
+            reference = distribute_tensor(expected, mesh, after, src_data_rank=None)
+            torch.testing.assert_close(found.to_local(), reference.to_local(), msg=f"{after}")
+
+    comm.simulate(ranks).run(rank_main)
+
+
 def test_dtypes_on_the_way() -> None:
     def rank_main(group: Any) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -168,6 +188,15 @@ def test_dtypes_on_the_way() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.dtype == torch.float64
+        # one and 2**-12 is one in bfloat16, and itself in float32
+        fine = torch.full((4, 4), 1 + 2**-12, dtype=torch.float64)
+        for travels, rounded in ((torch.bfloat16, torch.ones_like(fine)), (torch.float32, fine)):
+            x.grad = None
+            y = x.redistribute(placements=[Shard(1)], backward_dtype=travels)
+            assert torch.equal(y.full_tensor(), x.full_tensor())
+            y.backward(distribute_tensor(fine, mesh, [Shard(1)], src_data_rank=None))
+            assert x.grad is not None
+            assert torch.equal(x.grad.full_tensor(), rounded)
 
     comm.simulate(2).run(rank_main)
 

@@ -118,6 +118,23 @@ def from_local(
     return wrap(local.view_as(local), spec)
 
 
+def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
+    """``given`` is that of a contiguous whole, or of one in the order of the local tensor; dims of one row may say
+    anything.
+    """
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    contiguous = torch.empty(tensor.shape, device="meta").stride()
+    counting = [d for d, size in enumerate(tensor.shape) if size > 1]
+    for expected in (contiguous, tensor.stride()):
+        if len(given) == tensor.ndim and all(given[d] == expected[d] for d in counting):
+            return
+    raise ValueError(
+        f"from_local got stride={given} for shape {tuple(tensor.shape)}, expected {tuple(tensor.stride())}: the memory "
+        f"of a DTensor has the order of its local tensor"
+    )
+
+
 def _with_gradient_as(local: Tensor, spec: Spec, placements: Sequence[Placement]) -> Tensor:
     """``local``, whose gradient will be this rank's part of a gradient laid out by ``placements``."""
     wanted = spec.with_placements(normalize(placements, spec.mesh.ndim, local.dim()))

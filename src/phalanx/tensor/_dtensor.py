@@ -95,10 +95,14 @@ class DTensor(torch.Tensor):
         Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
         broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
         is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
+        ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
-        from phalanx.tensor._distribute import from_local
+        from phalanx.tensor._distribute import check_stride, from_local
 
-        return from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
+        result = from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
+        if stride is not None:
+            check_stride(result, tuple(stride))
+        return result
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
@@ -122,7 +126,9 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor laid out by ``placements``; ``*_dtype`` is what travels and what comes out.
+        """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
+
+        The gradient is rounded to ``backward_dtype``, but travels in the dtype of the result.
 
         The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
         collective is under way, and waits for it when its data is first used.
