@@ -124,6 +124,41 @@ def test_a_stopped_peer_gives_peer_timeout_on_every_survivor() -> None:
     assert outcomes[1].value == ("PeerTimeout", (2,))
 
 
+def wait_while_the_peer_is_away(worker, backend: str, call: str) -> float:
+    group, store = worker.group(backend=backend, timeout=60.0), worker.store()
+    group.barrier()
+    tensor = torch.tensor([worker.rank + 1.0])
+
+    def start():
+        if call == "all_reduce":
+            return group.all_reduce(tensor, async_op=True)
+        return (group.recv if worker.rank == 0 else group.send)(tensor, 1 - worker.rank, async_op=True)
+
+    if worker.rank == 0:
+        work = start()
+        with pytest.raises(PeerTimeout, match="did not take part"):
+            work.wait(0.05)
+        assert not work.is_done()
+        store.set("left", b"")
+    else:
+        store.wait(["left"], timeout=60)
+        work = start()
+    work.wait(60.0)
+    assert work.is_done()
+    work.wait(0.0)  # done is done
+    group.barrier()
+    return tensor.item()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+@pytest.mark.parametrize(("call", "expected"), [("all_reduce", 3.0), ("recv", 2.0)])
+def test_a_wait_that_ran_out_gives_peer_timeout_and_may_be_repeated(
+    backend: str, call: str, expected: float
+) -> None:
+    outcomes = run_processes(2, wait_while_the_peer_is_away, backend, call)
+    assert [(o.value, o.error) for o in outcomes] == [(expected, "")] * 2
+
+
 def abort_from_another_thread(worker):
     group, store = worker.group(timeout=60.0), worker.store()
     group.barrier()

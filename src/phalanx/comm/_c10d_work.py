@@ -51,9 +51,10 @@ class C10dWork(Work):
         if inner is None:
             transport._check_alive()
             raise transport._fail(None)
+        ran_out = False
         try:
             if transport._sliced:
-                self._wait_sliced(inner, timeout)
+                ran_out = not self._wait_sliced(inner, timeout)
             else:
                 inner.wait()
         except RuntimeError as error:
@@ -62,6 +63,9 @@ class C10dWork(Work):
             # Whatever still refers to the operation keeps its connections open and the peers waiting.
             inner = self._inner = error.__traceback__ = None
             raise transport._fail(error) from error
+        if ran_out:  # of the caller's time only: the operation goes on, and so does the group
+            assert timeout is not None
+            raise transport._failures.timed_out(timeout)
         self._finished = True
         self._inner = None
         transport._pending.discard(self)
@@ -69,19 +73,20 @@ class C10dWork(Work):
             after, self._after = self._after, None
             after()
 
-    def _wait_sliced(self, inner: Any, timeout: float | None) -> None:
+    def _wait_sliced(self, inner: Any, timeout: float | None) -> bool:
+        """Whether the operation ended before the caller's ``timeout``."""
         transport = self._transport
         # gloo ends the operation by itself after the group's timeout; ours is a backstop behind it.
         deadline = time.monotonic() + (transport._timeout + 2.0 if timeout is None else timeout)
         while True:
             try:
                 inner.wait(SLICE)
-                return
+                return True
             except RuntimeError as caught:
                 error = caught.with_traceback(None)
             if inner.is_completed():
                 inner.wait(SLICE)  # it may have succeeded just after the slice ended
-                return
+                return True
             now = time.monotonic()
             dead_since = transport._dead_since
             if transport._failures.cause is not None or (
@@ -89,7 +94,9 @@ class C10dWork(Work):
             ):
                 raise error
             if now > deadline:
-                raise error if timeout is None else transport._failures.timed_out(timeout)
+                if timeout is None:
+                    raise error
+                return False
 
 
 class PointToPoint:
