@@ -20,8 +20,8 @@ from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
     _apply_move,
     average_parts,
+    entered_gradient,
     exposed_gradient,
-    kept_gradient,
     redistribute_local,
     run_plan,
     turn_back,
@@ -128,7 +128,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
 
-        The gradient is rounded to ``backward_dtype``, but travels in the dtype of the result.
+        The gradient travels in ``backward_dtype`` (default: the dtype of the result) and arrives in the tensor's own.
 
         The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
         collective is under way, and waits for it when its data is first used.
@@ -260,7 +260,7 @@ class DTensor(torch.Tensor):
         known = self._grads
         if known is None or known[0] is not local_grad:
             spec = self._spec
-            shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
+            shown = exposed_gradient(local_grad, spec)
             grad = wrap(shown, spec.cotangent)
             if average_parts(spec) > 1:
                 # A multiple of the local one: a copy, which backward will not keep up to date.
@@ -285,7 +285,7 @@ class DTensor(torch.Tensor):
             local = redistribute_local(
                 value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
             )
-        self._local.grad = kept = kept_gradient(local, self._spec)
+        self._local.grad = kept = entered_gradient(local, self._spec)
         if kept is value._local:
             self._grads = (local, value)
 

@@ -58,17 +58,16 @@ class Started:
         return local
 
 
-def start_plan(local: Tensor, plan: Plan) -> Callable[[], Tensor]:
-    """Begin ``plan``; calling the result completes it. Differentiable as ``move`` is."""
-    started = Started(local, plan)
+def start_plan(local: Tensor, plan: Plan, backward_dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    """Begin ``plan``; calling the result completes it. Differentiable as ``move`` and ``move_as`` are."""
+    started = Started(local.detach().to(plan.source.dtype), plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return started.run
-    route = turn_back(route_of(plan))
+    turn_back(route_of(plan))  # what has no gradient is refused here, not where the result is first used
 
     def complete() -> Tensor:
         with torch.enable_grad():  # whoever looks first may have it switched off
-            result: Tensor = _apply_move(local, route, started)
-        return result
+            return move_as(local, plan, backward_dtype, started)
 
     return complete
 
@@ -89,6 +88,20 @@ def move(local: Tensor, plan: Plan) -> Tensor:
     if route.is_relabel:
         return local
     result: Tensor = _apply_move(local, turn_back(route))
+    return result
+
+
+def move_as(
+    local: Tensor, plan: Plan, backward_dtype: torch.dtype | None, started: Started | None = None
+) -> Tensor:
+    """``local`` cast to the dtype of ``plan`` and moved; its gradient travels in ``backward_dtype``.
+
+    Without one it travels in the dtype of the result.
+    """
+    source, target = (spec.with_dtype(backward_dtype or spec.dtype) for spec in (plan.source, plan.target))
+    back = turn_back(route_of(plan_redistribute(source, target))).back
+    apply: Any = _MoveAs.apply
+    result: Tensor = apply(local, route_of(plan), back, started)
     return result
 
 
@@ -129,40 +142,46 @@ def turn_back(route: Route) -> Route:
 def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
 
-    Inside of the graph a contribution to an average has its own gradient, one n-th of the whole tensor's.
-
     Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
     is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
     of them may go on.
     """
-    local = shown_gradient(local, spec)
-    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum") or p.is_partial("avg")]
-    if not (local.requires_grad and torch.is_grad_enabled()) or not sums:
+    if not spec.is_partial:
+        return local
+    parts = average_parts(spec)
+    return _passed(local if parts == 1 else local * parts, spec, exposed=True)
+
+
+def entered_gradient(shown: Tensor, spec: Spec) -> Tensor:
+    """``exposed_gradient`` undone: what goes on inside of the graph where the whole tensor's gradient is ``shown``."""
+    if not spec.is_partial:
+        return shown
+    parts = average_parts(spec)
+    return _passed(shown if parts == 1 else shown / parts, spec, exposed=False)
+
+
+def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
+    """``local`` itself; what comes back is that of one rank (``exposed``), or the sum over all."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
         return local
     whole = spec.cotangent.with_dtype(local.dtype)
-    parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
-    back = turn_back(route_of(plan_redistribute(whole, whole.with_placements(parts)))).back
-    result: Tensor = _apply_move(local, back)
+    sums = [isinstance(p, Partial) and p.reduce_op in LINEAR_OPS for p in spec.placements]
+    parts = whole.with_placements(
+        [PARTIAL_SUM if s else p for s, p in zip(sums, whole.placements, strict=True)]
+    )
+    way = (whole, parts) if exposed else (parts, whole)
+    result: Tensor = _apply_move(local, turn_back(route_of(plan_redistribute(*way))).back)
     return result
 
 
 def average_parts(spec: Spec) -> int:
-    """How many contributions an average is made of; 1 for a tensor that is none."""
+    """How many contributions an average is made of; 1 for a tensor that is none.
+
+    Inside of the graph a contribution has its own gradient, one n-th of the whole tensor's.
+    """
     if not spec.is_partial:
         return 1
     return math.prod(spec.mesh.shape[axis] for axis, p in enumerate(spec.placements) if p.is_partial("avg"))
-
-
-def shown_gradient(local: Tensor, spec: Spec) -> Tensor:
-    """The whole tensor's gradient, of the one that autograd keeps for this rank's part: not the same for an average."""
-    parts = average_parts(spec)
-    return local if parts == 1 else local * parts
-
-
-def kept_gradient(shown: Tensor, spec: Spec) -> Tensor:
-    """What autograd is to keep where the whole tensor's gradient is ``shown``."""
-    parts = average_parts(spec)
-    return shown if parts == 1 else shown / parts
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
@@ -192,6 +211,20 @@ class Move(torch.autograd.Function):
             return _apply_move(grad, back), None, None
         moved = run_plan(grad, back.plan)
         return moved if back.scale == 1.0 else moved * back.scale, None, None
+
+
+class _MoveAs(torch.autograd.Function):
+    """``Move`` between dtypes: casts, then runs ``route``; backward casts, runs ``back``, and casts again."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Route, back: Route, started: Started | None) -> Tensor:
+        ctx.before, ctx.back = local.dtype, back
+        return Move.forward(ctx, local.to(route.target.dtype), route, started)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0].to(ctx.back.target.dtype).contiguous()
+        return _apply_move(grad, ctx.back).to(ctx.before), None, None, None
 
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
