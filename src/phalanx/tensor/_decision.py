@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._execute import summing_hooks
 from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._sums import summing_hooks
 from phalanx.tensor.rules import RULES
 
 

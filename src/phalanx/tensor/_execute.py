@@ -9,19 +9,17 @@ backward right for partial tensors. Reductions by min, max and product are not l
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm import Group
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
+from phalanx.tensor._sums import Sums, sum_parts, sums_over
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -85,9 +83,16 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
 def move(local: Tensor, plan: Plan) -> Tensor:
     """``run_plan`` as an autograd node."""
     route = route_of(plan)
-    if route.is_relabel:
-        return local
-    result: Tensor = _apply_move(local, turn_back(route))
+    return local if route.is_relabel else follow(route, local)
+
+
+def follow(route: Route, local: Tensor) -> Tensor:
+    """``move`` by a route that is no relabelling."""
+    if route.back is None:
+        turn_back(route)
+    if route.sums is not None:
+        return sum_parts(local, route.sums)
+    result: Tensor = _apply_move(local, route)
     return result
 
 
@@ -108,7 +113,7 @@ def move_as(
 class Route:
     """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
 
-    __slots__ = ("back", "is_relabel", "plan", "scale", "target")
+    __slots__ = ("back", "is_relabel", "plan", "scale", "sums", "target")
 
     def __init__(self, plan: Plan, scale: float) -> None:
         self.plan = plan
@@ -116,6 +121,7 @@ class Route:
         self.scale = scale
         self.back: Route | None = None
         self.is_relabel = plan.is_relabel  # not even a copy
+        self.sums: Sums | None = None  # a shorter way than ``Move``, if the route is nothing but a sum
 
 
 def route_of(plan: Plan) -> Route:
@@ -135,6 +141,9 @@ def turn_back(route: Route) -> Route:
             plan_redistribute(plan.target.cotangent, plan.source.cotangent),
             _average_scale(plan.source, plan.target),
         )
+        if [step.kind for step in plan.steps] == ["all_reduce"] and back.is_relabel and back.scale == 1.0:
+            actions_of(plan)  # logs it
+            route.sums = sums_over(plan.steps[0])
         back.back, route.back = route, back
     return route
 
@@ -229,56 +238,6 @@ class _MoveAs(torch.autograd.Function):
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
 _apply_move: Any = super(torch.autograd.Function, Move).apply
-
-
-Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
-
-
-def summing_hooks(groups: tuple[Group, ...]) -> Hooks:
-    """What ``reduce_gradient`` puts on tensors, made once for each place that needs it."""
-    return OrderedDict({0: partial(_sum_gradient, groups)})
-
-
-def reduce_gradient(local: Tensor, hooks: Hooks) -> Tensor:
-    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
-
-    A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
-    (create_graph), the sum is such a node.
-    """
-    alias = local.view_as(local)
-    # what register_hook does, without making a handle to remove the hook by
-    alias._backward_hooks = hooks
-    alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
-    return alias
-
-
-def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and grad.requires_grad:
-        apply: Any = _SumOver.apply
-        result: Tensor = apply(grad, groups, True)
-        return result
-    return _sum_over(grad, groups)
-
-
-class _SumOver(torch.autograd.Function):
-    """Sum over groups one way, identity the other."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[Group, ...], sums: bool) -> Tensor:
-        ctx.groups, ctx.sums = groups, sums
-        return _sum_over(local, groups) if sums else local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        apply: Any = _SumOver.apply
-        return apply(grads[0], ctx.groups, not ctx.sums), None, None
-
-
-def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
-    total = local.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        group.all_reduce(total)
-    return total
 
 
 def _check_linear(plan: Plan) -> None:
