@@ -78,13 +78,12 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
         return local
     plan = plan_redistribute(source, target)
     if local.requires_grad and torch.is_grad_enabled():
-        return move(local, plan)
+        return move(local, route_of(plan))
     return run_plan(local, plan)
 
 
-def move(local: Tensor, plan: Plan) -> Tensor:
+def move(local: Tensor, route: Route) -> Tensor:
     """``run_plan`` as an autograd node."""
-    route = route_of(plan)
     if route.is_relabel:
         return local
     result: Tensor = _apply_move(local, turn_back(route))
@@ -106,23 +105,27 @@ def move_as(
 
 
 class Route:
-    """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
+    """A plan, what its result is multiplied by, and the route of the gradient once one was needed.
 
-    __slots__ = ("back", "is_relabel", "plan", "scale", "target")
+    ``summed``: mesh axes over whose replicas the gradient is still to be summed when it comes back.
+    """
 
-    def __init__(self, plan: Plan, scale: float) -> None:
+    __slots__ = ("back", "is_relabel", "plan", "scale", "summed", "target")
+
+    def __init__(self, plan: Plan, scale: float, summed: tuple[int, ...] = ()) -> None:
         self.plan = plan
         self.target = plan.target
         self.scale = scale
+        self.summed = summed
         self.back: Route | None = None
         self.is_relabel = plan.is_relabel  # not even a copy
 
 
-def route_of(plan: Plan) -> Route:
+def route_of(plan: Plan, summed: tuple[int, ...] = ()) -> Route:
     """The route of a move, made once for each plan."""
-    found: Route | None = plan.source.variants.get(("move", plan.target))
+    found: Route | None = plan.source.variants.get(("move", plan.target, summed))
     if found is None:
-        found = plan.source.variants["move", plan.target] = Route(plan, 1.0)
+        found = plan.source.variants["move", plan.target, summed] = Route(plan, 1.0, summed)
     return found
 
 
@@ -131,8 +134,12 @@ def turn_back(route: Route) -> Route:
     if route.back is None:
         plan = route.plan
         _check_linear(plan)
+        comes = plan.target.cotangent
+        if route.summed:
+            placements = [PARTIAL_SUM if a in route.summed else p for a, p in enumerate(comes.placements)]
+            comes = comes.with_placements(placements)
         back = Route(
-            plan_redistribute(plan.target.cotangent, plan.source.cotangent),
+            plan_redistribute(comes, plan.source.cotangent),
             _average_scale(plan.source, plan.target),
         )
         back.back, route.back = route, back
@@ -234,21 +241,34 @@ _apply_move: Any = super(torch.autograd.Function, Move).apply
 Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
 
 
-def summing_hooks(groups: tuple[Group, ...]) -> Hooks:
-    """What ``reduce_gradient`` puts on tensors, made once for each place that needs it."""
-    return OrderedDict({0: partial(_sum_gradient, groups)})
+def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
+    """What ``reduce_gradient`` puts on tensors, made once for each layout and axes."""
+    found: Hooks | None = spec.variants.get(("sum", axes))
+    if found is None:
+        groups = tuple(spec.mesh.get_group(axis) for axis in axes)
+        found = spec.variants["sum", axes] = OrderedDict({0: partial(_sum_gradient, groups)})
+    return found
 
 
-def reduce_gradient(local: Tensor, hooks: Hooks) -> Tensor:
+def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:
     """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
+
+    Operations on one ``tensor`` share one alias of its local: autograd adds up their gradients, which are then summed
+    over the ranks once. The alias is good for as long as the local has its memory and its place in the graph.
 
     A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
     (create_graph), the sum is such a node.
     """
+    state = (local._version, local.is_leaf, local.data_ptr())
+    known = tensor._alias
+    if known is not None and known[1] is hooks and known[2] is local and known[3] == state:
+        shared: Tensor = known[0]
+        return shared
     alias = local.view_as(local)
     # what register_hook does, without making a handle to remove the hook by
     alias._backward_hooks = hooks
     alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
+    tensor._alias = (alias, hooks, local, state)
     return alias
 
 
