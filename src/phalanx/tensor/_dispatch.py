@@ -308,7 +308,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         if explicit:
             check_explicit_move(decision.name, route.plan.source, route.target)
             if needs_grad and route.summed:
-                check_explicit_reduction(decision.name, given[position]._spec, route.summed)
+                check_explicit_reduction(decision.name, route.target, route.summed)
         values[position] = move(local, route) if needs_grad else run_plan(local, route.plan)
     for index, hooks, axes in decision.reductions:
         position = positions[index]
