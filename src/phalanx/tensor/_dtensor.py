@@ -31,7 +31,7 @@ from phalanx.tensor._spec import Spec
 from phalanx.tensor._tracing import refuse_tracing
 from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
-_TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
+_TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -50,6 +50,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     _stale: Any  # None, or what ``_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
+    _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
     _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
@@ -318,6 +319,7 @@ class DTensor(torch.Tensor):
             raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
         self._local.data = fresh(value).detach()
         self._spec = value._spec
+        self._alias = None  # it would keep the memory of before
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         spec = self._spec

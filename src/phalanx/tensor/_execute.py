@@ -76,13 +76,12 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
         return local
     plan = plan_redistribute(source, target)
     if local.requires_grad and torch.is_grad_enabled():
-        return move(local, plan)
+        return move(local, route_of(plan))
     return run_plan(local, plan)
 
 
-def move(local: Tensor, plan: Plan) -> Tensor:
+def move(local: Tensor, route: Route) -> Tensor:
     """``run_plan`` as an autograd node."""
-    route = route_of(plan)
     return local if route.is_relabel else follow(route, local)
 
 
@@ -111,24 +110,28 @@ def move_as(
 
 
 class Route:
-    """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
+    """A plan, what its result is multiplied by, and the route of the gradient once one was needed.
 
-    __slots__ = ("back", "is_relabel", "plan", "scale", "sums", "target")
+    ``summed``: mesh axes over whose replicas the gradient is still to be summed when it comes back.
+    """
 
-    def __init__(self, plan: Plan, scale: float) -> None:
+    __slots__ = ("back", "is_relabel", "plan", "scale", "summed", "sums", "target")
+
+    def __init__(self, plan: Plan, scale: float, summed: tuple[int, ...] = ()) -> None:
         self.plan = plan
         self.target = plan.target
         self.scale = scale
+        self.summed = summed
         self.back: Route | None = None
         self.is_relabel = plan.is_relabel  # not even a copy
         self.sums: Sums | None = None  # a shorter way than ``Move``, if the route is nothing but a sum
 
 
-def route_of(plan: Plan) -> Route:
+def route_of(plan: Plan, summed: tuple[int, ...] = ()) -> Route:
     """The route of a move, made once for each plan."""
-    found: Route | None = plan.source.variants.get(("move", plan.target))
+    found: Route | None = plan.source.variants.get(("move", plan.target, summed))
     if found is None:
-        found = plan.source.variants["move", plan.target] = Route(plan, 1.0)
+        found = plan.source.variants["move", plan.target, summed] = Route(plan, 1.0, summed)
     return found
 
 
@@ -137,8 +140,12 @@ def turn_back(route: Route) -> Route:
     if route.back is None:
         plan = route.plan
         _check_linear(plan)
+        comes = plan.target.cotangent
+        if route.summed:
+            placements = [PARTIAL_SUM if a in route.summed else p for a, p in enumerate(comes.placements)]
+            comes = comes.with_placements(placements)
         back = Route(
-            plan_redistribute(plan.target.cotangent, plan.source.cotangent),
+            plan_redistribute(comes, plan.source.cotangent),
             _average_scale(plan.source, plan.target),
         )
         if [step.kind for step in plan.steps] == ["all_reduce"] and back.is_relabel and back.scale == 1.0:

@@ -5,8 +5,8 @@ itself differentiated, what comes back is summed; a replica that met different w
 its gradient is summed.
 
 Both put a hook on an alias of the tensor, which costs a third of an autograd node written in Python. Only where the
-gradient is itself differentiated (create_graph) does the hook make such a node. Nobody else sees the alias, so that
-all aliases of one place share their hooks.
+gradient is itself differentiated (create_graph) does the hook make such a node. No user sees an alias, so that all of
+one layout share their hooks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.tensor._plan import Step
+from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import group_of, reduction_in_place
 
 Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
@@ -54,9 +55,29 @@ def _pass_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
     return _applied(grad, groups, False) if torch.is_grad_enabled() and grad.requires_grad else grad
 
 
-def summing_hooks(groups: tuple[Group, ...]) -> Hooks:
-    """Hooks that sum the gradient over ``groups``, made once for each place that needs them."""
-    return OrderedDict({0: partial(_sum_gradient, groups)})
+def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
+    """What ``reduce_gradient`` puts on tensors, made once for each layout and axes."""
+    found: Hooks | None = spec.variants.get(("sum", axes))
+    if found is None:
+        groups = tuple(spec.mesh.get_group(axis) for axis in axes)
+        found = spec.variants["sum", axes] = OrderedDict({0: partial(_sum_gradient, groups)})
+    return found
+
+
+def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:
+    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
+
+    Operations on one ``tensor`` share one alias of its local: autograd adds up their gradients, which are then summed
+    over the ranks once. The alias is good for as long as the local has its memory and its place in the graph.
+    """
+    state = (local._version, local.is_leaf, local.data_ptr())
+    known = tensor._alias
+    if known is not None and known[1] is hooks and known[2] is local and known[3] == state:
+        shared: Tensor = known[0]
+        return shared
+    alias = hooked(local, hooks)
+    tensor._alias = (alias, hooks, local, state)
+    return alias
 
 
 def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
