@@ -116,6 +116,8 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
             )
         return tensor
     own, local = tensor._spec, fresh(tensor)
+    if own is spec:
+        return local
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
         return local
     if not tensor.ndim:
@@ -159,22 +161,30 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
         )
-    specs: list[Spec | None] = [t._spec for t in first]
-    if any(t._spec.is_partial for t in first):
+    specs = [t._spec for t in first]
+    if any(spec.is_partial for spec in specs):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
     for tensor in first:
         check_writable(tensor, func.__name__, anywhere=False)
-    func(
-        *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
-    )
+    copies: list[tuple[DTensor, Tensor, Spec]] = []
+    local_kwargs = {key: _fused_arg(value, specs, copies) for key, value in (kwargs or {}).items()}
+    func(*[_fused_arg(value, specs, copies) for value in args], **local_kwargs)
+    for tensor, local, spec in copies:
+        tensor._local.copy_(redistribute_local(local, spec, tensor._spec))
 
 
-def _fused_arg(value: Any, specs: list[Spec | None]) -> Any:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-        if value[0].dim() or len(value) != len(specs):
-            return _locals(value, specs)
-        return [t._local if isinstance(t, DTensor) else t for t in value]
-    return value._local if isinstance(value, DTensor) else value
+def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor, Spec]]) -> Any:
+    """Locals in the layouts of the parameters; state of another layout is copied, and noted to be written back."""
+    if not isinstance(value, (list, tuple)):
+        return value._local if isinstance(value, DTensor) else value
+    locals_ = list(value)
+    for place, tensor in enumerate(locals_):
+        if isinstance(tensor, Tensor):
+            spec = specs[place]
+            locals_[place] = local = _brought(tensor, spec)
+            if isinstance(tensor, DTensor) and local is not tensor._local:
+                copies.append((tensor, local, spec.with_dtype(tensor.dtype)))
+    return locals_
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:

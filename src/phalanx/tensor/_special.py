@@ -15,6 +15,7 @@ from phalanx.tensor import _autograd, _foreach
 from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
@@ -102,6 +103,16 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
 
 
+def _factory_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.eye(n, out=x)`` and others that take no tensor besides: the same values on every rank."""
+    options = dict(kwargs)
+    out: DTensor = options.pop("out")
+    made = func(*args, **options)
+    return write_out(
+        wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out
+    )
+
+
 def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.view_as(y)`` is ``x.view(y.shape)``, and so on."""
     other = args[1] if len(args) > 1 else kwargs["other"]
@@ -173,6 +184,7 @@ TABLE: dict[str, Handler] = {
         ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
     "new_empty": _new,
     "new_zeros": _new,
     "new_ones": _new,
