@@ -164,3 +164,71 @@ def test_shared_parameters_stay_shared() -> None:
             parallelize_module(Tied(), mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
 
     on_mesh(body, 1)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "Adadelta", "NAdam"])
+def test_foreach_optimizers_take_plain_parameters_beside_distributed_ones(name: str) -> None:
+    """As in a model of which only some modules are parallel."""
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(4, generator=generator) for _ in range(4)]
+
+    def train(parameters: list[Any]) -> list[Any]:
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.1, weight_decay=0.1, foreach=True)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = p.detach() * 3
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+        return [whole(p) for p in parameters]
+
+    expected = train([nn.Parameter(v.clone()) for v in values])
+
+    def body(mesh: Any) -> None:
+        mine: list[Any] = [nn.Parameter(v.clone()) for v in values]
+        for i in (1, 3):
+            mine[i] = nn.Parameter(distribute_tensor(values[i], mesh, [Shard(0)]))
+        for found, reference in zip(train(mine), expected, strict=True):
+            torch.testing.assert_close(found, reference)
+
+    on_mesh(body, 2)
+
+
+def test_averaged_models() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    def average(net: nn.Module) -> dict[str, Any]:
+        averaged = torch.optim.swa_utils.AveragedModel(net)
+        for _ in range(3):
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(1.5)
+            averaged.update_parameters(net)
+        return {key: whole(value) for key, value in averaged.module.state_dict().items()}
+
+    expected = average(copy.deepcopy(model))
+    on_mesh(lambda mesh: assert_same(average(rows(model, mesh)), expected), 2)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.triu() + x.triu(1).T
+
+    def right_inverse(self, x: Any) -> Any:
+        return x.triu()
+
+
+def test_parametrizations_of_distributed_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+
+    def parametrize(net: nn.Module) -> Any:
+        nn.utils.parametrize.register_parametrization(net, "weight", Symmetric())
+        return net.weight
+
+    expected = parametrize(copy.deepcopy(model)).detach()
+
+    def body(mesh: Any) -> None:
+        torch.testing.assert_close(whole(parametrize(rows(model, mesh))), expected)
+
+    on_mesh(body, 2)

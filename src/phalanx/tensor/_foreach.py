@@ -128,15 +128,43 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
 
 
 def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Plain tensors among DTensors, or partial ones: run each place of the lists by itself."""
+    """Plain tensors among DTensors, as in a model of which only some modules are distributed, or partial ones."""
+    places = range(len(args[0]))
+    plain = [i for i in places if not any(isinstance(a[i], DTensor) for a in args if _is_list(a))]
+    if not plain:
+        return _place_by_place(func, args, kwargs)
+    others = [i for i in places if i not in set(plain)]
+    results = list(args[0])
+    for chosen, whole in ((plain, True), (others, False)):
+        given = [_chosen(a, chosen, whole) for a in args]
+        made = func(*given, **{key: _chosen(value, chosen, whole) for key, value in kwargs.items()})
+        for i, result in zip(chosen, made if made is not None else given[0], strict=True):
+            results[i] = result
+    return results
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _chosen(value: Any, places: list[int], whole: bool) -> Any:
+    """Of a list those places; a single DTensor (a factor) ``whole``, as a plain tensor, where the list is plain."""
+    if _is_list(value):
+        return [value[i] for i in places]
+    return value.full_tensor() if whole and isinstance(value, DTensor) else value
+
+
+def _place_by_place(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
     in_place = name.endswith("_")
     method = name.removeprefix("_foreach_")
     results = []
     for place, tensor in enumerate(args[0]):
-        rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
-        options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
+        rest = [a[place] if _is_list(a) else a for a in args[1:]]
+        options = {k: v[place] if _is_list(v) else v for k, v in kwargs.items()}
+        if method.startswith("addc") and len(rest) == 3:
+            options["value"] = rest.pop()
         if in_place:
             getattr(tensor, method)(*rest, **options)
         else:
