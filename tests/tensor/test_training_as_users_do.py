@@ -166,18 +166,24 @@ def test_shared_parameters_stay_shared() -> None:
     on_mesh(body, 1)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "Adadelta", "NAdam"])
-def test_foreach_optimizers_take_plain_parameters_beside_distributed_ones(name: str) -> None:
+MIXED = [
+    *((name, "foreach") for name in ("SGD", "Adam", "Adagrad", "RMSprop", "Adadelta", "NAdam")),
+    *((name, "fused") for name in ("SGD", "Adam", "Adagrad")),
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), MIXED)
+def test_optimizers_take_plain_parameters_beside_distributed_ones(name: str, variant: str) -> None:
     """As in a model of which only some modules are parallel."""
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(4, generator=generator) for _ in range(4)]
 
     def train(parameters: list[Any]) -> list[Any]:
-        optimizer = getattr(torch.optim, name)(parameters, lr=0.1, weight_decay=0.1, foreach=True)
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.1, weight_decay=0.1, **{variant: True})
         for _ in range(3):
             for p in parameters:
                 p.grad = p.detach() * 3
-            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=variant == "foreach")
             optimizer.step()
         return [whole(p) for p in parameters]
 

@@ -48,7 +48,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(name.base, args, kwargs)
+        args, kwargs = promote(name, args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):

@@ -150,7 +150,7 @@ def _is_list(value: Any) -> bool:
 def _chosen(value: Any, places: list[int], whole: bool) -> Any:
     """Of a list those places; a single DTensor (a factor) ``whole``, as a plain tensor, where the list is plain."""
     if _is_list(value):
-        return [value[i] for i in places]
+        return [value[i] for i in places] if value else []  # optimizers leave unused lists empty
     return value.full_tensor() if whole and isinstance(value, DTensor) else value
 
 
@@ -184,11 +184,13 @@ def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[A
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """``torch._fused_adam_`` and the like: lists of one length, written in place."""
-    first = [t for t in args[0] if isinstance(t, DTensor)]
-    if len(first) != len(args[0]):
-        raise RuntimeError(
-            f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
-        )
+    first = list(args[0])
+    plain = [i for i, tensor in enumerate(first) if not isinstance(tensor, DTensor)]
+    if plain:
+        for chosen in (plain, [i for i in range(len(first)) if i not in set(plain)]):
+            given = {key: _chosen(value, chosen, False) for key, value in (kwargs or {}).items()}
+            func(*[_chosen(value, chosen, False) for value in args], **given)
+        return
     specs = [t._spec for t in first]
     if any(spec.is_partial for spec in specs):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")

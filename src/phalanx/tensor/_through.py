@@ -59,7 +59,7 @@ def run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
     kwargs = kwargs or {}
     if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):
-        args, kwargs = promote(op_name(func).base, args, kwargs)
+        args, kwargs = promote(op_name(func), args, kwargs)
     previous, settings.implicit_replication = settings.implicit_replication, True
     try:
         return body(*args, **kwargs)
