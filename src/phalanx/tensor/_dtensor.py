@@ -29,7 +29,7 @@ from phalanx.tensor._execute import (
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._tracing import refuse_tracing
+from phalanx.tensor._tracing import refuse_below, refuse_tracing
 from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
 _TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
@@ -71,11 +71,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as "
-            f"torch.tensor(d), torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: "
-            f"use d.full_tensor() or d.to_local()"
-        )
+        refuse_below(func)
 
     # ---- making and unmaking
 
@@ -134,6 +130,8 @@ class DTensor(torch.Tensor):
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
+        if _num_dispatch_modes():
+            refuse_tracing("redistribute")
         if self._stale is not None:
             check_fresh(self)
         if (
