@@ -273,8 +273,7 @@ class DTensor(torch.Tensor):
         if value is None:
             self._local.grad = None
             return
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the gradient of a DTensor is a DTensor, got {type(value).__name__}")
+        value = _distributed("gradient", value)
         if value.shape != self.shape:
             raise RuntimeError(
                 f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
@@ -315,8 +314,7 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
+        value = _distributed("data", value)
         self._local.data = fresh(value).detach()
         self._spec = value._spec
 
@@ -357,6 +355,15 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result._spec = spec
     result._stale = None
     return result
+
+
+def _distributed(what: str, value: Any) -> DTensor:
+    if isinstance(value, DTensor):
+        return value
+    raise TypeError(
+        f"the {what} of a DTensor is a DTensor, got a plain {type(value).__name__}: make it one with "
+        f"distribute_tensor() or DTensor.from_local()"
+    )
 
 
 class GradLayout(torch.autograd.Function):

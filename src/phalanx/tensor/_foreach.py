@@ -66,10 +66,10 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     first = list(args[0])
     if base in _REDUCING:
         return _one_by_one(base, first, args[1:], kwargs)
-    specs = [t._spec if type(t) is DTensor else None for t in first]
-    odd = any(spec is None for spec in specs) or any(
-        spec.is_partial for spec in specs if spec is not None and base not in _LINEAR
-    )
+    if any(not isinstance(t, DTensor) for t in first):
+        return _by_kind(func, args, kwargs)
+    specs = [t._spec for t in first]
+    odd = any(spec.is_partial for spec in specs) and base not in _LINEAR
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs)
     if name.endswith("_"):
@@ -82,7 +82,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in first:
             written(tensor)
         return list(args[0])
-    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
+    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
 
 
 def _same_shapes(value: Any, first: list[Any]) -> bool:
@@ -112,7 +112,7 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     if not isinstance(tensor, DTensor):
         if tensor.dim():
             raise RuntimeError(
-                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside DTensors"
+                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside {spec!r}: distribute it"
             )
         return tensor
     own, local = tensor._spec, fresh(tensor)
@@ -125,8 +125,35 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     return redistribute_local(local, own, spec.with_dtype(own.dtype))
 
 
+def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain tensors among DTensors in the first list: the places of either kind by themselves."""
+    results: list[Any] = list(args[0])
+    for plain in (True, False):
+        places = [i for i, t in enumerate(args[0]) if isinstance(t, DTensor) is not plain]
+        given = [_at(arg, places, plain, func.__name__) for arg in args]
+        named = {key: _at(value, places, plain, func.__name__) for key, value in kwargs.items()}
+        found = func(*given, **named) if places else None
+        if found is not None and not func.__name__.endswith("_"):
+            for place, result in zip(places, found, strict=True):
+                results[place] = result
+    return results
+
+
+def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
+    """``value`` at these places of the lists; for ``plain`` ones without a DTensor in it."""
+    if isinstance(value, (list, tuple)):
+        return [_at(value[place], [], plain, name) for place in places]
+    if not plain or not isinstance(value, DTensor):
+        return value
+    if value.ndim:
+        raise RuntimeError(
+            f"{name} got a DTensor, {value._spec!r}, beside a plain tensor: distribute that, or pass d.full_tensor()"
+        )
+    return value.full_tensor()
+
+
 def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Plain tensors among DTensors, or partial ones: run each place of the lists by itself."""
+    """Partial tensors, or shapes that differ: run each place of the lists by itself."""
     name = func.__name__
     base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
     in_place = name.endswith("_")
@@ -149,7 +176,7 @@ def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[A
         return [torch.linalg.vector_norm(t, order, dtype=kwargs.get("dtype")) for t in tensors]
     if base == "_foreach_max":
         return [t.max() for t in tensors]
-    raise NotImplementedError(f"{base} on DTensors")
+    raise NotImplementedError(f"{base} on DTensors: call the function without _foreach_ on each of them")
 
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:
