@@ -329,7 +329,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(op_name(func).base, args, kwargs)
+        args, kwargs = promote(op_name(func), args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if structure.key is None:

@@ -5,8 +5,8 @@ itself differentiated, what comes back is summed; a replica that met different w
 its gradient is summed.
 
 Both put a hook on an alias of the tensor, which costs a third of an autograd node written in Python. Only where the
-gradient is itself differentiated (create_graph) does the hook make such a node. No user sees an alias, so that all of
-one layout share their hooks.
+gradient is itself differentiated (create_graph) does the hook make such a node. Nobody else sees the alias, so that
+all aliases of one place share their hooks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _pass_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
 
 
 def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
-    """What ``reduce_gradient`` puts on tensors, made once for each layout and axes."""
+    """Hooks that sum the gradient over mesh axes, made once for each layout."""
     found: Hooks | None = spec.variants.get(("sum", axes))
     if found is None:
         groups = tuple(spec.mesh.get_group(axis) for axis in axes)
