@@ -135,8 +135,11 @@ class Call:
     def meta(self) -> Any:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
-            with torch.no_grad():
-                self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+            try:
+                with torch.no_grad():
+                    self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+            except AssertionError as error:  # torch's way to refuse arguments on meta tensors
+                raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
 
     def output_shapes(self) -> list[torch.Size]:
@@ -152,6 +155,7 @@ class Call:
             RuntimeError,
             ValueError,
             TypeError,
+            AssertionError,
         ):  # no such kernel for meta tensors, or a call that will raise
             return None
         if result is NotImplemented:  # Python asks the other operand, and compares by identity in the end
