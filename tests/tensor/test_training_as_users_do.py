@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 pytestmark = pytest.mark.fast
 
@@ -236,5 +236,46 @@ def test_parametrizations_of_distributed_parameters() -> None:
 
     def body(mesh: Any) -> None:
         torch.testing.assert_close(whole(parametrize(rows(model, mesh))), expected)
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_means_of_float16_do_not_overflow(placement: Any) -> None:
+    """Their sum would: 65,504 is the largest."""
+    value = torch.full((500, 40), 8.0, dtype=torch.float16)
+    target = torch.zeros(500, dtype=torch.int64)
+    logits = torch.zeros(500, 40).index_fill_(1, torch.tensor([1]), 200.0).half()
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(value, mesh, [placement]).requires_grad_()
+        total = x.mean() + nn.functional.mse_loss(x, x * 2)
+        total.backward()
+        assert total.item() == 8.0 + 64.0
+        torch.testing.assert_close(whole(x.grad), torch.full_like(value, 17 / value.numel()))
+        assert whole(x.mean(0)).tolist() == [8.0] * 40
+        scores = distribute_tensor(logits, mesh, [placement])
+        loss = nn.functional.cross_entropy(scores, distribute_tensor(target, mesh))
+        assert loss.dtype == torch.float16
+        assert loss.item() == 200.0
+
+    on_mesh(body, 3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_parallel_computes_in_float32(autocast: bool) -> None:
+    """Thirty is a sixteenth too coarse in bfloat16: e to the power of that would be six per cent off."""
+    logits = torch.tensor([[30.3, 30.1, 29.9, 28.0]] * 300).bfloat16()
+    target = torch.tensor([1] * 300)
+    expected = logits.float().requires_grad_()
+    nn.functional.cross_entropy(expected, target).backward()
+
+    def body(mesh: Any) -> None:
+        mine = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(mine, distribute_tensor(target, mesh))
+        assert loss.dtype == (torch.float32 if autocast else torch.bfloat16)
+        loss.backward()
+        torch.testing.assert_close(whole(mine.grad).float(), expected.grad, rtol=0.005, atol=0)
 
     on_mesh(body, 2)
