@@ -191,9 +191,7 @@ def norm_dim(dim: int, ndim: int) -> int:
 
 def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
     """Whether every rank would hold something of every input."""
-    for one, given in zip(call.inputs, placements, strict=True):
-        spec = one.spec.with_placements(given)
-        last = tuple(n - 1 for n in spec.mesh.shape)
-        if 0 in spec.shape_at(last):
-            return False
-    return True
+    return not any(
+        one.spec.with_placements(given).has_empty_part
+        for one, given in zip(call.inputs, placements, strict=True)
+    )
