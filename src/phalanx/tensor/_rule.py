@@ -139,6 +139,14 @@ class Call:
                 self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
         return self._meta[0]
 
+    def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
+        """The first input as a meta tensor with these strides, and what the call returns for it."""
+        one = self.inputs[0]
+        first = torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
+        args = tuple(first if arg is one else _on_meta(arg) for arg in self.args)
+        with torch.no_grad():
+            return first, self.func(*args, **_on_meta(self.kwargs))
+
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
 
