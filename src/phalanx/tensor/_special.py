@@ -127,7 +127,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if name.base == "squeeze":  # by number: a local dim of size one may be a cut of a longer one
         gone = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == 1]
         dims = args[1] if len(args) > 1 else options.get("dim", gone)
-        chosen = {d % tensor.ndim - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        chosen = {d % max(1, tensor.ndim) - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
         tensor._local.squeeze_(tuple(d for d in gone if d in chosen))
     else:
         func(tensor._local, *args[1:], **options)

@@ -28,8 +28,8 @@ def whole_strides(spec: Spec, part: Sequence[int]) -> tuple[int, ...]:
     for dim in sorted(range(len(part)), key=lambda d: (part[d], sizes[d], -d)):
         if part[dim] == 0:
             continue  # expanded
-        gap = -(-part[dim] // max(1, part_extent))  # 1: it begins where the dims inside of it end
-        strides[dim] = extent if part[dim] <= part_extent else extent * gap
+        # no gap: it begins where the dims inside of it end
+        strides[dim] = extent if part[dim] <= part_extent else -(-extent * part[dim] // part_extent)
         if spec.shape[dim] != 1:
             part_extent = part[dim] * max(1, sizes[dim])
             extent = strides[dim] * max(1, spec.shape[dim])
