@@ -139,3 +139,43 @@ def test_whole_strides_of_every_order_of_dims() -> None:
                 assert found == plain.permute(order).stride()
 
     on_mesh(body, 2)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.einsum("ij->ji", x),
+        lambda x: torch.einsum("ii->i", x),
+        lambda x: torch.einsum("...i->i...", x),
+        lambda x: torch.meshgrid(x[:, 0], x[:, 1], indexing="ij")[0],
+        lambda x: torch.atleast_3d(x),
+        lambda x: x.unfold(0, 2, 1),
+    ],
+)
+def test_what_is_computed_replicated_and_is_a_view_is_not_read_after_its_base_was_written(view: Any) -> None:
+    def body(mesh: Any) -> None:
+        for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+            plain = torch.arange(9.0).reshape(3, 3)
+            x = distribute_tensor(plain.clone(), mesh, placements, src_data_rank=None)
+            seen = view(x)
+            x.add_(1)
+            try:
+                found = whole(seen + 0)
+            except RuntimeError as error:
+                assert "out of date" in str(error)
+            else:
+                torch.testing.assert_close(found, view(plain + 1))
+
+    on_mesh(body, 2, 2)
+
+
+def test_linear_with_a_bias_that_broadcasts() -> None:
+    def body(mesh: Any) -> None:
+        x = torch.arange(16.0).reshape(4, 4)
+        for bias in (torch.ones(1), torch.arange(16.0).reshape(4, 4), torch.arange(4.0)):
+            given = [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (x, x, bias)]
+            torch.testing.assert_close(
+                whole(torch.nn.functional.linear(*given)), torch.nn.functional.linear(x, x, bias)
+            )
+
+    on_mesh(body, 2)
