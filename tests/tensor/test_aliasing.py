@@ -159,12 +159,11 @@ def test_what_is_computed_replicated_and_is_a_view_is_not_read_after_its_base_wa
             x = distribute_tensor(plain.clone(), mesh, placements, src_data_rank=None)
             seen = view(x)
             x.add_(1)
-            try:
-                found = whole(seen + 0)
-            except RuntimeError as error:
-                assert "out of date" in str(error)
-            else:
-                torch.testing.assert_close(found, view(plain + 1))
+            if seen._stale is None:  # it shares memory with x
+                torch.testing.assert_close(whole(seen), view(plain + 1))
+                continue
+            with pytest.raises(RuntimeError, match="out of date"):
+                seen + 0
 
     on_mesh(body, 2, 2)
 
