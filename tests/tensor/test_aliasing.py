@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshes import on_mesh, whole
 
-from phalanx.tensor import Replicate, Shard, distribute_tensor
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import whole_strides
 
@@ -77,6 +77,19 @@ def test_the_tensor_itself_comes_back_where_nothing_is_to_be_done() -> None:
         assert whole(x).shape == (2, 4)
         leaf = distribute_tensor(torch.zeros(4), mesh, [Shard(0)]).requires_grad_()
         assert leaf.flatten().is_leaf
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_a_cast_to_the_dtype_that_it_has_is_the_tensor_itself_where_it_is_partial(op: str) -> None:
+    def body(mesh: Any) -> None:
+        for dtype in (torch.int64, torch.float32):
+            local = torch.arange(4).to(dtype) * (mesh.get_rank() + 1)
+            x = DTensor.from_local(local, mesh, [Partial(op)])
+            assert x.to(dtype) is x.type(dtype) is x.type_as(x) is x.to("cpu") is x
+            assert (x.long() if dtype is torch.int64 else x.float()) is x
+            assert whole(x.int()).tolist() == whole(x).tolist()
 
     on_mesh(body, 2)
 
