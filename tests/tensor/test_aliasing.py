@@ -60,8 +60,13 @@ def test_writes_reach_what_they_reach_on_one_device(made: str, shape: Any, place
         ours = distribute_tensor(plain, mesh, placements, src_data_rank=None)
         for x in (plain, ours):
             x.result = MADE[made](x)
-            x.result.mul_(2)
         assert (ours.result is ours) == (plain.result is plain)
+        if ours._spec.has_thin_part and ours.result._stale is not None:
+            with pytest.raises(RuntimeError, match="would not reach its base"):
+                ours.result.mul_(2)
+            return  # ranks with one row cannot tell whether it is a view
+        for x in (plain, ours):
+            x.result.mul_(2)
         torch.testing.assert_close(whole(ours), plain)
         torch.testing.assert_close(whole(ours.result), plain.result)
 
@@ -87,7 +92,7 @@ def test_a_cast_to_the_dtype_that_it_has_is_the_tensor_itself_where_it_is_partia
         for dtype in (torch.int64, torch.float32):
             local = torch.arange(4).to(dtype) * (mesh.get_rank() + 1)
             x = DTensor.from_local(local, mesh, [Partial(op)])
-            assert x.to(dtype) is x.type(dtype) is x.type_as(x) is x.to("cpu") is x
+            assert x.positive() is x.to(dtype) is x.type(dtype) is x.type_as(x) is x.to("cpu") is x
             assert (x.long() if dtype is torch.int64 else x.float()) is x
             assert whole(x.int()).tolist() == whole(x).tolist()
 
@@ -96,7 +101,7 @@ def test_a_cast_to_the_dtype_that_it_has_is_the_tensor_itself_where_it_is_partia
 
 def test_a_reshape_that_moved_data_is_not_read_after_its_base_was_written() -> None:
     def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.zeros(3, 3), mesh, [Shard(1)])
+        x = distribute_tensor(torch.zeros(3, 5), mesh, [Shard(1)])
         flat, apart = x.reshape(-1), x.t().reshape(-1)
         x.add_(1)
         with pytest.raises(RuntimeError, match="out of date"):
@@ -108,14 +113,30 @@ def test_a_reshape_that_moved_data_is_not_read_after_its_base_was_written() -> N
 
 def test_a_reshape_that_moved_data_has_the_gradient_of_its_base() -> None:
     def body(mesh: Any) -> None:
-        plain = torch.arange(9.0).reshape(3, 3).requires_grad_()
+        plain = torch.arange(15.0).reshape(3, 5).requires_grad_()
         ours = distribute_tensor(plain.detach(), mesh, [Shard(1)]).requires_grad_()
         for leaf in (plain, ours):
             x = leaf * 2
             flat = x.reshape(-1)
             flat.mul_(flat.detach().clone())
-            (x * x + flat.reshape(3, 3)).sum().backward()
+            (x * x + flat.reshape(3, 5)).sum().backward()
         torch.testing.assert_close(whole(ours.grad), plain.grad)
+
+    on_mesh(body, 2)
+
+
+def test_ranks_that_cannot_tell_the_order_of_memory_agree_with_those_that_can() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(9.0).reshape(3, 3), mesh, [Shard(0)], src_data_rank=None)
+        y = x.t() * 2  # the last rank has one column of it, which may stand in either order
+        flat = y.reshape(-1)
+        torch.testing.assert_close(whole(flat), whole(y).reshape(-1))
+        for write in (lambda: flat.add_(1), lambda: flat.reshape(3, 3).add_(1)):
+            with pytest.raises(RuntimeError, match="would not reach its base"):
+                write()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="out of date"):
+            flat + 1
 
     on_mesh(body, 2)
 

@@ -25,7 +25,7 @@ def whole_strides(spec: Spec, part: Sequence[int]) -> tuple[int, ...]:
     """
     sizes, strides = spec.local_shape, [0] * len(part)
     part_extent = extent = 1
-    for dim in sorted(range(len(part)), key=lambda d: (part[d], sizes[d], -d)):
+    for dim in sorted(range(len(part)), key=lambda d: (part[d], max(1, sizes[d]), -d)):
         if part[dim] == 0:
             continue  # expanded
         # no gap: it begins where the dims inside of it end
@@ -34,6 +34,13 @@ def whole_strides(spec: Spec, part: Sequence[int]) -> tuple[int, ...]:
             part_extent = part[dim] * max(1, sizes[dim])
             extent = strides[dim] * max(1, spec.shape[dim])
     return tuple(strides)
+
+
+def known_strides(tensor: DTensor) -> tuple[int, ...] | None:
+    """``strides_of`` where every rank finds the same, else None: whether to raise may follow from nothing else."""
+    if tensor._stale is not None:
+        return tensor._stale.strides  # type: ignore[no-any-return]  # a tuple of ints, or None
+    return None if tensor._spec.has_thin_part else strides_of(tensor)
 
 
 def strides_of(tensor: DTensor) -> tuple[int, ...]:
@@ -67,7 +74,7 @@ class Aliasing:
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, tensor: DTensor) -> str:
-        """``SELF``, ``VIEW`` or ``COPY``."""
+        """``SELF``, ``VIEW`` or ``COPY``. Of a part with one row it is the most likely."""
         if tensor._stale is not None:
             return self._asked(strides_of(tensor))
         strides = tensor._local.stride()
@@ -82,6 +89,9 @@ class Aliasing:
             return SELF
         return VIEW if torch._C._is_alias_of(result, whole) else COPY  # type: ignore[attr-defined]  # not in stubs
 
-    def view_strides(self, tensor: DTensor) -> list[tuple[int, ...]]:
-        """Strides of each view that the call makes of ``tensor``."""
-        return [t.stride() for t in tensors_in(self._call.meta_with(strides_of(tensor))[1])]
+    def view_strides(self, tensor: DTensor, count: int) -> Sequence[tuple[int, ...] | None]:
+        """Strides of each of the ``count`` views that the call makes of ``tensor``; None if not known."""
+        strides = known_strides(tensor)
+        if strides is None:
+            return (None,) * count
+        return [t.stride() for t in tensors_in(self._call.meta_with(strides)[1])]

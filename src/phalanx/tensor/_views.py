@@ -71,7 +71,7 @@ def mark_copied_view(
 
 def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
     """The index that selects what a view operation does; None if it is not of that kind."""
-    if op in _RESHAPES:
+    if op in _RESHAPES and args:
         return _RESHAPED
     if op == "__getitem__" and len(args) == 2:
         return args[1]

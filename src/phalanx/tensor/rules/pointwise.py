@@ -276,7 +276,9 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
-_IDENTITY = frozenset({"clone", "detach", "contiguous", "cpu", "cuda"})  # whatever is partial stays so
+_IDENTITY = frozenset(
+    {"clone", "detach", "contiguous", "cpu", "cuda", "positive"}
+)  # whatever is partial stays so
 _ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
 _CASTS = frozenset({"to", "type", "copy", *_CAST_NAMES})
