@@ -24,13 +24,14 @@ from torch import Tensor
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
 from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import move, reduce_gradient, run_plan
+from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._strides import COPY, SELF, VIEW, Aliasing, known_strides
+from phalanx.tensor._sums import reduce_gradient
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view, written
 
 CACHE_LIMIT = 20_000
@@ -302,21 +303,22 @@ def _run(
 def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
     """Bring inputs into the layouts of the decision, in ``values``."""
     explicit = settings.comm != "auto"
-    for index, plan in decision.moves:
-        if explicit:
-            check_explicit_move(decision.name, plan.source, plan.target)
+    for index, route in decision.moves:
         position = positions[index]
         local = values[position]
-        values[position] = (
-            move(local, plan) if local.requires_grad and _grad_enabled() else run_plan(local, plan)
-        )
-    for index, (hooks, axes) in decision.reductions:
+        needs_grad = local.requires_grad and _grad_enabled()
+        if explicit:
+            check_explicit_move(decision.name, route.plan.source, route.target)
+            if needs_grad and route.summed:
+                check_explicit_reduction(decision.name, route.target, route.summed)
+        values[position] = move(local, route) if needs_grad else run_plan(local, route.plan)
+    for index, hooks, axes in decision.reductions:
         position = positions[index]
         local = values[position]
         if local.requires_grad:
             if explicit:
                 check_explicit_reduction(decision.name, given[position]._spec, axes)
-            values[position] = reduce_gradient(local, hooks)
+            values[position] = reduce_gradient(given[position], local, hooks)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,7 +330,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(op_name(func).base, args, kwargs)
+        args, kwargs = promote(op_name(func), args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if structure.key is None:

@@ -38,7 +38,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(name.base, args, kwargs)
+        args, kwargs = promote(name, args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):
@@ -103,16 +103,17 @@ def write_out(result: Any, out: Any) -> Any:
     """``out=``: copy results into the given DTensors, in their layouts."""
     if isinstance(out, Tensor):
         if not isinstance(out, DTensor):
-            raise RuntimeError("out= must be a DTensor where the arguments are")
+            raise RuntimeError(
+                f"out= is a plain tensor of shape {tuple(out.shape)} where the arguments are DTensors: distribute it, "
+                f"or use the tensor that is returned"
+            )
         if out.shape != result.shape:
             raise RuntimeError(
                 f"out= has shape {tuple(out.shape)}, the result {tuple(result.shape)}: a DTensor is not resized"
             )
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"out= has dtype {out.dtype}, to which {result.dtype} cannot be cast")
-        if out.requires_grad or (
-            isinstance(result, DTensor) and result.requires_grad and torch.is_grad_enabled()
-        ):
+        if torch.is_grad_enabled() and (out.requires_grad or result.requires_grad):
             raise RuntimeError("functions with out= do not support gradients")
         out.copy_(result)
         return out

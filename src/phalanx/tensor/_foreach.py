@@ -66,10 +66,10 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     first = list(args[0])
     if base in _REDUCING:
         return _one_by_one(base, first, args[1:], kwargs)
-    specs = [t._spec if type(t) is DTensor else None for t in first]
-    odd = any(spec is None for spec in specs) or any(
-        spec.is_partial for spec in specs if spec is not None and base not in _LINEAR
-    )
+    if any(not isinstance(t, DTensor) for t in first):
+        return _by_kind(func, args, kwargs)
+    specs = [t._spec for t in first]
+    odd = any(spec.is_partial for spec in specs) and base not in _LINEAR
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs)
     if name.endswith("_"):
@@ -82,7 +82,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in first:
             written(tensor)
         return list(args[0])
-    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
+    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
 
 
 def _same_shapes(value: Any, first: list[Any]) -> bool:
@@ -112,10 +112,12 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     if not isinstance(tensor, DTensor):
         if tensor.dim():
             raise RuntimeError(
-                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside DTensors"
+                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside {spec!r}: distribute it"
             )
         return tensor
     own, local = tensor._spec, fresh(tensor)
+    if own is spec:
+        return local
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
         return local
     if not tensor.ndim:
@@ -125,8 +127,36 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     return redistribute_local(local, own, spec.with_dtype(own.dtype))
 
 
+def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain tensors among DTensors in the first list: the places of either kind by themselves."""
+    results: list[Any] = list(args[0])
+    for plain in (True, False):
+        places = [i for i, t in enumerate(args[0]) if isinstance(t, DTensor) is not plain]
+        given = [_at(arg, places, plain, func.__name__) for arg in args]
+        named = {key: _at(value, places, plain, func.__name__) for key, value in kwargs.items()}
+        found = func(*given, **named) if places else None
+        if found is not None and not func.__name__.endswith("_"):
+            for place, result in zip(places, found, strict=True):
+                results[place] = result
+    return results
+
+
+def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
+    """``value`` at these places of the lists; for ``plain`` ones without a DTensor in it."""
+    if isinstance(value, (list, tuple)):
+        # optimizers leave unused lists empty
+        return [_at(value[place], [], plain, name) for place in places] if value else []
+    if not plain or not isinstance(value, DTensor):
+        return value
+    if value.ndim:
+        raise RuntimeError(
+            f"{name} got a DTensor, {value._spec!r}, beside a plain tensor: distribute that, or pass d.full_tensor()"
+        )
+    return value.full_tensor()
+
+
 def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Plain tensors among DTensors, or partial ones: run each place of the lists by itself."""
+    """Partial tensors, or shapes that differ: run each place of the lists by itself."""
     name = func.__name__
     base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
     in_place = name.endswith("_")
@@ -135,6 +165,8 @@ def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
     for place, tensor in enumerate(args[0]):
         rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
         options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
+        if method.startswith("addc") and len(rest) == 3:
+            options["value"] = rest.pop()
         if in_place:
             getattr(tensor, method)(*rest, **options)
         else:
@@ -149,32 +181,39 @@ def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[A
         return [torch.linalg.vector_norm(t, order, dtype=kwargs.get("dtype")) for t in tensors]
     if base == "_foreach_max":
         return [t.max() for t in tensors]
-    raise NotImplementedError(f"{base} on DTensors")
+    raise NotImplementedError(f"{base} on DTensors: call the function without _foreach_ on each of them")
 
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """``torch._fused_adam_`` and the like: lists of one length, written in place."""
-    first = [t for t in args[0] if isinstance(t, DTensor)]
-    if len(first) != len(args[0]):
-        raise RuntimeError(
-            f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
-        )
-    specs: list[Spec | None] = [t._spec for t in first]
-    if any(t._spec.is_partial for t in first):
+    first = list(args[0])
+    if any(not isinstance(t, DTensor) for t in first):
+        _by_kind(func, args, kwargs or {})
+        return
+    specs = [t._spec for t in first]
+    if any(spec.is_partial for spec in specs):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
     for tensor in first:
         check_writable(tensor, func.__name__, anywhere=False)
-    func(
-        *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
-    )
+    copies: list[tuple[DTensor, Tensor, Spec]] = []
+    local_kwargs = {key: _fused_arg(value, specs, copies) for key, value in (kwargs or {}).items()}
+    func(*[_fused_arg(value, specs, copies) for value in args], **local_kwargs)
+    for tensor, local, spec in copies:
+        tensor._local.copy_(redistribute_local(local, spec, tensor._spec))
 
 
-def _fused_arg(value: Any, specs: list[Spec | None]) -> Any:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-        if value[0].dim() or len(value) != len(specs):
-            return _locals(value, specs)
-        return [t._local if isinstance(t, DTensor) else t for t in value]
-    return value._local if isinstance(value, DTensor) else value
+def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor, Spec]]) -> Any:
+    """Locals in the layouts of the parameters; state of another layout is copied, and noted to be written back."""
+    if not isinstance(value, (list, tuple)):
+        return value._local if isinstance(value, DTensor) else value
+    locals_ = list(value)
+    for place, tensor in enumerate(locals_):
+        if isinstance(tensor, Tensor):
+            spec = specs[place]
+            locals_[place] = local = _brought(tensor, spec)
+            if isinstance(tensor, DTensor) and local is not tensor._local:
+                copies.append((tensor, local, spec.with_dtype(tensor.dtype)))
+    return locals_
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:

@@ -15,12 +15,16 @@ from phalanx.tensor import _autograd, _foreach
 from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import is_contiguous, strides_of
 from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
+
+# Libraries of operations that communicate, whose functions do not say where they come from.
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
 
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -74,6 +78,15 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     args[0].data = args[1]
 
 
+def _set(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``x.set_(y)``, by which parametrizations replace what they are registered on."""
+    if kwargs or len(args) != 2 or type(args[1]) is not DTensor:
+        raise NotImplementedError("set_ on a DTensor takes another DTensor: its storage is this rank's part")
+    tensor: DTensor = args[0]
+    tensor.data = args[1]
+    return tensor
+
+
 def _refuse(reason: str) -> Handler:
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(f"{getattr(func, '__name__', func)} on a DTensor: {reason}")
@@ -81,8 +94,14 @@ def _refuse(reason: str) -> Handler:
     return handler
 
 
-def _item_get(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].full_tensor().detach())
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
+
+
+def _share_memory(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor: DTensor = args[0]
+    tensor._local.share_memory_()
+    return tensor
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
@@ -100,6 +119,18 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     like = tensor._spec.cotangent if size == tuple(tensor.shape) else None
     spec = like or Spec.of(tensor._spec.mesh, tensor._spec.replicated.placements, size, tensor.dtype)
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
+
+
+def _factory_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.eye(n, out=x)`` and others that take no tensor besides: the same values on every rank."""
+    options = dict(kwargs or {})
+    out = options.pop("out", None)
+    made = None if out is None else func(*args, **options)
+    if made is None or isinstance(made, DTensor):  # of tensors: linspace(start, end)
+        return run_replicated(func, args, kwargs)
+    return write_out(
+        wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out
+    )
 
 
 def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,12 +199,15 @@ TABLE: dict[str, Handler] = {
     "data.set": _set_data,
     "resize": _refuse("its global shape is fixed; make a new one"),
     "resize_as": _refuse("its global shape is fixed; make a new one"),
-    "set": _refuse("its storage is this rank's part; use copy_"),
-    "share_memory": _from_local,
+    "set": _set,
+    "share_memory": _share_memory,
+    "__dlpack__": _of_whole,
     **dict.fromkeys(
-        ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
+        ("_make_dual", "_unpack_dual"),
+        _refuse("forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"),
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
     "new_empty": _new,
     "new_zeros": _new,
     "new_ones": _new,
@@ -190,14 +224,19 @@ TABLE: dict[str, Handler] = {
 
 def special_handler(func: Any, name: OpName) -> Handler | None:
     module = getattr(func, "__module__", None) or ""
-    if module.startswith("torch.distributed"):
+    if module.startswith("torch.distributed") or name.base.startswith(_COLLECTIVES):
         return _refuse("torch.distributed functions take this rank's part: use to_local()")
     if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
         return _refuse(
             "compiled functions hold plain tensors and are not distributed; call the function itself"
         )
     if name.base in REFUSED:
-        return _refuse("its random numbers would differ from rank to rank")
+        return _refuse(
+            "its random numbers would differ from rank to rank; compute it of full_tensor() and distribute the result, "
+            "which takes that of the first rank"
+        )
+    if name.base.startswith("_nested_") or name.base.endswith("to_padded_tensor"):
+        return _refuse("nested tensors are not distributed; make one of to_local() or full_tensor()")
     if name.base.startswith("_foreach_"):
         return _foreach.foreach
     if name.base.startswith("_fused_"):
