@@ -22,15 +22,25 @@ from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._strides import Aliasing
 from phalanx.tensor._sums import Hooks, summing_hooks
 from phalanx.tensor.rules import RULES
+
+# They return their argument itself if there is nothing to do.
+RETURNS_SELF = frozenset({
+    "to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat",
+    "cdouble", "chalf", "cpu", "cuda", "positive", "conj", "resolve_conj", "resolve_neg",
+})  # fmt: skip
+# These return it, a view of it, or a copy, as its strides say.
+COPIES_IF_NEEDED = frozenset({"contiguous", "reshape", "flatten", "ravel"})
 
 
 class Decision:
     """How one call runs on locals."""
 
     __slots__ = (
-        "call", "form", "graded", "is_view", "moves", "name", "outputs", "plain", "plain_write", "reductions",
+        "aliasing", "call", "form", "graded", "is_new", "is_view", "moves", "name", "outputs", "plain",
+        "plain_write", "reductions",
     )  # fmt: skip
 
     def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
@@ -43,6 +53,8 @@ class Decision:
             tuple[int, Hooks, tuple[int, ...]], ...
         ] = ()  # of gradients that are not moved
         self.is_view = False
+        self.is_new = True  # never the argument itself, nor a copy where the local call gives a view
+        self.aliasing: Aliasing | None = None  # of views, and of what may be one
         self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
         self.plain_write = False  # the same for a call in place
         self.graded: Decision | None = None  # the decision where gradients are needed, if it is another one
@@ -50,7 +62,7 @@ class Decision:
     def settled(self) -> Decision:
         """Itself, with what follows from moves and reductions filled in."""
         if not self.moves and not self.reductions:
-            self.plain = self.outputs[0] if self.form == "one" else None
+            self.plain = self.outputs[0] if self.form == "one" and self.is_new else None
             self.plain_write = self.form == "self"
         return self
 
@@ -58,6 +70,7 @@ class Decision:
         """The same where no gradients are needed."""
         other = Decision(self.name, self.form, self.outputs, self.call)
         other.moves, other.is_view = self.moves, self.is_view
+        other.aliasing, other.is_new = self.aliasing, self.is_new
         return other.settled()
 
 
@@ -130,6 +143,9 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
     )
     decision.is_view = sharding.is_view
+    if sharding.is_view or call.name in COPIES_IF_NEEDED:
+        decision.aliasing = Aliasing(call)
+    decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
     plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
@@ -139,6 +155,14 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     decision.moves = tuple((i, route_of(plan, summed.pop(i, ()))) for i, plan in plans if not plan.is_relabel)
     decision.reductions = tuple((i, summing_hooks(targets[i], axes), axes) for i, axes in summed.items())
     return decision.settled()
+
+
+def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
+    if name not in COPIES_IF_NEEDED:
+        return name in RETURNS_SELF
+    source = targets[0]
+    thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
+    return thin or outputs[0].shape == source.shape
 
 
 def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
