@@ -8,6 +8,7 @@ or empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -204,6 +205,33 @@ def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
         else:
             length = chunk_sizes(length, parts)[coordinate]
     return length
+
+
+def inner_cut(
+    length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int
+) -> Shard | None:
+    """How ``axis`` cuts what all other axes leave of its dim; None if that cannot be said, for cuts inside of its own.
+
+    With even sizes a strided cut is made of what later axes leave just as well: (_S(0, 2), S(0)) on 2 by 2 ranks is
+    S(0) on the second axis, and each of its parts cut by the first.
+    """
+    cut = placements[axis]
+    assert isinstance(cut, Shard), f"axis {axis} of {placements} cuts nothing"
+    around: list[int] = []
+    inside: list[int] = []
+    for other, p in enumerate(placements):
+        if other != axis and isinstance(p, Shard) and p.dim == cut.dim and mesh_shape[other] > 1:
+            if other > axis and (type(p) is not Shard or type(cut) is Shard):
+                return None
+            blocks = p.split_factor if isinstance(p, StridedShard) else 1
+            (inside if other > axis else around).append(mesh_shape[other] * blocks)
+    if not inside:
+        return cut
+    assert isinstance(cut, StridedShard), "a plain cut with others inside was refused above"
+    rest, odd = divmod(cut.split_factor, math.prod(inside))
+    if odd or length % (math.prod(around) * cut.split_factor * mesh_shape[axis]):
+        return None
+    return Shard(cut.dim) if rest == 1 else StridedShard(cut.dim, rest)
 
 
 def normalize(
