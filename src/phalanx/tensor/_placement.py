@@ -8,6 +8,7 @@ or empty.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -212,26 +213,50 @@ def inner_cut(
 ) -> Shard | None:
     """How ``axis`` cuts what all other axes leave of its dim; None if that cannot be said, for cuts inside of its own.
 
-    With even sizes a strided cut is made of what later axes leave just as well: (_S(0, 2), S(0)) on 2 by 2 ranks is
-    S(0) on the second axis, and each of its parts cut by the first.
+    A strided cut can be made of what later axes leave just as well, if sizes are even (or happen to fit):
+    (_S(0, 2), S(0)) on 2 by 2 ranks is S(0) on the second axis, and each of its parts cut by the first.
     """
     cut = placements[axis]
     assert isinstance(cut, Shard), f"axis {axis} of {placements} cuts nothing"
-    around: list[int] = []
-    inside: list[int] = []
-    for other, p in enumerate(placements):
-        if other != axis and isinstance(p, Shard) and p.dim == cut.dim and mesh_shape[other] > 1:
-            if other > axis and (type(p) is not Shard or type(cut) is Shard):
-                return None
-            blocks = p.split_factor if isinstance(p, StridedShard) else 1
-            (inside if other > axis else around).append(mesh_shape[other] * blocks)
+    others = [
+        (other, p, mesh_shape[other])
+        for other, p in enumerate(placements)
+        if isinstance(p, Shard) and p.dim == cut.dim and other != axis and mesh_shape[other] > 1
+    ]
+    inside = [parts for other, _, parts in others if other > axis]
     if not inside:
         return cut
-    assert isinstance(cut, StridedShard), "a plain cut with others inside was refused above"
-    rest, odd = divmod(cut.split_factor, math.prod(inside))
-    if odd or length % (math.prod(around) * cut.split_factor * mesh_shape[axis]):
+    if not isinstance(cut, StridedShard) or cut.split_factor % math.prod(inside):
+        return None
+    lengths = {length}
+    for other, p, parts in others:
+        if other < axis:
+            lengths = {held_size(n, [(p, parts, c)]) for n in lengths for c in range(parts)}
+        elif type(p) is not Shard:
+            return None
+    rest = cut.split_factor // math.prod(inside)
+    if not all(_lies_inside(n, cut.split_factor, mesh_shape[axis], tuple(inside)) for n in lengths):
         return None
     return Shard(cut.dim) if rest == 1 else StridedShard(cut.dim, rest)
+
+
+@lru_cache(maxsize=4096)
+def _lies_inside(length: int, blocks: int, parts: int, inside: tuple[int, ...]) -> bool:
+    """Whether cutting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves whole pieces of blocks, the
+    same that are left the other way round. Even sizes do.
+    """
+    sizes = chunk_sizes(length, blocks)
+    pieces = [chunk_sizes(size, parts) for size in sizes]
+    rest = blocks // math.prod(inside)
+    for number, coordinate in enumerate(itertools.product(*map(range, inside))):
+        own = slice(number * rest, (number + 1) * rest)
+        later = [(Shard(0), n, c) for n, c in zip(inside, coordinate, strict=True)]
+        if chunk_sizes(held_size(length, later), rest) != sizes[own]:
+            return False
+        for i in range(parts):
+            if held_size(sum(p[i] for p in pieces), later) != sum(p[i] for p in pieces[own]):
+                return False
+    return True
 
 
 def normalize(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.tensor._search import LOCAL_KINDS, Grid, cheapest, step_bytes, step_cost
+from phalanx.tensor._search import LOCAL_KINDS, Grid, LeastCost, cheapest, step_bytes, step_cost
 from phalanx.tensor._spec import Spec
 
 
@@ -89,10 +89,18 @@ def plan_redistribute(source: Spec, target: Spec) -> Plan:
     return found
 
 
+def least_cost(source: Spec, target: Spec) -> float:
+    """What ``plan_redistribute(source, target).cost`` cannot be below, without a search."""
+    return LeastCost(_grid(source), target.placements)(source.placements)
+
+
+def _grid(spec: Spec) -> Grid:
+    return Grid(spec.mesh.shape, spec.shape, spec.dtype.itemsize)
+
+
 def _steps(source: Spec, target: Spec) -> Iterator[Step]:
-    grid = Grid(source.mesh.shape, source.shape, source.dtype.itemsize)
     before = source
-    for kind, axis, placements in cheapest(grid, source.placements, target.placements):
+    for kind, axis, placements in cheapest(_grid(source), source.placements, target.placements):
         after = source.with_placements(placements)
         yield Step(kind, axis, before, after)
         before = after

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, held_size, inner_cut
+from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, StridedShard, held_size, inner_cut
 
 LATENCY_BYTES = 4096  # what one more collective costs, in bytes
 LOCAL_FACTOR = 0.01  # what touching a byte locally costs against sending it
@@ -74,9 +74,9 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
             return "relabel" if before.reduce_op == after.reduce_op else None
         return "reduce_scatter" if isinstance(after, Shard) else "all_reduce"
     if isinstance(before, Shard):
-        if isinstance(after, Shard):
-            return "all_to_all" if before.dim != after.dim else None
-        return None if isinstance(after, Partial) else "all_gather"
+        if isinstance(after, Partial):
+            return None
+        return "all_to_all" if isinstance(after, Shard) else "all_gather"
     return "split" if isinstance(after, Partial) else "slice"
 
 
@@ -86,21 +86,31 @@ def cheapest(grid: Grid, source: Placements, target: Placements) -> Found:
     cost, found = _search(grid, source, target, ends, math.inf)
     if all(kind in LOCAL_KINDS for kind, _, _ in found):
         return found
-    dims = [Shard(dim) for dim in range(len(grid.shape))]
-    wide = [
-        tuple(dict.fromkeys((*own, *dims))) if size > 1 else own
-        for own, size in zip(ends, grid.mesh_shape, strict=True)
-    ]
-    if math.prod(map(len, wide)) > MAX_LAYOUTS:
+    wide = [(*own, *_asides(grid, source, target, axis)) for axis, own in enumerate(ends)]
+    options = [tuple(dict.fromkeys(choices)) for choices in wide]
+    if math.prod(map(len, options)) > MAX_LAYOUTS:
         return found
-    return _search(grid, source, target, wide, cost)[1] or found
+    return _search(grid, source, target, options, cost)[1] or found
+
+
+def _asides(grid: Grid, source: Placements, target: Placements, axis: int) -> Iterator[Placement]:
+    """Cuts that ``axis`` may make for a while: of every dim, and around the cuts that later axes have or will make."""
+    if grid.mesh_shape[axis] == 1:
+        return
+    for dim in range(len(grid.shape)):
+        yield Shard(dim)
+        for end in (source, target):
+            later = zip(end[axis + 1 :], grid.mesh_shape[axis + 1 :], strict=True)
+            factor = math.prod(size for p, size in later if p.is_shard(dim))
+            if factor > 1:
+                yield StridedShard(dim, factor)
 
 
 def _search(
     grid: Grid, source: Placements, target: Placements, options: Sequence[Placements], bound: float
 ) -> tuple[float, Found]:
     """A*, of plans cheaper than ``bound``; no steps if there are none."""
-    least = _LeastCost(grid, target)
+    least = LeastCost(grid, target)
     order = itertools.count()
     queue: list[tuple[float, int, int, float, Placements, Found]] = [
         (least(source), 0, next(order), 0.0, source, [])
@@ -124,7 +134,7 @@ def _search(
     return bound, []
 
 
-class _LeastCost:
+class LeastCost:
     """What a plan from here to ``target`` costs at least.
 
     Each axis that is not as wanted needs a step, and a collective to stop being cut or partial; no collective carries

@@ -9,6 +9,7 @@ An action is a pair. ``begin(local, async_op)`` starts the collective and return
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -73,6 +74,9 @@ class _AxisCut:
             for start, size in blocks
         ]
 
+    def rows(self, rank: int) -> list[int]:
+        return [row for start, size in self.ranges(rank) for row in range(start, start + size)]
+
     def cut(self, local: Tensor) -> list[Tensor]:
         """The part of each rank."""
         return [self.part(local, rank) for rank in range(self.parts)]
@@ -131,6 +135,8 @@ def _back_to(dim: int) -> Finish:
 
 def _all_to_all(step: Step) -> Action:
     group, arriving, leaving = _group(step), _AxisCut(step, step.source), _AxisCut(step, step.target)
+    if arriving.dim == leaving.dim:
+        return _reorder(step, arriving, leaving)
     even = arriving.is_even and leaving.is_even and 0 not in step.source.local_shape
     if even and step.source.dtype in MOVED:
         return _even_exchange(group, arriving.dim, leaving.dim, step)
@@ -145,6 +151,27 @@ def _all_to_all(step: Step) -> Action:
         return group.all_to_all(received, leaving.cut(local), async_op=async_op), received
 
     return begin, arriving.join
+
+
+def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
+    """The same dim cut in another way: each rank sends the rows that another one wants, and sorts what arrives."""
+    group, dim = _group(step), held.dim
+    rows, own = held.rows(group.rank), set(wanted.rows(group.rank))
+    sent_rows = []
+    for rank in range(group.size):
+        theirs = set(wanted.rows(rank))
+        sent_rows.append(
+            torch.tensor([at for at, row in enumerate(rows) if row in theirs], dtype=torch.int64)
+        )
+    arriving = [[row for row in held.rows(rank) if row in own] for rank in range(group.size)]
+    order = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64).argsort()
+
+    def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
+        sent = [local.index_select(dim, at.to(local.device)) for at in sent_rows]
+        received = [local.new_empty(_resized(local, dim, len(part))) for part in arriving]
+        return group.all_to_all(received, sent, async_op=async_op), received
+
+    return begin, lambda received: torch.cat(received, dim).index_select(dim, order.to(received[0].device))
 
 
 def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
