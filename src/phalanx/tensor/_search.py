@@ -20,7 +20,11 @@ from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, Stri
 
 LATENCY_BYTES = 4096  # what one more collective costs, in bytes
 LOCAL_FACTOR = 0.01  # what touching a byte locally costs against sending it
-LOCAL_KINDS = ("slice", "split", "relabel")
+LOCAL_KINDS = ("slice", "split", "pad", "relabel")
+PADDED = (
+    "sum",
+    "product",
+)  # a cut becomes partial in place: the rest of each contribution is what changes nothing
 MAX_LAYOUTS = 20_000  # more intermediate layouts than this are not looked at
 
 Placements = tuple[Placement, ...]
@@ -75,7 +79,7 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
         return "reduce_scatter" if isinstance(after, Shard) else "all_reduce"
     if isinstance(before, Shard):
         if isinstance(after, Partial):
-            return None
+            return "pad" if after.reduce_op in PADDED else None
         return "all_to_all" if isinstance(after, Shard) else "all_gather"
     return "split" if isinstance(after, Partial) else "slice"
 
@@ -137,25 +141,28 @@ def _search(
 class LeastCost:
     """What a plan from here to ``target`` costs at least.
 
-    Each axis that is not as wanted needs a step, and a collective to stop being cut or partial; no collective carries
-    less than the smallest part there is, and the one that last makes the part grow carries all of the wanted part.
+    Each axis that is not as wanted needs a step, and a collective to stop being cut or partial, unless to become
+    partial. No collective carries less than the smallest part there is, and the one that last makes the part grow
+    carries all of the wanted part (where only collectives can make it grow).
     """
 
     def __init__(self, grid: Grid, target: Placements) -> None:
         self.grid, self.target = grid, target
         self.wanted = grid.origin_bytes(target)
         self.smallest = math.prod(grid.shape) * grid.itemsize // math.prod(grid.mesh_shape)
+        self.pads = any(isinstance(p, Partial) and p.reduce_op in PADDED for p in target)
 
     def __call__(self, placements: Placements) -> float:
         collectives = local = 0
         for now, wanted, size in zip(placements, self.target, self.grid.mesh_shape, strict=True):
             if now != wanted:
-                stays = size == 1 or now.is_replicate() or (now.is_partial() and wanted.is_partial())
+                stays = size == 1 or now.is_replicate() or wanted.is_partial()
                 local += stays
                 collectives += not stays
-        grows = collectives and self.grid.origin_bytes(placements) < self.wanted
         total = local + collectives * (LATENCY_BYTES + self.smallest)
-        return total + self.wanted - self.smallest if grows else total
+        if collectives and not self.pads and self.grid.origin_bytes(placements) < self.wanted:
+            return total + self.wanted - self.smallest
+        return total
 
 
 def _steps_from(

@@ -253,6 +253,22 @@ def _split(step: Step) -> Action:
     return _local(torch.ones_like if after.reduce_op == "product" else torch.zeros_like)
 
 
+def _pad(step: Step) -> Action:
+    """Shard to Partial: what the others hold is filled with what changes nothing."""
+    cut, after, own = _AxisCut(step, step.source), step.target.placements[step.axis], step.source.coordinate
+    assert isinstance(after, Partial), f"{step!r} makes a partial"
+    starts, sizes = zip(*cut.ranges(own[step.axis]), strict=True)
+    neutral = 1 if after.reduce_op == "product" else 0
+
+    def pad(local: Tensor) -> Tensor:
+        whole = local.new_full(_resized(local, cut.dim, cut.whole), neutral)
+        for start, piece in zip(starts, local.split(sizes, cut.dim), strict=True):
+            whole.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
+        return whole
+
+    return _local(pad)
+
+
 def _relabel(step: Step) -> Action:
     return _local(lambda local: local)
 
@@ -281,5 +297,6 @@ _ACTIONS: dict[str, Callable[[Step], Action]] = {
     "reduce_scatter": _reduce_scatter,
     "slice": _slice,
     "split": _split,
+    "pad": _pad,
     "relabel": _relabel,
 }
