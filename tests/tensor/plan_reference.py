@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from phalanx.tensor import Placement, Replicate, Shard
+from phalanx.tensor import Partial, Placement, Replicate, Shard
 from phalanx.tensor._placement import indices_of
 from phalanx.tensor._search import step_cost
 
@@ -61,8 +61,16 @@ def kind_of(mesh: Sizes, shape: Sizes, now: Layout, axis: int, wanted: Placement
     parts, wanted_parts = held(mesh, shape, now), held(mesh, shape, _changed(now, axis, wanted))
     if mesh[axis] == 1:
         return "relabel"
-    if before.is_partial() and after.is_partial():
-        return "relabel" if before.reduce_op == after.reduce_op else None  # type: ignore[attr-defined]  # both partial
+    partials = [
+        {end.reduce_op, p.reduce_op}
+        for end in (before, after)
+        for p in now[axis + 1 :]
+        if isinstance(end, Partial) and isinstance(p, Partial)
+    ]  # later axes are reduced first
+    if any(len(ops) == 2 and ops != {"sum", "avg"} for ops in partials):
+        return None
+    if isinstance(before, Partial) and isinstance(after, Partial):
+        return "relabel" if before.reduce_op == after.reduce_op else None
     padded = after.is_partial("sum") or after.is_partial("product")
     if after.is_partial() and not before.is_replicate() and not padded:
         return None

@@ -177,6 +177,37 @@ def test_partial_products_and_extremes_are_taken_over_the_ranks(op: str, mesh_sh
     comm.simulate(ranks).run(rank_main)
 
 
+REDUCTIONS = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "product": torch.prod,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+def test_of_different_reductions_the_later_axis_comes_first() -> None:
+    """The sum of maxima is not the maximum of sums: which is meant must not depend on where the tensor goes."""
+    parts = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    every = torch.arange(8.0).view(4, 2) + 1
+    targets = [*itertools.product([Replicate(), Shard(0)], repeat=2), (Partial("product"), Partial("sum"))]
+
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", (2, 3))
+        own = parts[mesh.get_local_rank(0), mesh.get_local_rank(1)]
+        for outer, inner in itertools.product(REDUCTIONS, repeat=2):
+            expected = REDUCTIONS[outer](REDUCTIONS[inner](parts, dim=1), dim=0)
+            mixed = (Partial(outer), Partial(inner))
+            x = DTensor.from_local(own, mesh, mixed)
+            for after in targets:
+                found = x.redistribute(placements=after).full_tensor()
+                torch.testing.assert_close(found, expected, msg=f"{mixed} -> {after}")
+            replicated = distribute_tensor(every, mesh, src_data_rank=None)
+            assert torch.equal(replicated.redistribute(placements=mixed).full_tensor(), every), mixed
+
+    comm.simulate(6).run(rank_main)
+
+
 def test_dtypes_on_the_way() -> None:
     def rank_main(group: Any) -> None:
         mesh = init_device_mesh("cpu", (2,))

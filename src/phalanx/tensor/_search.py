@@ -69,6 +69,8 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
     if grid.mesh_shape[axis] == 1:
         return "relabel"  # all placements are the same there
     for end in (before, after):
+        if isinstance(end, Partial) and not all(_commute(end, later) for later in placements[axis + 1 :]):
+            return None
         if isinstance(end, Shard):
             changed = (*placements[:axis], end, *placements[axis + 1 :])
             if inner_cut(grid.shape[end.dim], grid.mesh_shape, changed, axis) is None:
@@ -82,6 +84,15 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
             return "pad" if after.reduce_op in PADDED else None
         return "all_to_all" if isinstance(after, Shard) else "all_gather"
     return "split" if isinstance(after, Partial) else "slice"
+
+
+def _commute(one: Partial, later: Placement) -> bool:
+    """Whether it does not matter which of two reductions comes first."""
+    return (
+        not isinstance(later, Partial)
+        or one.reduce_op == later.reduce_op
+        or {one.reduce_op, later.reduce_op} == {"sum", "avg"}
+    )
 
 
 def cheapest(grid: Grid, source: Placements, target: Placements) -> Found:
