@@ -18,7 +18,9 @@ from phalanx.tensor._execute import (
     exposed_gradient,
     kept_gradient,
     redistribute_local,
+    reduce_gradient,
     shown_gradient,
+    summing_hooks,
 )
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
@@ -56,6 +58,10 @@ def _seed(output: Any, given: Any) -> Any:
     if given.shape != output.shape:
         raise RuntimeError(f"backward of {spec!r} got a gradient of shape {tuple(given.shape)}")
     local = redistribute_local(given._local, given._spec, spec.cotangent.with_dtype(given.dtype))
+    if spec.is_partial and local.requires_grad:
+        # Ranks do different work with this replica: its own gradient is the sum of what they find.
+        groups = tuple(spec.mesh.get_group(axis) for axis, p in enumerate(spec.placements) if p.is_partial())
+        local = reduce_gradient(local, summing_hooks(groups))
     return local if scale == 1 else local * scale
 
 
