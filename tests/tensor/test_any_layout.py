@@ -19,7 +19,16 @@ from torch import Tensor
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh, observe
-from phalanx.tensor import DTensor, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from phalanx.tensor import (
+    DTensor,
+    MaskPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+)
 from phalanx.tensor._placement import indices_of
 from phalanx.tensor._plan import plan_redistribute
 
@@ -253,3 +262,25 @@ def fsdp_cases() -> list[Case]:
 @pytest.mark.parametrize("case", fsdp_cases(), ids=lambda case: f"{case.shape} {case.before}->{case.after}")
 def test_strided_shards_where_two_parallelisms_meet(case: Case) -> None:
     check(case)
+
+
+def test_of_different_reductions_the_later_axis_comes_first() -> None:
+    """The sum of maxima is not the maximum of sums: which is meant must not depend on where the tensor goes."""
+    parts = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    every = torch.arange(8.0).view(4, 2) + 1
+    targets = [*itertools.product([Replicate(), Shard(0)], repeat=2), (Partial("product"), Partial("sum"))]
+
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", (2, 3))
+        own = parts[mesh.get_local_rank(0), mesh.get_local_rank(1)]
+        for outer, inner in itertools.product(REDUCE, repeat=2):
+            expected = REDUCE[outer](REDUCE[inner](parts, dim=1), dim=0)
+            mixed = (Partial(outer), Partial(inner))
+            x = DTensor.from_local(own, mesh, mixed)
+            for after in targets:
+                found = x.redistribute(placements=after).full_tensor()
+                torch.testing.assert_close(found, expected, msg=f"{mixed} -> {after}")
+            replicated = distribute_tensor(every, mesh, src_data_rank=None)
+            assert torch.equal(replicated.redistribute(placements=mixed).full_tensor(), every), mixed
+
+    comm.simulate(6).run(rank_main)

@@ -90,6 +90,53 @@ def test_double_backward_through_a_partial_sum() -> None:
     on_mesh(body, (2,))
 
 
+class Times(torch.autograd.Function):
+    """``x`` times ``w``, whose backward is differentiated too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), x.t() @ grads[0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("way", ["grad_outputs", "backward", "hook", "function"])
+def test_what_meets_the_gradient_of_a_partial_sum_has_its_own_gradient(way: str) -> None:
+    """Work that differs from rank to rank comes back to it: its gradient is the sum of all."""
+
+    def second(a: Any, b: Any, w: Any, ones: Any) -> Any:
+        y = Times.apply(a, b) if way == "function" else a @ b
+        if way == "hook":
+            y.register_hook(lambda g: g * w)
+            (first,) = torch.autograd.grad(y, a, ones, create_graph=True)
+        elif way == "function":
+            (first,) = torch.autograd.grad(y * w, a, ones, create_graph=True)
+        elif way == "grad_outputs":
+            (first,) = torch.autograd.grad(y, a, w * w, create_graph=True)
+        else:
+            y.backward(w * w, inputs=[a], create_graph=True)
+            first, a.grad = a.grad, None
+        return torch.autograd.grad((first**2).sum(), (b, w))
+
+    def body(mesh: Any) -> None:
+        a, pa = pair(mesh, [Shard(1)], 3, 4)
+        b, pb = pair(mesh, [Shard(0)], 4, 3, seed=1)
+        w, pw = pair(mesh, [Replicate()], 3, 3, seed=2)
+        assert (a @ b).placements == (Partial("sum"),)
+        ones = torch.ones(3, 3)
+        plain = second(pa, pb, pw, ones)
+        ours = second(a, b, w, distribute_tensor(ones, mesh, src_data_rank=None))
+        for mine, reference in zip(ours, plain, strict=True):
+            same(mine, reference)
+
+    on_mesh(body, (3,))
+
+
 AVERAGES = [((2,), [Partial("avg")]), ((3,), [Partial("avg")]), ((2, 2), [Partial("avg"), Partial("sum")])]
 
 

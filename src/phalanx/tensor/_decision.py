@@ -8,17 +8,17 @@ two, and the one without them knows the other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._execute import summing_hooks
+from phalanx.tensor._execute import Hooks, Route, route_of, summing_hooks
 from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
-from phalanx.tensor._plan import Plan, plan_redistribute
+from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
@@ -37,8 +37,10 @@ class Decision:
         self.form = form  # "one" tensor, "many", "self" (in place); "replicated", "general": not decided here
         self.outputs = outputs
         self.call = call  # takes the caller's arguments with locals in place of DTensors
-        self.moves: tuple[tuple[int, Plan], ...] = ()  # by position among the DTensors, as are reductions
-        self.reductions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+        self.moves: tuple[tuple[int, Route], ...] = ()  # by position among the DTensors, as are reductions
+        self.reductions: tuple[
+            tuple[int, Hooks, tuple[int, ...]], ...
+        ] = ()  # of gradients that are not moved
         self.is_view = False
         self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
         self.plain_write = False  # the same for a call in place
@@ -132,9 +134,9 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
         if target is not one.spec
     ]
-    decision.moves = tuple((i, plan) for i, plan in plans if not plan.is_relabel)
-    if call.grad:
-        decision.reductions = tuple(_reductions(targets, outs))
+    summed = dict(_summed_axes(targets, outs)) if call.grad else {}
+    decision.moves = tuple((i, route_of(plan, summed.pop(i, ()))) for i, plan in plans if not plan.is_relabel)
+    decision.reductions = tuple((i, summing_hooks(targets[i], axes), axes) for i, axes in summed.items())
     return decision.settled()
 
 
@@ -156,7 +158,7 @@ def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
     return lambda *args, **kwargs: local(run, args, kwargs)
 
 
-def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
+def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Replicas that meet sharded or partial work on an axis: their gradients must be summed over it."""
     for index, target in enumerate(targets):
         if not (target.dtype.is_floating_point or target.dtype.is_complex):
@@ -169,5 +171,4 @@ def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
             and any(not out[axis].is_replicate() for out in outs)
         )
         if axes:
-            groups = tuple(target.mesh.get_group(axis) for axis in axes)
-            yield index, (summing_hooks(groups), axes)
+            yield index, axes

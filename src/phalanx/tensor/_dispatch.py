@@ -301,21 +301,22 @@ def _run(
 def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
     """Bring inputs into the layouts of the decision, in ``values``."""
     explicit = settings.comm != "auto"
-    for index, plan in decision.moves:
-        if explicit:
-            check_explicit_move(decision.name, plan.source, plan.target)
+    for index, route in decision.moves:
         position = positions[index]
         local = values[position]
-        values[position] = (
-            move(local, plan) if local.requires_grad and _grad_enabled() else run_plan(local, plan)
-        )
-    for index, (hooks, axes) in decision.reductions:
+        needs_grad = local.requires_grad and _grad_enabled()
+        if explicit:
+            check_explicit_move(decision.name, route.plan.source, route.target)
+            if needs_grad and route.summed:
+                check_explicit_reduction(decision.name, route.target, route.summed)
+        values[position] = move(local, route) if needs_grad else run_plan(local, route.plan)
+    for index, hooks, axes in decision.reductions:
         position = positions[index]
         local = values[position]
         if local.requires_grad:
             if explicit:
                 check_explicit_reduction(decision.name, given[position]._spec, axes)
-            values[position] = reduce_gradient(local, hooks)
+            values[position] = reduce_gradient(given[position], local, hooks)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
