@@ -50,6 +50,11 @@ def distribute_tensor(
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
         return tensor
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"rank {mesh.get_rank()}: distribute_tensor got the result of {type(tensor.grad_fn).__name__}, whose "
+            f"gradient would be lost; give it a leaf or tensor.detach(), or keep the graph with DTensor.from_local"
+        )
     if any(isinstance(p, Partial) for p in wanted):
         raise ValueError(
             f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
@@ -114,7 +119,8 @@ def from_local(
             f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
         )
     if grad_placements is not None:
-        return wrap(_with_gradient_as(local, spec, grad_placements), spec)
+        apply: Any = GradLayout.apply
+        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
     return wrap(local.view_as(local), spec)
 
 
@@ -135,28 +141,12 @@ def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
     )
 
 
-def _with_gradient_as(local: Tensor, spec: Spec, placements: Sequence[Placement]) -> Tensor:
-    """``local``, whose gradient will be this rank's part of a gradient laid out by ``placements``."""
-    wanted = spec.with_placements(normalize(placements, spec.mesh.ndim, local.dim()))
-    if wanted.local_shape != tuple(local.shape):
-        raise ValueError(
-            f"rank {spec.mesh.get_rank()}: from_local(grad_placements={list(placements)}) gives this rank a "
-            f"gradient of shape {wanted.local_shape} for a local tensor of shape {tuple(local.shape)}"
-        )
-    apply: Any = GradLayout.apply
-    result: Tensor = apply(local, spec.cotangent, wanted)
-    return result
-
-
 def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     for axis, placement in enumerate(placements):
         group = mesh.get_group(axis)
         shapes = group.all_gather_values(list(local.shape))
         dim = placement.dim if isinstance(placement, Shard) else None
-        if any(
-            [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
-            for s in shapes
-        ):
+        if _differ_outside(dim, shapes):
             raise ValueError(
                 f"rank {mesh.get_rank()}: local shapes differ along axis {axis} of the mesh: {shapes}"
             )
@@ -167,6 +157,14 @@ def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return local
 
 
+def _differ_outside(dim: int | None, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether shapes differ in another dim than ``dim``."""
+    return any(
+        [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
+        for s in shapes
+    )
+
+
 def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The global shape: sizes of sharded dims summed over their axes, innermost axis first."""
     shape = list(local.shape)
@@ -174,16 +172,21 @@ def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
         placement = placements[axis]
         if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
             continue
-        sizes = torch.empty(mesh.shape[axis], dtype=torch.int64, device=local.device)
-        own = torch.tensor([shape[placement.dim]], device=local.device)
-        mesh.get_group(axis).all_gather_into_tensor(sizes, own)
-        shape[placement.dim] = int(sizes.sum())
-        if type(placement) is Shard and tuple(sizes.tolist()) != chunk_sizes(
-            shape[placement.dim], mesh.shape[axis]
-        ):
+        gathered = torch.empty((mesh.shape[axis], len(shape)), dtype=torch.int64, device=local.device)
+        mesh.get_group(axis).all_gather_into_tensor(gathered, torch.tensor([shape], device=local.device))
+        shapes = gathered.tolist()
+        if _differ_outside(placement.dim, shapes):
             raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got parts of {sizes.tolist()} along dim {placement.dim}; "
-                f"{_CHUNKS.format(chunk_sizes(shape[placement.dim], mesh.shape[axis]))}"
+                f"rank {mesh.get_rank()}: from_local got parts of shapes {shapes} along axis {axis} of the mesh; "
+                f"expected them to differ in dim {placement.dim} only, which {placement!r} cuts"
+            )
+        sizes = tuple(one[placement.dim] for one in shapes)
+        shape[placement.dim] = sum(sizes)
+        expected = chunk_sizes(shape[placement.dim], mesh.shape[axis])
+        if type(placement) is Shard and sizes != expected:
+            raise ValueError(
+                f"rank {mesh.get_rank()}: from_local got parts of {list(sizes)} along dim {placement.dim}; "
+                f"{_CHUNKS.format(expected)}"
             )
     return tuple(shape)
 

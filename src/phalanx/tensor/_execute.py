@@ -19,7 +19,8 @@ from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
-from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
+from phalanx.tensor._plan import Plan, plan_redistribute
+from phalanx.tensor._search import LOCAL_KINDS
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
 

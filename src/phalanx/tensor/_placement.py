@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -63,7 +64,7 @@ class Shard(Placement):
     dim: int
 
     def __init__(self, dim: int) -> None:
-        object.__setattr__(self, "dim", int(dim))
+        object.__setattr__(self, "dim", operator.index(dim))
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -93,7 +94,7 @@ class StridedShard(Shard):
         super().__init__(dim)
         if split_factor < 1:
             raise ValueError(f"StridedShard needs split_factor >= 1, got {split_factor}")
-        object.__setattr__(self, "split_factor", int(split_factor))
+        object.__setattr__(self, "split_factor", operator.index(split_factor))
 
     def _fields(self) -> tuple[Any, ...]:
         return (self.dim, self.split_factor)
@@ -152,6 +153,8 @@ class MaskPartial(Partial):
     __slots__ = ()
 
     def __init__(self, reduce_op: Literal["sum"] = "sum") -> None:
+        if reduce_op != "sum":
+            raise ValueError(f"MaskPartial is a sum, got {reduce_op!r}")
         super().__init__(reduce_op)
 
     def __repr__(self) -> str:
