@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from phalanx.tensor import (
 )
 from phalanx.tensor._placement import indices_of
 from phalanx.tensor._plan import plan_redistribute
+from processes import Worker, run_processes
 
 Sizes = tuple[int, ...]
 Layout = tuple[Placement, ...]
@@ -119,11 +121,15 @@ def gathered(case: Case, layout: Layout, locals_: dict[Sizes, Tensor]) -> Tensor
     return contributions
 
 
-def tensors(case: Case, seed: int) -> Tensor:
-    """Contributions for every coordinate on the partial axes of ``before``, small whole numbers."""
+def contributions_of(case: Case) -> Tensor:
+    """One tensor for every coordinate on the partial axes of ``before``; small whole numbers."""
     sizes = [case.mesh[axis] for axis in partial_axes(case.before)]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(-3, 4, (*sizes, *case.shape), generator=generator).to(case.dtype)
+
+
+def gradient_of(case: Case) -> Tensor:
+    return torch.randint(-3, 4, case.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
 
 
 def turn(local: Tensor) -> Tensor:
@@ -133,45 +139,37 @@ def turn(local: Tensor) -> Tensor:
     return wide[..., 0].transpose(0, -1).contiguous().transpose(0, -1) if local.ndim > 1 else wide[..., 0]
 
 
-def on_ranks(case: Case, whole: Tensor, gradient: Tensor) -> list[dict[str, Any]]:
-    """Redistribute on every rank, and back; what each rank holds."""
-
-    def rank_main(group: Any) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", case.mesh)
-        where = mesh.get_coordinate()
-        own = whole[tuple(where[axis] for axis in partial_axes(case.before))]
-        local = part_of(own, rows(case, case.before, where))
-        local = turn(local) if case.turned else local
-        shape = case.shape if case.given_shape else None
-        x = DTensor.from_local(local, mesh, case.before, shape=shape).detach()
-        assert tuple(x.shape) == case.shape, f"sizes were gathered wrong: {tuple(x.shape)}"
-        plan = x.plan(case.after)
-        result = {"where": where, "grad": None}
-        differentiable = is_differentiable(case)
-        if differentiable:
-            x.requires_grad_()
-        with Counted() as sent:
-            y = x.redistribute(placements=case.after, async_op=case.async_op)
-            result["local"] = y.to_local().detach()
-        assert sent.nbytes == plan.nbytes, f"{plan} sent {sent.nbytes} B"
-        assert y.placements == plan.target.placements
-        if not differentiable:
-            return result
-        back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
-        given_rows = rows(case, back.source.placements, where)
-        weights = DTensor.from_local(
-            part_of(gradient, given_rows), mesh, back.source.placements, shape=case.shape
-        )
-        with Counted() as sent:
-            y.backward(weights, retain_graph=True)
-        assert sent.nbytes == back.nbytes, f"backward: {back} sent {sent.nbytes} B"
-        assert x.grad is not None
-        result["grad"] = x.grad.to_local()
-        result["grad_layout"] = x.grad.placements
-        check_double_backward(case, x, y, weights, gradient)
+def redistributed(mesh: Any, case: Case) -> dict[str, Any]:
+    """Redistribute on this rank, and back; what it holds then."""
+    where = mesh.get_coordinate()
+    own = contributions_of(case)[tuple(where[axis] for axis in partial_axes(case.before))]
+    local = part_of(own, rows(case, case.before, where))
+    local = turn(local) if case.turned else local
+    x = DTensor.from_local(local, mesh, case.before, shape=case.shape if case.given_shape else None).detach()
+    assert tuple(x.shape) == case.shape, f"sizes were gathered wrong: {tuple(x.shape)}"
+    plan = x.plan(case.after)
+    result: dict[str, Any] = {"where": where, "grad": None}
+    if is_differentiable(case):
+        x.requires_grad_()
+    with Counted() as sent:
+        y = x.redistribute(placements=case.after, async_op=case.async_op)
+        result["local"] = y.to_local().detach()
+    assert sent.nbytes == plan.nbytes, f"{plan} sent {sent.nbytes} B"
+    assert y.placements == plan.target.placements
+    if not is_differentiable(case):
         return result
-
-    return comm.simulate(math.prod(case.mesh)).run(rank_main)
+    back = plan_redistribute(plan.target.cotangent, plan.source.cotangent)
+    given_rows = rows(case, back.source.placements, where)
+    weights = part_of(gradient_of(case), given_rows)
+    given_gradient = DTensor.from_local(weights, mesh, back.source.placements, shape=case.shape)
+    with Counted() as sent:
+        y.backward(given_gradient, retain_graph=True)
+    assert sent.nbytes == back.nbytes, f"backward: {back} sent {sent.nbytes} B"
+    assert x.grad is not None
+    result["grad"] = x.grad.to_local()
+    result["grad_layout"] = x.grad.placements
+    check_double_backward(case, x, y, given_gradient)
+    return result
 
 
 class Counted:
@@ -196,9 +194,9 @@ def is_differentiable(case: Case) -> bool:
     return linear and (case.dtype.is_floating_point or case.dtype.is_complex)
 
 
-def check_double_backward(case: Case, x: DTensor, y: DTensor, weights: DTensor, gradient: Tensor) -> None:
-    """The gradient of <gradient of x, v> by the weights is v; the move back is differentiated by the move itself."""
-    weights = weights.detach().requires_grad_()
+def check_double_backward(case: Case, x: DTensor, y: DTensor, given_gradient: DTensor) -> None:
+    """The gradient of <gradient of x, v> by what was given is v; the move back is differentiated by the move."""
+    weights, gradient = given_gradient.detach().requires_grad_(), gradient_of(case)
     (grad,) = torch.autograd.grad([y], [x], [weights], create_graph=True)
     direction = gradient.flip(0) if gradient.ndim else gradient
     own = part_of(direction, rows(case, grad.placements, x.device_mesh.get_coordinate()))
@@ -213,13 +211,15 @@ def check_double_backward(case: Case, x: DTensor, y: DTensor, weights: DTensor, 
 
 
 def check(case: Case) -> None:
-    whole = tensors(case, 0)
-    gradient = torch.randint(-3, 4, case.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
-    expected: Any = whole.to(torch.complex128 if case.dtype.is_complex else torch.float64)
+    simulation = comm.simulate(math.prod(case.mesh))
+    check_results(case, simulation.run(lambda group: redistributed(init_device_mesh("cpu", case.mesh), case)))
+
+
+def check_results(case: Case, results: list[dict[str, Any]]) -> None:
+    expected: Any = contributions_of(case).to(torch.complex128 if case.dtype.is_complex else torch.float64)
     axes = partial_axes(case.before)
     for axis in reversed(axes):
         expected = REDUCE[case.before[axis].reduce_op](expected, dim=axes.index(axis))  # type: ignore[attr-defined]  # a partial
-    results = on_ranks(case, whole, gradient)
     parts = {result["where"]: result["local"] for result in results}
     assert all(part.dtype == case.dtype for part in parts.values())
     found = gathered(case, case.after, parts).to(case.dtype)
@@ -230,7 +230,7 @@ def check(case: Case) -> None:
             torch.testing.assert_close(part, own)
     for result in results:
         if result["grad"] is not None:
-            own = part_of(gradient, rows(case, result["grad_layout"], result["where"]))
+            own = part_of(gradient_of(case), rows(case, result["grad_layout"], result["where"]))
             torch.testing.assert_close(result["grad"], own)
 
 
@@ -246,6 +246,48 @@ def test_any_layout_to_any_layout(case: Case) -> None:
 @given(cases())
 def test_any_layout_to_any_layout_for_long(case: Case) -> None:
     check(case)
+
+
+def process_cases() -> list[Case]:
+    """Layouts on 2 by 2 ranks, with every dtype and reduction."""
+    rng = random.Random(0)
+    found = []
+    for dtype, shape in itertools.product(OPS, [(8, 4), (5, 3), (1, 6), ()]):
+        cuts = [Shard(0), Shard(-1), StridedShard(0, 2)] if shape else []
+        options = [Replicate(), *cuts, *map(Partial, OPS[dtype])]
+        ends = [tuple(rng.choices(options, k=2)) for _ in range(4)]
+        found += [
+            Case((2, 2), shape, dtype, *ends[:2]),
+            Case((2, 2), shape, dtype, *ends[2:], True, True, False),
+        ]
+    return found
+
+
+def in_a_process(worker: Worker) -> list[dict[str, Any]]:
+    group = worker.group(timeout=120.0)
+    with comm.use_group(group):
+        mesh = init_device_mesh("cpu", (2, 2))
+        results = [redistributed(mesh, case) for case in process_cases()]
+    # as numbers: tensors would travel as open files, and there are hundreds
+    return [
+        {name: (v.tolist(), v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in result.items()}
+        for result in results
+    ]
+
+
+def unpacked(result: dict[str, Any]) -> dict[str, Any]:
+    def tensor(values: Any, shape: Sizes, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).reshape(shape)
+
+    packed = ("local", "grad")
+    return {name: tensor(*v) if name in packed and v is not None else v for name, v in result.items()}
+
+
+@pytest.mark.timeout(300)
+def test_real_processes_send_what_simulated_ranks_send() -> None:
+    outcomes = [outcome.value for outcome in run_processes(4, in_a_process)]
+    for number, case in enumerate(process_cases()):
+        check_results(case, [unpacked(results[number]) for results in outcomes])
 
 
 def fsdp_cases() -> list[Case]:
