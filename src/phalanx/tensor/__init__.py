@@ -1,14 +1,15 @@
 """Distributed tensors: a global shape, laid out over a device mesh by placements; single-device code runs on them.
 
 Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors) and torch's
-functions that seed, save and restore random state (so that they include that of DTensors), and tells ``torch.load``
-which names of this package are harmless; see ``_function.py``, ``_random.py`` and ``_loading.py``.
+functions that seed, save and restore random state (so that they include that of DTensors), has nested activation
+checkpoints keep local tensors, and tells ``torch.load`` which names of this package are harmless; see ``_function.py``,
+``_random.py``, ``_checkpointing.py`` and ``_loading.py``.
 """
 
 from __future__ import annotations
 
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.tensor import _function, _grouping, _loading, _log, _operators, _random
+from phalanx.tensor import _checkpointing, _function, _grouping, _loading, _log, _operators, _random
 from phalanx.tensor._distribute import distribute_module, distribute_tensor
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
@@ -23,6 +24,7 @@ from phalanx.tensor._modes import (
 from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
 
+_checkpointing.install()
 _function.install()
 _grouping.install()
 _loading.install()

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._execute import Hooks, Route, route_of, summing_hooks
+from phalanx.tensor._execute import Route, route_of
 from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._sums import Hooks, summing_hooks
 from phalanx.tensor.rules import RULES
 
 

@@ -24,12 +24,13 @@ from torch import Tensor
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
 from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import move, reduce_gradient, run_plan
+from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
+from phalanx.tensor._sums import reduce_gradient
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view, written
 
 CACHE_LIMIT = 20_000
@@ -328,7 +329,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(op_name(func).base, args, kwargs)
+        args, kwargs = promote(op_name(func), args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if structure.key is None:

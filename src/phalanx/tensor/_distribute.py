@@ -21,6 +21,7 @@ from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._ties import keeping_ties
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -255,13 +256,16 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
+    Parameters that submodules share stay shared.
+
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward.
     """
     mesh = mesh_or_current(device_mesh)
-    for name, part in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, part, mesh)
-        replicate_rest(part, mesh)
+    with keeping_ties(module):
+        for name, part in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, part, mesh)
+            replicate_rest(part, mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:

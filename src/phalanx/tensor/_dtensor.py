@@ -18,13 +18,12 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
-    _apply_move,
     average_parts,
     entered_gradient,
     exposed_gradient,
+    follow,
     redistribute_local,
     run_plan,
-    turn_back,
 )
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
@@ -151,9 +150,7 @@ class DTensor(torch.Tensor):
                     return wrap(run_plan(local, route.plan), route.target)
                 if not torch.is_grad_enabled():
                     return wrap(run_plan(local.detach(), route.plan), route.target)
-                return wrap(
-                    _apply_move(local, route if route.back is not None else turn_back(route)), route.target
-                )
+                return wrap(follow(route, local), route.target)
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

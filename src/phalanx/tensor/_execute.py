@@ -9,20 +9,18 @@ backward right for partial tensors. Reductions by min, max and product are not l
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm import Group
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._search import LOCAL_KINDS
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
+from phalanx.tensor._sums import Sums, sum_parts, sums_over
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -85,9 +83,16 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def move(local: Tensor, route: Route) -> Tensor:
     """``run_plan`` as an autograd node."""
-    if route.is_relabel:
-        return local
-    result: Tensor = _apply_move(local, turn_back(route))
+    return local if route.is_relabel else follow(route, local)
+
+
+def follow(route: Route, local: Tensor) -> Tensor:
+    """``move`` by a route that is no relabelling."""
+    if route.back is None:
+        turn_back(route)
+    if route.sums is not None:
+        return sum_parts(local, route.sums)
+    result: Tensor = _apply_move(local, route)
     return result
 
 
@@ -111,7 +116,7 @@ class Route:
     ``summed``: mesh axes over whose replicas the gradient is still to be summed when it comes back.
     """
 
-    __slots__ = ("back", "is_relabel", "plan", "scale", "summed", "target")
+    __slots__ = ("back", "is_relabel", "plan", "scale", "summed", "sums", "target")
 
     def __init__(self, plan: Plan, scale: float, summed: tuple[int, ...] = ()) -> None:
         self.plan = plan
@@ -120,6 +125,7 @@ class Route:
         self.summed = summed
         self.back: Route | None = None
         self.is_relabel = plan.is_relabel  # not even a copy
+        self.sums: Sums | None = None  # a shorter way than ``Move``, if the route is nothing but a sum
 
 
 def route_of(plan: Plan, summed: tuple[int, ...] = ()) -> Route:
@@ -143,6 +149,9 @@ def turn_back(route: Route) -> Route:
             plan_redistribute(comes, plan.source.cotangent),
             _average_scale(plan.source, plan.target),
         )
+        if [step.kind for step in plan.steps] == ["all_reduce"] and back.is_relabel and back.scale == 1.0:
+            actions_of(plan)  # logs it
+            route.sums = sums_over(plan.steps[0])
         back.back, route.back = route, back
     return route
 
@@ -237,69 +246,6 @@ class _MoveAs(torch.autograd.Function):
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
 _apply_move: Any = super(torch.autograd.Function, Move).apply
-
-
-Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
-
-
-def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
-    """What ``reduce_gradient`` puts on tensors, made once for each layout and axes."""
-    found: Hooks | None = spec.variants.get(("sum", axes))
-    if found is None:
-        groups = tuple(spec.mesh.get_group(axis) for axis in axes)
-        found = spec.variants["sum", axes] = OrderedDict({0: partial(_sum_gradient, groups)})
-    return found
-
-
-def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:
-    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
-
-    Operations on one ``tensor`` share one alias of its local: autograd adds up their gradients, which are then summed
-    over the ranks once. The alias is good for as long as the local has its memory and its place in the graph.
-
-    A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
-    (create_graph), the sum is such a node.
-    """
-    state = (local._version, local.is_leaf, local.data_ptr())
-    known = tensor._alias
-    if known is not None and known[1] is hooks and known[2] is local and known[3] == state:
-        shared: Tensor = known[0]
-        return shared
-    alias = local.view_as(local)
-    # what register_hook does, without making a handle to remove the hook by
-    alias._backward_hooks = hooks
-    alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
-    tensor._alias = (alias, hooks, local, state)
-    return alias
-
-
-def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and grad.requires_grad:
-        apply: Any = _SumOver.apply
-        result: Tensor = apply(grad, groups, True)
-        return result
-    return _sum_over(grad, groups)
-
-
-class _SumOver(torch.autograd.Function):
-    """Sum over groups one way, identity the other."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[Group, ...], sums: bool) -> Tensor:
-        ctx.groups, ctx.sums = groups, sums
-        return _sum_over(local, groups) if sums else local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        apply: Any = _SumOver.apply
-        return apply(grads[0], ctx.groups, not ctx.sums), None, None
-
-
-def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
-    total = local.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        group.all_reduce(total)
-    return total
 
 
 def _check_linear(plan: Plan) -> None:

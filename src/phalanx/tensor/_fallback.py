@@ -48,7 +48,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(name.base, args, kwargs)
+        args, kwargs = promote(name, args, kwargs)
         return func(*args, **kwargs)
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):
@@ -126,9 +126,7 @@ def write_out(result: Any, out: Any) -> Any:
             )
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"out= has dtype {out.dtype}, to which {result.dtype} cannot be cast")
-        if out.requires_grad or (
-            isinstance(result, DTensor) and result.requires_grad and torch.is_grad_enabled()
-        ):
+        if torch.is_grad_enabled() and (out.requires_grad or result.requires_grad):
             raise RuntimeError("functions with out= do not support gradients")
         out.copy_(result)
         return out

@@ -15,6 +15,7 @@ from phalanx.tensor import _autograd, _foreach
 from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
@@ -74,6 +75,15 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     args[0].data = args[1]
 
 
+def _set(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``x.set_(y)``, by which parametrizations replace what they are registered on."""
+    if kwargs or len(args) != 2 or type(args[1]) is not DTensor:
+        raise NotImplementedError("set_ on a DTensor takes another DTensor: its storage is this rank's part")
+    tensor: DTensor = args[0]
+    tensor.data = args[1]
+    return tensor
+
+
 def _refuse(reason: str) -> Handler:
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(f"{getattr(func, '__name__', func)} on a DTensor: {reason}")
@@ -100,6 +110,18 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     like = tensor._spec.cotangent if size == tuple(tensor.shape) else None
     spec = like or Spec.of(tensor._spec.mesh, tensor._spec.replicated.placements, size, tensor.dtype)
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
+
+
+def _factory_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.eye(n, out=x)`` and others that take no tensor besides: the same values on every rank."""
+    options = dict(kwargs or {})
+    out = options.pop("out", None)
+    made = None if out is None else func(*args, **options)
+    if made is None or isinstance(made, DTensor):  # of tensors: linspace(start, end)
+        return run_replicated(func, args, kwargs)
+    return write_out(
+        wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out
+    )
 
 
 def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,12 +189,13 @@ TABLE: dict[str, Handler] = {
     "data.set": _set_data,
     "resize": _refuse("its global shape is fixed; make a new one"),
     "resize_as": _refuse("its global shape is fixed; make a new one"),
-    "set": _refuse("its storage is this rank's part; use copy_"),
+    "set": _set,
     "share_memory": _from_local,
     **dict.fromkeys(
         ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
     "new_empty": _new,
     "new_zeros": _new,
     "new_ones": _new,

@@ -97,12 +97,12 @@ class _AxisCut:
         return torch.cat(pieces, self.dim)
 
 
-def _group(step: Step) -> Group:
+def group_of(step: Step) -> Group:
     return step.source.mesh.get_group(step.axis)
 
 
 def _all_gather(step: Step) -> Action:
-    group, cut = _group(step), _AxisCut(step, step.source)
+    group, cut = group_of(step), _AxisCut(step, step.source)
     if cut.is_even:
         return _even_gather(group, cut.dim, step)
 
@@ -134,7 +134,7 @@ def _back_to(dim: int) -> Finish:
 
 
 def _all_to_all(step: Step) -> Action:
-    group, arriving, leaving = _group(step), _AxisCut(step, step.source), _AxisCut(step, step.target)
+    group, arriving, leaving = group_of(step), _AxisCut(step, step.source), _AxisCut(step, step.target)
     if arriving.dim == leaving.dim:
         return _reorder(step, arriving, leaving)
     even = arriving.is_even and leaving.is_even and 0 not in step.source.local_shape
@@ -155,7 +155,7 @@ def _all_to_all(step: Step) -> Action:
 
 def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
     """The same dim cut in another way: each rank sends the rows that another one wants, and sorts what arrives."""
-    group, dim = _group(step), held.dim
+    group, dim = group_of(step), held.dim
     rows, own = held.rows(group.rank), set(wanted.rows(group.rank))
     sent_rows = []
     for rank in range(group.size):
@@ -195,10 +195,15 @@ def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Act
     return begin, lambda received: received.movedim(0, arriving).contiguous().view(target)
 
 
-def _all_reduce(step: Step) -> Action:
-    group, op = _group(step), _reduce_op(step)
+def reduction_in_place(step: Step) -> Callable[..., Any]:
+    """``all_reduce(tensor, async_op=...)`` of the step, for a contiguous tensor of the layout it begins with."""
+    group, op = group_of(step), _reduce_op(step)
     plain = PLAIN[op].get(step.source.dtype) if 0 not in step.source.local_shape else None
-    all_reduce = partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
+    return partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
+
+
+def _all_reduce(step: Step) -> Action:
+    all_reduce = reduction_in_place(step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         total = local.clone(memory_format=_CONTIGUOUS)
@@ -208,7 +213,7 @@ def _all_reduce(step: Step) -> Action:
 
 
 def _reduce_scatter(step: Step) -> Action:
-    group, op, cut = _group(step), _reduce_op(step), _AxisCut(step, step.target)
+    group, op, cut = group_of(step), _reduce_op(step), _AxisCut(step, step.target)
     if cut.is_even:
         return _even_reduce_scatter(group, cut.dim, cut.lengths[0], op, step)
 

@@ -313,8 +313,10 @@ def pointwise(call: Call) -> Sharding | None:
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
     choices += _linear_choices(call)
     if call.name in _MAKES_ANEW:
+        value = (REPLICATE,) * (len(call.inputs) - 1)  # what full_like fills with
         choices += [
-            Choice((p,), (REPLICATE if p.is_partial() else p,)) for p in {*call.inputs[0].spec.placements}
+            Choice((p, *value), (REPLICATE if p.is_partial() else p,))
+            for p in {*call.inputs[0].spec.placements}
         ]
         choices = [c for c in choices if not c.outputs[0].is_partial() or call.in_place]
     return Sharding(
