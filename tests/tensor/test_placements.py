@@ -107,7 +107,7 @@ def test_a_tensor_with_a_history_is_not_distributed() -> None:
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     def body(mesh: Any) -> None:
-        with pytest.raises(ValueError, match=r"from_local got parts of shapes \[\[2, 3\], \[2, 4\]\]"):
+        with pytest.raises(ValueError, match=r"from_local got .*\[2, 3\].*\[2, 4\]"):
             DTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)])
 
     on_mesh(body, 2)

@@ -6,13 +6,14 @@ and run in ``_execute.py``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm import DeviceMesh
+from phalanx.comm import DeviceMesh, Group
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
 from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
@@ -28,7 +29,19 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     found = mesh if mesh is not None else current_mesh()
     if found is None:
         raise ValueError("no device mesh: pass one, or enter one with `with mesh:`")
+    if not isinstance(found, DeviceMesh):
+        raise TypeError(
+            f"expected a phalanx.comm.DeviceMesh (see init_device_mesh), got {found!r}, "
+            f"a {type(found).__module__}.{type(found).__qualname__}"
+        )
     return found
+
+
+def _check_plain(call: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
+        )
 
 
 def distribute_tensor(
@@ -46,7 +59,8 @@ def distribute_tensor(
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
     """
     mesh = mesh_or_current(device_mesh)
-    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, tensor.dim())
+    _check_plain("distribute_tensor", tensor)
+    wanted = _one_for_each_axis(placements, mesh, tensor)
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
@@ -59,6 +73,11 @@ def distribute_tensor(
     if any(isinstance(p, Partial) for p in wanted):
         raise ValueError(
             f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"distribute_tensor makes leaves, but got the result of {tensor.grad_fn!r}, which would get no gradient: "
+            f"use DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=...), or t.detach()"
         )
     spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
     if mesh.get_coordinate() is None:
@@ -78,6 +97,13 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     mesh = spec.mesh
     for axis, placement in enumerate(spec.placements):
         group = mesh.get_group(axis)
+        seen = _gathered(group, [_checksum(tuple(spec.shape), spec.dtype)], local.device)
+        if len(set(seen)) > 1:
+            given = group.all_gather_values(f"{spec.dtype}{list(spec.shape)}")
+            raise ValueError(
+                f"rank {mesh.get_rank()}: distribute_tensor got {given} along axis {axis} of the mesh; expected the "
+                f"same shape and dtype on every rank (only the data may differ: that of rank {src} counts)"
+            )
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
             parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
@@ -95,6 +121,25 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     return local
 
 
+def _one_for_each_axis(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, tensor: Tensor
+) -> tuple[Placement, ...]:
+    return normalize([REPLICATE] * mesh.ndim if placements is None else placements, mesh.ndim, tensor.dim())
+
+
+def _checksum(*facts: object) -> int:
+    return zlib.crc32(repr(facts).encode())
+
+
+def _gathered(group: Group, own: list[int], device: torch.device) -> list[tuple[int, ...]]:
+    """Every rank's ``own``."""
+    if group.size == 1:
+        return [tuple(own)]
+    numbers = torch.empty(group.size * len(own), dtype=torch.int64, device=device)
+    group.all_gather_into_tensor(numbers, torch.tensor(own, device=device))
+    return [tuple(row) for row in numbers.view(group.size, len(own)).tolist()]
+
+
 def from_local(
     local: Tensor,
     device_mesh: DeviceMesh | None,
@@ -107,7 +152,8 @@ def from_local(
     mesh = mesh_or_current(device_mesh)
     if isinstance(local, DTensor):
         raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
-    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, local.dim())
+    _check_plain("from_local", local)
+    wanted = _one_for_each_axis(placements, mesh, local)
     if mesh.get_coordinate() is None:
         return wrap(local.new_empty((0,)), Spec.of(mesh, wanted, shape or local.shape, local.dtype))
     if run_check:
@@ -147,7 +193,10 @@ def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
         group = mesh.get_group(axis)
         shapes = group.all_gather_values(list(local.shape))
         dim = placement.dim if isinstance(placement, Shard) else None
-        if _differ_outside(dim, shapes):
+        if any(
+            [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
+            for s in shapes
+        ):
             raise ValueError(
                 f"rank {mesh.get_rank()}: local shapes differ along axis {axis} of the mesh: {shapes}"
             )
@@ -158,14 +207,6 @@ def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return local
 
 
-def _differ_outside(dim: int | None, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether shapes differ in another dim than ``dim``."""
-    return any(
-        [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
-        for s in shapes
-    )
-
-
 def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The global shape: sizes of sharded dims summed over their axes, innermost axis first."""
     shape = list(local.shape)
@@ -173,21 +214,21 @@ def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
         placement = placements[axis]
         if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
             continue
-        gathered = torch.empty((mesh.shape[axis], len(shape)), dtype=torch.int64, device=local.device)
-        mesh.get_group(axis).all_gather_into_tensor(gathered, torch.tensor([shape], device=local.device))
-        shapes = gathered.tolist()
-        if _differ_outside(placement.dim, shapes):
+        group, dim = mesh.get_group(axis), placement.dim
+        others = _checksum(shape[:dim], shape[dim + 1 :], local.dtype)
+        seen = _gathered(group, [shape[dim], others], local.device)
+        if len({rest for _, rest in seen}) > 1:
+            given = group.all_gather_values(f"{local.dtype}{list(local.shape)}")
             raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got parts of shapes {shapes} along axis {axis} of the mesh; "
-                f"expected them to differ in dim {placement.dim} only, which {placement!r} cuts"
+                f"rank {mesh.get_rank()}: from_local got {given} along axis {axis} of the mesh; expected the same "
+                f"dtype, and shapes that differ at most in dim {dim}, which {placement!r} cuts"
             )
-        sizes = tuple(one[placement.dim] for one in shapes)
-        shape[placement.dim] = sum(sizes)
-        expected = chunk_sizes(shape[placement.dim], mesh.shape[axis])
-        if type(placement) is Shard and sizes != expected:
+        sizes = tuple(size for size, _ in seen)
+        shape[dim] = sum(sizes)
+        if type(placement) is Shard and sizes != chunk_sizes(shape[dim], mesh.shape[axis]):
             raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got parts of {list(sizes)} along dim {placement.dim}; "
-                f"{_CHUNKS.format(expected)}"
+                f"rank {mesh.get_rank()}: from_local got parts of {list(sizes)} along dim {dim}; "
+                f"{_CHUNKS.format(chunk_sizes(shape[dim], mesh.shape[axis]))}"
             )
     return tuple(shape)
 

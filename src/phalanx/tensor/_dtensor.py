@@ -28,7 +28,7 @@ from phalanx.tensor._execute import (
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._tracing import refuse_tracing
+from phalanx.tensor._tracing import refuse_below, refuse_tracing
 from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
 _TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
@@ -71,11 +71,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as "
-            f"torch.tensor(d), torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: "
-            f"use d.full_tensor() or d.to_local()"
-        )
+        refuse_below(func)
 
     # ---- making and unmaking
 
@@ -134,6 +130,8 @@ class DTensor(torch.Tensor):
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
+        if _num_dispatch_modes():
+            refuse_tracing("redistribute")
         if self._stale is not None:
             check_fresh(self)
         if (
@@ -273,8 +271,7 @@ class DTensor(torch.Tensor):
         if value is None:
             self._local.grad = None
             return
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the gradient of a DTensor is a DTensor, got {type(value).__name__}")
+        value = _distributed("gradient", value)
         if value.shape != self.shape:
             raise RuntimeError(
                 f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
@@ -315,8 +312,7 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
+        value = _distributed("data", value)
         self._local.data = fresh(value).detach()
         self._spec = value._spec
         self._alias = None  # it would keep the memory of before
@@ -358,6 +354,15 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result._spec = spec
     result._stale = None
     return result
+
+
+def _distributed(what: str, value: Any) -> DTensor:
+    if isinstance(value, DTensor):
+        return value
+    raise TypeError(
+        f"the {what} of a DTensor is a DTensor, got a plain {type(value).__name__}: make it one with "
+        f"distribute_tensor() or DTensor.from_local()"
+    )
 
 
 class GradLayout(torch.autograd.Function):

@@ -119,7 +119,10 @@ def write_out(result: Any, out: Any) -> Any:
     """``out=``: copy results into the given DTensors, in their layouts."""
     if isinstance(out, Tensor):
         if not isinstance(out, DTensor):
-            raise RuntimeError("out= must be a DTensor where the arguments are")
+            raise RuntimeError(
+                f"out= is a plain tensor of shape {tuple(out.shape)} where the arguments are DTensors: distribute it, "
+                f"or use the tensor that is returned"
+            )
         if out.shape != result.shape:
             raise RuntimeError(
                 f"out= has shape {tuple(out.shape)}, the result {tuple(result.shape)}: a DTensor is not resized"

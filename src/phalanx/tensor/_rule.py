@@ -154,6 +154,8 @@ class Call:
             TypeError,
         ):  # no such kernel for meta tensors, or a call that will raise
             return None
+        if result is NotImplemented:  # Python asks the other operand, and compares by identity in the end
+            raise TypeError(f"{self.name} of a DTensor and {self.args[1:]!r}")
         return [tuple(t.shape) for t in tensors_in(result)]
 
 

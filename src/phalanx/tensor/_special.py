@@ -22,6 +22,9 @@ from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
 
+# Libraries of operations that communicate, whose functions do not say where they come from.
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
+
 Handler = Callable[[Any, Any, Any], Any]
 
 # Answered from the local tensor alone: true of the whole if true of a part.
@@ -91,8 +94,14 @@ def _refuse(reason: str) -> Handler:
     return handler
 
 
-def _item_get(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].full_tensor().detach())
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
+
+
+def _share_memory(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor: DTensor = args[0]
+    tensor._local.share_memory_()
+    return tensor
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
@@ -190,9 +199,11 @@ TABLE: dict[str, Handler] = {
     "resize": _refuse("its global shape is fixed; make a new one"),
     "resize_as": _refuse("its global shape is fixed; make a new one"),
     "set": _set,
-    "share_memory": _from_local,
+    "share_memory": _share_memory,
+    "__dlpack__": _of_whole,
     **dict.fromkeys(
-        ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
+        ("_make_dual", "_unpack_dual"),
+        _refuse("forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"),
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
     **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
@@ -212,14 +223,19 @@ TABLE: dict[str, Handler] = {
 
 def special_handler(func: Any, name: OpName) -> Handler | None:
     module = getattr(func, "__module__", None) or ""
-    if module.startswith("torch.distributed"):
+    if module.startswith("torch.distributed") or name.base.startswith(_COLLECTIVES):
         return _refuse("torch.distributed functions take this rank's part: use to_local()")
     if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
         return _refuse(
             "compiled functions hold plain tensors and are not distributed; call the function itself"
         )
     if name.base in REFUSED:
-        return _refuse("its random numbers would differ from rank to rank")
+        return _refuse(
+            "its random numbers would differ from rank to rank; compute it of full_tensor() and distribute the result, "
+            "which takes that of the first rank"
+        )
+    if name.base.startswith("_nested_") or name.base.endswith("to_padded_tensor"):
+        return _refuse("nested tensors are not distributed; make one of to_local() or full_tensor()")
     if name.base.startswith("_foreach_"):
         return _foreach.foreach
     if name.base.startswith("_fused_"):
