@@ -93,18 +93,6 @@ def test_the_data_of_one_rank_is_spread(mesh_shape: tuple[int, ...]) -> None:
     on_mesh(body, *mesh_shape)
 
 
-def test_a_tensor_with_a_history_is_not_distributed() -> None:
-    """Its gradient would be lost."""
-
-    def body(mesh: Any) -> None:
-        made = torch.ones(4, requires_grad=True) * 2
-        with pytest.raises(RuntimeError, match=r"rank \d: distribute_tensor got the result of Mul"):
-            distribute_tensor(made, mesh, [Shard(0)])
-        assert distribute_tensor(made.detach(), mesh, [Shard(0)]).shape == (4,)
-
-    on_mesh(body, 2)
-
-
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     def body(mesh: Any) -> None:
         with pytest.raises(ValueError, match=r"from_local got .*\[2, 3\].*\[2, 4\]"):

@@ -65,11 +65,6 @@ def distribute_tensor(
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
         return tensor
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise RuntimeError(
-            f"rank {mesh.get_rank()}: distribute_tensor got the result of {type(tensor.grad_fn).__name__}, whose "
-            f"gradient would be lost; give it a leaf or tensor.detach(), or keep the graph with DTensor.from_local"
-        )
     if any(isinstance(p, Partial) for p in wanted):
         raise ValueError(
             f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
