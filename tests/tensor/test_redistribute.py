@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh, observe
-from phalanx.tensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor
+from phalanx.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
 
@@ -78,30 +76,6 @@ def placements_of(ndim: int, axes: int) -> list[tuple[Placement, ...]]:
 def test_every_pair_of_layouts_on_one_axis(size: int, shape: tuple[int, ...]) -> None:
     for before, after in itertools.product(placements_of(2, 1), repeat=2):
         check((size,), shape, before, after)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from([(2, 2), (2, 3), (2, 2, 2)]),
-    st.sampled_from([(4, 6), (5, 7), (3,), (2, 3, 4)]),
-    st.data(),
-)
-def test_any_pair_of_layouts_on_more_axes(
-    mesh_shape: tuple[int, ...], shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    options = st.sampled_from(
-        [Replicate(), Partial("sum"), Partial("avg"), *(Shard(d) for d in range(len(shape)))]
-    )
-    layouts = st.tuples(*[options] * len(mesh_shape))
-    check(mesh_shape, shape, data.draw(layouts), data.draw(layouts))
-
-
-@pytest.mark.parametrize("shape", [(8,), (7,), (3,), (8, 3)], ids=str)
-def test_strided_shards_where_two_parallelisms_meet(shape: tuple[int, ...]) -> None:
-    strided = (StridedShard(0, split_factor=2), Shard(0))
-    for other in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Replicate(), Shard(0))):
-        check((2, 2), shape, strided, other)
-        check((2, 2), shape, other, strided)
 
 
 def test_0d_and_empty_tensors() -> None:

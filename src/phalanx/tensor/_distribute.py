@@ -161,7 +161,8 @@ def from_local(
             f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
         )
     if grad_placements is not None:
-        return wrap(_with_gradient_as(local, spec, grad_placements), spec)
+        apply: Any = GradLayout.apply
+        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
     return wrap(local.view_as(local), spec)
 
 
@@ -180,19 +181,6 @@ def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
         f"from_local got stride={given} for shape {tuple(tensor.shape)}, expected {tuple(tensor.stride())}: the memory "
         f"of a DTensor has the order of its local tensor"
     )
-
-
-def _with_gradient_as(local: Tensor, spec: Spec, placements: Sequence[Placement]) -> Tensor:
-    """``local``, whose gradient will be this rank's part of a gradient laid out by ``placements``."""
-    wanted = spec.with_placements(normalize(placements, spec.mesh.ndim, local.dim()))
-    if wanted.local_shape != tuple(local.shape):
-        raise ValueError(
-            f"rank {spec.mesh.get_rank()}: from_local(grad_placements={list(placements)}) gives this rank a "
-            f"gradient of shape {wanted.local_shape} for a local tensor of shape {tuple(local.shape)}"
-        )
-    apply: Any = GradLayout.apply
-    result: Tensor = apply(local, spec.cotangent, wanted)
-    return result
 
 
 def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

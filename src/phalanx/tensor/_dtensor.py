@@ -106,7 +106,7 @@ class DTensor(torch.Tensor):
         if self._stale is not None:
             check_fresh(self)
         if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
-            given = spec.with_placements(normalize(grad_placements, spec.mesh.ndim, len(spec.shape)))
+            given = spec.of_gradient(grad_placements)
             if given is not spec.cotangent:
                 apply: Any = GradLayout.apply
                 result: Tensor = apply(self._local, given, spec.cotangent)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
-from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
+from phalanx.tensor._plan import Plan, plan_redistribute
+from phalanx.tensor._search import LOCAL_KINDS
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
 from phalanx.tensor._sums import Sums, sum_parts, sums_over

@@ -8,6 +8,8 @@ or empty.
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -99,7 +101,7 @@ class StridedShard(Shard):
         super().__init__(dim)
         if split_factor < 1:
             raise ValueError(f"StridedShard needs split_factor >= 1, got {split_factor}")
-        object.__setattr__(self, "split_factor", int(split_factor))
+        object.__setattr__(self, "split_factor", operator.index(split_factor))
 
     def _fields(self) -> tuple[Any, ...]:
         return (self.dim, self.split_factor)
@@ -158,6 +160,8 @@ class MaskPartial(Partial):
     __slots__ = ()
 
     def __init__(self, reduce_op: Literal["sum"] = "sum") -> None:
+        if reduce_op != "sum":
+            raise ValueError(f"MaskPartial is a sum, got {reduce_op!r}")
         super().__init__(reduce_op)
 
     def __repr__(self) -> str:
@@ -212,6 +216,57 @@ def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
         else:
             length = chunk_sizes(length, parts)[coordinate]
     return length
+
+
+def inner_cut(
+    length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int
+) -> Shard | None:
+    """How ``axis`` cuts what all other axes leave of its dim; None if that cannot be said, for cuts inside of its own.
+
+    A strided cut can be made of what later axes leave just as well, if sizes are even (or happen to fit):
+    (_S(0, 2), S(0)) on 2 by 2 ranks is S(0) on the second axis, and each of its parts cut by the first.
+    """
+    cut = placements[axis]
+    assert isinstance(cut, Shard), f"axis {axis} of {placements} cuts nothing"
+    others = [
+        (other, p, mesh_shape[other])
+        for other, p in enumerate(placements)
+        if isinstance(p, Shard) and p.dim == cut.dim and other != axis and mesh_shape[other] > 1
+    ]
+    inside = [parts for other, _, parts in others if other > axis]
+    if not inside:
+        return cut
+    if not isinstance(cut, StridedShard) or cut.split_factor % math.prod(inside):
+        return None
+    lengths = {length}
+    for other, p, parts in others:
+        if other < axis:
+            lengths = {held_size(n, [(p, parts, c)]) for n in lengths for c in range(parts)}
+        elif type(p) is not Shard:
+            return None
+    rest = cut.split_factor // math.prod(inside)
+    if not all(_lies_inside(n, cut.split_factor, mesh_shape[axis], tuple(inside)) for n in lengths):
+        return None
+    return Shard(cut.dim) if rest == 1 else StridedShard(cut.dim, rest)
+
+
+@lru_cache(maxsize=4096)
+def _lies_inside(length: int, blocks: int, parts: int, inside: tuple[int, ...]) -> bool:
+    """Whether cutting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves whole pieces of blocks, the
+    same that are left the other way round. Even sizes do.
+    """
+    sizes = chunk_sizes(length, blocks)
+    pieces = [chunk_sizes(size, parts) for size in sizes]
+    rest = blocks // math.prod(inside)
+    for number, coordinate in enumerate(itertools.product(*map(range, inside))):
+        own = slice(number * rest, (number + 1) * rest)
+        later = [(Shard(0), n, c) for n, c in zip(inside, coordinate, strict=True)]
+        if chunk_sizes(held_size(length, later), rest) != sizes[own]:
+            return False
+        for i in range(parts):
+            if held_size(sum(p[i] for p in pieces), later) != sum(p[i] for p in pieces[own]):
+                return False
+    return True
 
 
 def normalize(

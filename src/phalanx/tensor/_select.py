@@ -7,10 +7,11 @@ Owns ``select``. Pure: every rank computes the same answer, because costs are th
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from phalanx.tensor._placement import Partial, Placement, Shard
-from phalanx.tensor._plan import plan_redistribute
+from phalanx.tensor._plan import least_cost, plan_redistribute
 from phalanx.tensor._rule import Choice, In, Sharding
 
 MAX_COMBINATIONS = 96
@@ -36,15 +37,31 @@ def select(inputs: Sequence[In], sharding: Sharding, keep: tuple[Placement, ...]
         layouts = _transpose(combination, len(inputs))
         if not _fits(inputs, layouts[0]) or (sharding.valid is not None and not sharding.valid(layouts[0])):
             continue
-        cost = 0.0
-        for one, placements in zip(inputs, layouts[0], strict=True):
-            if placements != one.spec.placements:
-                cost += 1 + plan_redistribute(one.spec, one.spec.with_placements(placements)).cost
+        cost = _cost(inputs, layouts[0], math.inf if best is None else best[0])
         if best is None or cost < best[0]:
             best = (cost, layouts)
     if best is not None or width >= max(map(len, per_axis)):
         return None if best is None else best[1]
     return _first_valid(inputs, sharding, per_axis)
+
+
+def _cost(inputs: Sequence[In], layouts: Sequence[tuple[Placement, ...]], limit: float) -> float:
+    """What moving the inputs costs; no plan is searched for that cannot bring it below ``limit``."""
+    moves = [
+        (one.spec, one.spec.with_placements(placements))
+        for one, placements in zip(inputs, layouts, strict=True)
+        if placements != one.spec.placements
+    ]
+    cost = float(len(moves))
+    for source, target in moves:
+        if cost + least_cost(source, target) >= limit:
+            return math.inf
+        cost += plan_redistribute(source, target).cost
+        if any(
+            a.is_shard() and b.is_partial() for a, b in zip(source.placements, target.placements, strict=True)
+        ):
+            cost += source.num_elements * source.dtype.itemsize  # sends nothing now, but all of it later
+    return cost
 
 
 def _first_valid(inputs: Sequence[In], sharding: Sharding, per_axis: list[list[Choice]]) -> Layouts | None:

@@ -114,6 +114,16 @@ class Spec:
             found = self.variants["cotangent"] = self.with_placements(placements)
         return found
 
+    def of_gradient(self, placements: Sequence[Placement]) -> Spec:
+        """The layout of a gradient of this rank's part, if the user says ``grad_placements=placements``."""
+        given = self.with_placements(normalize(placements, self.mesh.ndim, len(self.shape)))
+        if given.local_shape != self.local_shape:
+            raise ValueError(
+                f"rank {self.mesh.get_rank()}: grad_placements={list(placements)} gives this rank a gradient of shape "
+                f"{given.local_shape} for a local tensor of shape {self.local_shape} ({self!r}): cut the same dims"
+            )
+        return given
+
     @property
     def is_replicated(self) -> bool:
         return all(p.is_replicate() for p in self.placements)

@@ -9,6 +9,7 @@ An action is a pair. ``begin(local, async_op)`` starts the collective and return
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,16 @@ from phalanx.comm import Group
 from phalanx.comm._checks import MOVED, PLAIN
 from phalanx.comm._fitting import all_reduce_fitting, exchange_fitting, gather_fitting, reduce_scatter_fitting
 from phalanx.tensor._log import log_redistribution
-from phalanx.tensor._placement import Partial, Replicate, Shard, StridedShard, chunk_sizes, chunk_starts
+from phalanx.tensor._placement import (
+    REPLICATE,
+    Partial,
+    Shard,
+    StridedShard,
+    chunk_sizes,
+    chunk_starts,
+    held_size,
+    inner_cut,
+)
 from phalanx.tensor._plan import Plan, Step
 from phalanx.tensor._spec import Spec
 
@@ -39,17 +49,52 @@ def actions_of(plan: Plan) -> list[Action]:
     return plan.actions
 
 
-def _axis_lengths(step: Step, sharded: Spec, dim: int) -> tuple[int, ...]:
-    """How long each rank's part of ``dim`` is along the step's axis (where ``sharded`` cuts it, innermost)."""
-    whole = sharded.with_placements(
-        tuple(Replicate() if axis == step.axis else p for axis, p in enumerate(sharded.placements))
-    ).local_shape[dim]
-    placement = sharded.placements[step.axis]
-    parts = sharded.mesh.shape[step.axis]
-    if isinstance(placement, StridedShard):
-        blocks = chunk_sizes(whole, placement.split_factor)
-        return tuple(sum(chunk_sizes(size, parts)[i] for size in blocks) for i in range(parts))
-    return chunk_sizes(whole, parts)
+class _AxisCut:
+    """How the step's axis cuts what the other axes leave of a dim in ``sharded``, and who holds which rows of that."""
+
+    def __init__(self, step: Step, sharded: Spec) -> None:
+        axis, mesh = step.axis, sharded.mesh
+        given = sharded.placements[axis]
+        assert isinstance(given, Shard), f"{step!r} has no cut in {sharded!r}"
+        cut = inner_cut(sharded.shape[given.dim], mesh.shape, sharded.placements, axis)
+        assert cut is not None, f"{step!r} was planned with cuts inside of its own"
+        whole = [REPLICATE if other == axis else p for other, p in enumerate(sharded.placements)]
+        self.dim = given.dim
+        self.parts = mesh.shape[axis]
+        self.whole = sharded.with_placements(whole).local_shape[given.dim]
+        self.blocks = cut.split_factor if isinstance(cut, StridedShard) else 1
+        self.lengths = tuple(held_size(self.whole, [(cut, self.parts, i)]) for i in range(self.parts))
+        self.is_even = self.blocks == 1 and len(set(self.lengths)) == 1
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Start and size of each range of rows that ``rank`` holds."""
+        blocks = zip(chunk_starts(self.whole, self.blocks), chunk_sizes(self.whole, self.blocks), strict=True)
+        return [
+            (start + chunk_starts(size, self.parts)[rank], chunk_sizes(size, self.parts)[rank])
+            for start, size in blocks
+        ]
+
+    def rows(self, rank: int) -> list[int]:
+        return [row for start, size in self.ranges(rank) for row in range(start, start + size)]
+
+    def cut(self, local: Tensor) -> list[Tensor]:
+        """The part of each rank."""
+        return [self.part(local, rank) for rank in range(self.parts)]
+
+    def part(self, local: Tensor, rank: int) -> Tensor:
+        pieces = [local.narrow(self.dim, start, size) for start, size in self.ranges(rank)]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The whole of all ranks' parts: of each block rank 0's piece, then rank 1's, and so on."""
+        if self.blocks == 1:
+            return torch.cat(parts, self.dim)
+        pieces, taken = [], [0] * self.parts
+        for block in chunk_sizes(self.whole, self.blocks):
+            for rank, size in enumerate(chunk_sizes(block, self.parts)):
+                pieces.append(parts[rank].narrow(self.dim, taken[rank], size))
+                taken[rank] += size
+        return torch.cat(pieces, self.dim)
 
 
 def group_of(step: Step) -> Group:
@@ -57,20 +102,15 @@ def group_of(step: Step) -> Group:
 
 
 def _all_gather(step: Step) -> Action:
-    placement, group = step.source.placements[step.axis], group_of(step)
-    assert isinstance(placement, Shard), f"{step!r} gathers a shard"
-    dim, lengths = placement.dim, _axis_lengths(step, step.source, placement.dim)
-    if len(set(lengths)) == 1 and type(placement) is Shard:
-        return _even_gather(group, dim, step)
+    group, cut = group_of(step), _AxisCut(step, step.source)
+    if cut.is_even:
+        return _even_gather(group, cut.dim, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        outputs = [local.new_empty(_resized(local, dim, length)) for length in lengths]
+        outputs = [local.new_empty(_resized(local, cut.dim, length)) for length in cut.lengths]
         return group.all_gather(outputs, local.contiguous(), async_op=async_op), outputs
 
-    if isinstance(placement, StridedShard):
-        strided, whole = placement, step.target.local_shape[dim]
-        return begin, lambda outputs: _weave(outputs, dim, strided, whole)
-    return begin, lambda outputs: torch.cat(outputs, dim)
+    return begin, cut.join
 
 
 def _even_gather(group: Group, dim: int, step: Step) -> Action:
@@ -93,40 +133,45 @@ def _back_to(dim: int) -> Finish:
     return (lambda output: output.transpose(0, dim).contiguous()) if dim else None
 
 
-def _weave(parts: list[Tensor], dim: int, placement: StridedShard, whole: int) -> Tensor:
-    """Put strided parts back in order: block b is part 0's piece of b, then part 1's, and so on."""
-    pieces = []
-    taken = [0] * len(parts)
-    for block in chunk_sizes(whole, placement.split_factor):
-        for rank, size in enumerate(chunk_sizes(block, len(parts))):
-            pieces.append(parts[rank].narrow(dim, taken[rank], size))
-            taken[rank] += size
-    return torch.cat(pieces, dim)
-
-
 def _all_to_all(step: Step) -> Action:
-    before, after = step.source.placements[step.axis], step.target.placements[step.axis]
-    assert isinstance(before, Shard), f"{step!r} exchanges shards"
-    assert isinstance(after, Shard), f"{step!r} exchanges shards"
-    group, leaving = group_of(step), after.dim
-    sizes = list(_axis_lengths(step, step.target, after.dim))
-    lengths = _axis_lengths(step, step.source, before.dim)
-    even = len(set(sizes)) == 1 == len(set(lengths)) and 0 not in step.source.local_shape
+    group, arriving, leaving = group_of(step), _AxisCut(step, step.source), _AxisCut(step, step.target)
+    if arriving.dim == leaving.dim:
+        return _reorder(step, arriving, leaving)
+    even = arriving.is_even and leaving.is_even and 0 not in step.source.local_shape
     if even and step.source.dtype in MOVED:
-        return _even_exchange(group, before.dim, after.dim, step)
+        return _even_exchange(group, arriving.dim, leaving.dim, step)
     shapes = []
-    for length in lengths:
+    for length in arriving.lengths:
         shape = list(step.source.local_shape)
-        shape[after.dim], shape[before.dim] = step.target.local_shape[after.dim], length
+        shape[leaving.dim], shape[arriving.dim] = step.target.local_shape[leaving.dim], length
         shapes.append(shape)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        sent = [part.contiguous() for part in torch.split(local, sizes, leaving)]
         received = [local.new_empty(shape) for shape in shapes]
+        return group.all_to_all(received, leaving.cut(local), async_op=async_op), received
+
+    return begin, arriving.join
+
+
+def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
+    """The same dim cut in another way: each rank sends the rows that another one wants, and sorts what arrives."""
+    group, dim = group_of(step), held.dim
+    rows, own = held.rows(group.rank), set(wanted.rows(group.rank))
+    sent_rows = []
+    for rank in range(group.size):
+        theirs = set(wanted.rows(rank))
+        sent_rows.append(
+            torch.tensor([at for at, row in enumerate(rows) if row in theirs], dtype=torch.int64)
+        )
+    arriving = [[row for row in held.rows(rank) if row in own] for rank in range(group.size)]
+    order = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64).argsort()
+
+    def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
+        sent = [local.index_select(dim, at.to(local.device)) for at in sent_rows]
+        received = [local.new_empty(_resized(local, dim, len(part))) for part in arriving]
         return group.all_to_all(received, sent, async_op=async_op), received
 
-    arriving = before.dim
-    return begin, lambda received: torch.cat(received, arriving)
+    return begin, lambda received: torch.cat(received, dim).index_select(dim, order.to(received[0].device))
 
 
 def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
@@ -168,15 +213,12 @@ def _all_reduce(step: Step) -> Action:
 
 
 def _reduce_scatter(step: Step) -> Action:
-    after = step.target.placements[step.axis]
-    assert isinstance(after, Shard), f"{step!r} scatters to a shard"
-    dim, lengths = after.dim, list(_axis_lengths(step, step.target, after.dim))
-    group, op = group_of(step), _reduce_op(step)
-    if len(set(lengths)) == 1:
-        return _even_reduce_scatter(group, dim, lengths[0], op, step)
+    group, op, cut = group_of(step), _reduce_op(step), _AxisCut(step, step.target)
+    if cut.is_even:
+        return _even_reduce_scatter(group, cut.dim, cut.lengths[0], op, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        parts = [part.contiguous() for part in torch.split(local, lengths, dim)]
+        parts = cut.cut(local)
         output = torch.empty_like(parts[group.rank])
         return group.reduce_scatter(output, parts, op, async_op=async_op), output
 
@@ -200,20 +242,11 @@ def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Ste
 
 
 def _slice(step: Step) -> Action:
-    after = step.target.placements[step.axis]
-    assert isinstance(after, Shard), f"{step!r} slices to a shard"
-    coordinate, parts = step.target.coordinate[step.axis], step.target.mesh.shape[step.axis]
-    dim, whole = after.dim, step.source.local_shape[after.dim]
-    if isinstance(after, StridedShard):
-        factor = after.split_factor
-        blocks = zip(chunk_starts(whole, factor), chunk_sizes(whole, factor), strict=True)
-        pieces = [
-            (start + chunk_starts(size, parts)[coordinate], chunk_sizes(size, parts)[coordinate])
-            for start, size in blocks
-        ]
-        return _local(lambda local: torch.cat([local.narrow(dim, at, size) for at, size in pieces], dim))
-    start, size = chunk_starts(whole, parts)[coordinate], chunk_sizes(whole, parts)[coordinate]
-    return _local(lambda local: torch.narrow_copy(local, dim, start, size))
+    cut, own = _AxisCut(step, step.target), step.target.coordinate[step.axis]
+    if cut.blocks > 1:
+        return _local(lambda local: cut.part(local, own))
+    ((start, size),) = cut.ranges(own)
+    return _local(lambda local: torch.narrow_copy(local, cut.dim, start, size))
 
 
 def _split(step: Step) -> Action:
@@ -223,6 +256,22 @@ def _split(step: Step) -> Action:
     if after.reduce_op in ("avg", "min", "max") or step.target.coordinate[step.axis] == 0:
         return _local(torch.clone)
     return _local(torch.ones_like if after.reduce_op == "product" else torch.zeros_like)
+
+
+def _pad(step: Step) -> Action:
+    """Shard to Partial: what the others hold is filled with what changes nothing."""
+    cut, after, own = _AxisCut(step, step.source), step.target.placements[step.axis], step.source.coordinate
+    assert isinstance(after, Partial), f"{step!r} makes a partial"
+    starts, sizes = zip(*cut.ranges(own[step.axis]), strict=True)
+    neutral = 1 if after.reduce_op == "product" else 0
+
+    def pad(local: Tensor) -> Tensor:
+        whole = local.new_full(_resized(local, cut.dim, cut.whole), neutral)
+        for start, piece in zip(starts, local.split(sizes, cut.dim), strict=True):
+            whole.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
+        return whole
+
+    return _local(pad)
 
 
 def _relabel(step: Step) -> Action:
@@ -253,5 +302,6 @@ _ACTIONS: dict[str, Callable[[Step], Action]] = {
     "reduce_scatter": _reduce_scatter,
     "slice": _slice,
     "split": _split,
+    "pad": _pad,
     "relabel": _relabel,
 }
