@@ -9,7 +9,6 @@ An action is a pair. ``begin(local, async_op)`` starts the collective and return
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -74,8 +73,9 @@ class _AxisCut:
             for start, size in blocks
         ]
 
-    def rows(self, rank: int) -> list[int]:
-        return [row for start, size in self.ranges(rank) for row in range(start, start + size)]
+    def rows(self, rank: int) -> Tensor:
+        """The numbers of all these rows."""
+        return torch.cat([torch.arange(start, start + size) for start, size in self.ranges(rank)])
 
     def cut(self, local: Tensor) -> list[Tensor]:
         """The part of each rank."""
@@ -156,15 +156,10 @@ def _all_to_all(step: Step) -> Action:
 def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
     """The same dim cut in another way: each rank sends the rows that another one wants, and sorts what arrives."""
     group, dim = group_of(step), held.dim
-    rows, own = held.rows(group.rank), set(wanted.rows(group.rank))
-    sent_rows = []
-    for rank in range(group.size):
-        theirs = set(wanted.rows(rank))
-        sent_rows.append(
-            torch.tensor([at for at, row in enumerate(rows) if row in theirs], dtype=torch.int64)
-        )
-    arriving = [[row for row in held.rows(rank) if row in own] for rank in range(group.size)]
-    order = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64).argsort()
+    rows, own, ranks = held.rows(group.rank), wanted.rows(group.rank), range(group.size)
+    sent_rows = [torch.isin(rows, wanted.rows(rank)).nonzero().flatten() for rank in ranks]
+    arriving = [theirs[torch.isin(theirs, own)] for theirs in map(held.rows, ranks)]
+    order = torch.cat(arriving).argsort()
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         sent = [local.index_select(dim, at.to(local.device)) for at in sent_rows]
