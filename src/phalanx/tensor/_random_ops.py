@@ -268,6 +268,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     replicated = wrap(whole, weights._spec.replicated)
     mesh = weights._spec.mesh
     _require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")
+    _require(weights.is_floating_point(), f"multinomial on a DTensor needs floats, got {weights.dtype}")
     _require(count > 0, f"multinomial on a DTensor needs num_samples > 0, got {count}")
     _require(
         bool(((whole >= 0) & whole.isfinite()).all() & (whole.sum(-1) > 0).all()),
