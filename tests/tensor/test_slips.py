@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, zeros
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
 pytestmark = pytest.mark.fast
 
@@ -352,11 +352,7 @@ def test_clipping_plain_and_distributed_gradients_together() -> None:
     def body(mesh: Any) -> None:
         x, y = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])), nn.Parameter(torch.zeros(5))
         x.grad, y.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(5)
-        with pytest.raises(RuntimeError, match="implicit_replication"):
-            nn.utils.clip_grad_norm_([x, y], 1.5)
-        x.grad, y.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(5)
-        with implicit_replication():
-            norm = nn.utils.clip_grad_norm_([x, y], 1.5)
+        norm = nn.utils.clip_grad_norm_([x, y], 1.5)
         assert norm.item() == 3.0
         assert y.grad.tolist() == pytest.approx([0.5] * 5, rel=1e-5)
         assert x.grad.full_tensor().tolist() == pytest.approx([0.5] * 4, rel=1e-5)

@@ -2,14 +2,14 @@
 
 Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors), torch's
 functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
-they refuse DTensors), and tells ``torch.load`` which names of this package are harmless; see ``_function.py``,
-``_random.py``, ``_doors.py`` and ``_loading.py``.
+they refuse DTensors), has nested activation checkpoints keep local tensors, and tells ``torch.load`` which names are
+harmless; see ``_function.py``, ``_random.py``, ``_doors.py``, ``_checkpointing.py`` and ``_loading.py``.
 """
 
 from __future__ import annotations
 
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.tensor import _doors, _function, _grouping, _loading, _log, _operators, _random
+from phalanx.tensor import _checkpointing, _doors, _function, _grouping, _loading, _log, _operators, _random
 from phalanx.tensor._distribute import distribute_module, distribute_tensor
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
@@ -24,6 +24,7 @@ from phalanx.tensor._modes import (
 from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
 
+_checkpointing.install()
 _doors.install()
 _function.install()
 _grouping.install()

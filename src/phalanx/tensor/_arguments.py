@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._modes import settings, user_line
+from phalanx.tensor._names import OpName
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_fresh
@@ -131,11 +132,22 @@ def walk_tensors(node: Any, visit: Callable[[Tensor], Any]) -> Any:
     return node
 
 
-def promote(op: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out."""
+def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out.
+
+    A plain tensor that is written to takes 0-d DTensors as numbers (gradients are clipped so): it stays plain.
+    """
+    op = name.base
     found: list[Tensor] = []
     walk_tensors((args, kwargs), found.append)
     distributed = [t for t in found if isinstance(t, DTensor)]
+    if (
+        name.in_place
+        and not isinstance(found[0], DTensor)
+        and not any(t.ndim for t in distributed)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in found))
+    ):
+        return walk_tensors((tuple(args), dict(kwargs)), _as_number)  # type: ignore[no-any-return]  # as they were
     mesh = _common_mesh(op, distributed)
 
     def lift(tensor: Tensor) -> DTensor:
@@ -155,6 +167,10 @@ def promote(op: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
         return wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
 
     return walk_tensors(tuple(args), lift), walk_tensors(dict(kwargs), lift)
+
+
+def _as_number(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.

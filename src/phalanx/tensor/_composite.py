@@ -24,6 +24,7 @@ from phalanx.tensor._through import run_through, through
 from phalanx.tensor._views import fresh
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -53,14 +54,23 @@ def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[An
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, *rest), None)
+    if first.dtype in _HALF:  # a sum may be too large for them
+        each = run_rule(func, (first, target, weight, _NONE, ignored, *rest), None)
+        return (each.sum(dtype=torch.float32) / _counted(first, target, weight, ignored)).to(each.dtype)
     total = run_rule(func, (first, target, weight, _SUM, ignored, *rest), None)
+    return total / _counted(first, target, weight, ignored)
+
+
+def _counted(first: DTensor, target: DTensor, weight: Any, ignored: int) -> Any:
+    """What the mean of a loss is divided by: the rows that count, or their weights."""
     if target.is_floating_point():
-        return total / (first.numel() // first.shape[1])
+        return first.numel() // first.shape[1]
     counted = target != ignored
     if weight is None:
-        return total / counted.sum()
+        return counted.sum()
     safe = torch.where(counted, target, torch.zeros_like(target))
-    return total / (F.embedding(safe, weight.unsqueeze(1)).squeeze(-1) * counted).sum()
+    weights = F.embedding(safe, weight.unsqueeze(1)).squeeze(-1) * counted
+    return weights.sum(dtype=torch.promote_types(weights.dtype, torch.float32))
 
 
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}

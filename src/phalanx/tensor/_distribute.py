@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from phalanx.comm import DeviceMesh, Group
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
-from phalanx.tensor._execute import redistribute_local, route_of, start_plan
+from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._ties import keeping_ties
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -263,43 +264,27 @@ def redistribute(
         raise ValueError("redistribute needs placements")
     local = tensor._local
     if forward_dtype is not None:
-        local = local.to(forward_dtype)
         spec = spec.with_dtype(forward_dtype)
+        if not (forward_dtype.is_floating_point or forward_dtype.is_complex):
+            local = local.detach()  # whole numbers have no gradient
     target = spec.variants.get(tuple(placements))
     if target is None:
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
-    if target is spec:
-        return tensor if local is tensor._local else wrap(local, spec)
+    if target is spec and backward_dtype is None:
+        return tensor if spec is tensor._spec else wrap(local.to(spec.dtype), spec)
     plan = plan_redistribute(spec, target)
     route = route_of(plan)
-    if route.is_relabel:  # on axes of one rank: a copy, as on longer ones
-        return wrap(_cast_gradient(local.clone(), backward_dtype), target)
-    spec.routes[tuple(placements)] = route
+    if not route.is_relabel:
+        spec.routes[tuple(placements)] = route
+    elif target is not spec:  # on axes of one rank: a copy, as on longer ones
+        local = local.clone()
     if async_op and plan.communicates:
-        complete = start_plan(local, plan)
-        return pending(target, lambda: _cast_gradient(complete(), backward_dtype))
-    return wrap(_cast_gradient(redistribute_local(local, spec, target), backward_dtype), target)
-
-
-def _cast_gradient(local: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not local.requires_grad:
-        return local
-    cast: Any = _CastGrad.apply
-    result: Tensor = cast(local, dtype)
-    return result
-
-
-class _CastGrad(torch.autograd.Function):
-    """Identity; the gradient travels in another dtype from here on."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].to(ctx.dtype), None
+        return pending(target, start_plan(local, plan, backward_dtype))
+    if local.dtype == spec.dtype and backward_dtype is None:
+        return wrap(redistribute_local(local, spec, target), target)
+    if local.requires_grad and torch.is_grad_enabled():
+        return wrap(move_as(local, plan, backward_dtype), target)
+    return wrap(run_plan(local.to(spec.dtype), plan), target)
 
 
 def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
@@ -319,13 +304,16 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
+    Parameters that submodules share stay shared.
+
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward.
     """
     mesh = mesh_or_current(device_mesh)
-    for name, part in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, part, mesh)
-        replicate_rest(part, mesh)
+    with keeping_ties(module):
+        for name, part in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, part, mesh)
+            replicate_rest(part, mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:

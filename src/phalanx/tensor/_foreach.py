@@ -116,6 +116,8 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
             )
         return tensor
     own, local = tensor._spec, fresh(tensor)
+    if own is spec:
+        return local
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
         return local
     if not tensor.ndim:
@@ -142,7 +144,8 @@ def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
 def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
     """``value`` at these places of the lists; for ``plain`` ones without a DTensor in it."""
     if isinstance(value, (list, tuple)):
-        return [_at(value[place], [], plain, name) for place in places]
+        # optimizers leave unused lists empty
+        return [_at(value[place], [], plain, name) for place in places] if value else []
     if not plain or not isinstance(value, DTensor):
         return value
     if value.ndim:
@@ -162,6 +165,8 @@ def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
     for place, tensor in enumerate(args[0]):
         rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
         options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
+        if method.startswith("addc") and len(rest) == 3:
+            options["value"] = rest.pop()
         if in_place:
             getattr(tensor, method)(*rest, **options)
         else:
@@ -181,27 +186,34 @@ def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[A
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """``torch._fused_adam_`` and the like: lists of one length, written in place."""
-    first = [t for t in args[0] if isinstance(t, DTensor)]
-    if len(first) != len(args[0]):
-        raise RuntimeError(
-            f"{func.__name__} got plain tensors among DTensors: give each kind its own parameter group"
-        )
-    specs: list[Spec | None] = [t._spec for t in first]
-    if any(t._spec.is_partial for t in first):
+    first = list(args[0])
+    if any(not isinstance(t, DTensor) for t in first):
+        _by_kind(func, args, kwargs or {})
+        return
+    specs = [t._spec for t in first]
+    if any(spec.is_partial for spec in specs):
         raise RuntimeError(f"{func.__name__} on partial parameters: redistribute them first")
     for tensor in first:
         check_writable(tensor, func.__name__, anywhere=False)
-    func(
-        *[_fused_arg(a, specs) for a in args], **{k: _fused_arg(v, specs) for k, v in (kwargs or {}).items()}
-    )
+    copies: list[tuple[DTensor, Tensor, Spec]] = []
+    local_kwargs = {key: _fused_arg(value, specs, copies) for key, value in (kwargs or {}).items()}
+    func(*[_fused_arg(value, specs, copies) for value in args], **local_kwargs)
+    for tensor, local, spec in copies:
+        tensor._local.copy_(redistribute_local(local, spec, tensor._spec))
 
 
-def _fused_arg(value: Any, specs: list[Spec | None]) -> Any:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-        if value[0].dim() or len(value) != len(specs):
-            return _locals(value, specs)
-        return [t._local if isinstance(t, DTensor) else t for t in value]
-    return value._local if isinstance(value, DTensor) else value
+def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor, Spec]]) -> Any:
+    """Locals in the layouts of the parameters; state of another layout is copied, and noted to be written back."""
+    if not isinstance(value, (list, tuple)):
+        return value._local if isinstance(value, DTensor) else value
+    locals_ = list(value)
+    for place, tensor in enumerate(locals_):
+        if isinstance(tensor, Tensor):
+            spec = specs[place]
+            locals_[place] = local = _brought(tensor, spec)
+            if isinstance(tensor, DTensor) and local is not tensor._local:
+                copies.append((tensor, local, spec.with_dtype(tensor.dtype)))
+    return locals_
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:

@@ -25,7 +25,12 @@ def install() -> None:
         return _group(tensorlistlist, with_indices)
 
     group._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
-    for name in ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad"):
+    for name in (
+        "torch.utils._foreach_utils",
+        "torch.optim.optimizer",
+        "torch.optim.swa_utils",
+        "torch.nn.utils.clip_grad",
+    ):
         module: Any = importlib.import_module(name)  # each has imported the function by name
         module._group_tensors_by_device_and_dtype = group
 

@@ -133,6 +133,6 @@ def user_line() -> str:
     frame = sys._getframe(1)
     for summary, _ in traceback.walk_stack(frame):
         name = summary.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/torch/" not in name:
+        if not name.startswith((_PACKAGE, "<runner")) and "/torch/" not in name:
             return f"{name}:{summary.f_lineno}"
     return "?"

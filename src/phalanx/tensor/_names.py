@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -87,11 +88,17 @@ def in_signature_order(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def first_by_position(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call that has keywords only, with ``input`` by position, where every handler looks for it.
 
+    Functions written in Python hand it over by position themselves, or have names of their own.
+
     >>> first_by_position(torch.sum, {"input": 1, "dim": 0})
     ((1,), {'dim': 0})
     """
     named = torch_keywords(kwargs)
-    if "input" not in named or _parameters(op_name(func).base).get("input") != 0:
+    if (
+        isinstance(func, FunctionType)
+        or "input" not in named
+        or _parameters(op_name(func).base).get("input") != 0
+    ):
         return (), kwargs
     return (named.pop("input"),), named
 

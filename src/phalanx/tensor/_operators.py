@@ -28,12 +28,12 @@ _OPERATORS = {
 }
 
 
-# Methods that models call at every step and that have a rule.
+# Methods that models call at every step and that have a rule, and one that torch does not report at all.
 _METHODS = (
     "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
     "split", "contiguous", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh",
     "sigmoid", "add", "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_",
-    "lerp_",
+    "lerp_", "set_",
 )  # fmt: skip
 
 

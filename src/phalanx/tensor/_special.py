@@ -15,9 +15,11 @@ from phalanx.tensor import _autograd, _foreach
 from phalanx.tensor._composite import COMPOSITE, FUNCTIONAL
 from phalanx.tensor._dispatch import run_rule
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._strides import is_contiguous, strides_of
 from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
 
@@ -28,7 +30,7 @@ Handler = Callable[[Any, Any, Any], Any]
 
 # Answered from the local tensor alone: true of the whole if true of a part.
 _FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
-"element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
+"element_size", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
 "is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
 "is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
 "is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
@@ -47,16 +49,15 @@ def _from_local(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    """Strides of the whole tensor if its memory had the order of the local one."""
-    tensor: DTensor = args[0]
-    local = tensor._local.stride()
-    order = sorted(range(tensor.ndim), key=lambda d: (local[d], -d), reverse=True)
-    strides, step = [0] * tensor.ndim, 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(1, tensor.shape[dim])
+    strides = strides_of(args[0])
     dims = (args[1:] or (None,))[0] if not kwargs else kwargs.get("dim")
-    return tuple(strides) if dims is None else strides[dims]
+    return strides if dims is None else strides[dims]
+
+
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    if kwargs or len(args) > 1:  # another memory format
+        return bool(func(args[0]._local, *args[1:], **(kwargs or {})))
+    return is_contiguous(args[0].shape, strides_of(args[0]))
 
 
 def _shape_answer(func: Any, args: Any, kwargs: Any) -> Any:
@@ -75,6 +76,15 @@ def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     args[0].data = args[1]
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """``x.set_(y)``, by which parametrizations replace what they are registered on."""
+    if kwargs or len(args) != 2 or type(args[1]) is not DTensor:
+        raise NotImplementedError("set_ on a DTensor takes another DTensor: its storage is this rank's part")
+    tensor: DTensor = args[0]
+    tensor.data = args[1]
+    return tensor
 
 
 def _refuse(reason: str) -> Handler:
@@ -111,6 +121,18 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(func(tensor._local.detach(), spec.local_shape, *rest, **options), spec)
 
 
+def _factory_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.eye(n, out=x)`` and others that take no tensor besides: the same values on every rank."""
+    options = dict(kwargs or {})
+    out = options.pop("out", None)
+    made = None if out is None else func(*args, **options)
+    if made is None or isinstance(made, DTensor):  # of tensors: linspace(start, end)
+        return run_replicated(func, args, kwargs)
+    return write_out(
+        wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out
+    )
+
+
 def _as_other(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.view_as(y)`` is ``x.view(y.shape)``, and so on."""
     other = args[1] if len(args) > 1 else kwargs["other"]
@@ -136,7 +158,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if name.base == "squeeze":  # by number: a local dim of size one may be a cut of a longer one
         gone = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == 1]
         dims = args[1] if len(args) > 1 else options.get("dim", gone)
-        chosen = {d % tensor.ndim - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        chosen = {d % max(1, tensor.ndim) - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
         tensor._local.squeeze_(tuple(d for d in gone if d in chosen))
     else:
         func(tensor._local, *args[1:], **options)
@@ -171,12 +193,13 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("to", "type_as"), _to),
     "type": _type,
     "stride": _stride,
+    "is_contiguous": _is_contiguous,
     "nbytes.get": _nbytes,
     "is_same_size": _is_same_size,
     "data.set": _set_data,
     "resize": _refuse("its global shape is fixed; make a new one"),
     "resize_as": _refuse("its global shape is fixed; make a new one"),
-    "set": _refuse("its storage is this rank's part; use copy_"),
+    "set": _set,
     "share_memory": _share_memory,
     "__dlpack__": _of_whole,
     **dict.fromkeys(
@@ -184,6 +207,7 @@ TABLE: dict[str, Handler] = {
         _refuse("forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"),
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
+    **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
     "new_empty": _new,
     "new_zeros": _new,
     "new_ones": _new,

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.tensor._arguments import promote
@@ -23,6 +24,15 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 def _no_override(*args: object) -> bool:
     return False
+
+
+class _Torch:
+    """``torch`` for functions that ask ``torch.overrides``, as those of torch.nn.init do."""
+
+    overrides = types.SimpleNamespace(**dict.fromkeys(_CHECKS, _no_override))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def through(func: Any) -> Callable[..., Any] | None:
@@ -38,6 +48,8 @@ def through(func: Any) -> Callable[..., Any] | None:
     if not names:
         return None  # it is checked by something it calls, which would bring it back here
     scope = {**inner.__globals__, **dict.fromkeys(names, _no_override)}
+    if "overrides" in inner.__code__.co_names:
+        scope["torch"] = _Torch()
     copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__ = inner.__kwdefaults__
     return copy
@@ -47,7 +59,7 @@ def run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
     kwargs = kwargs or {}
     if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):
-        args, kwargs = promote(op_name(func).base, args, kwargs)
+        args, kwargs = promote(op_name(func), args, kwargs)
     previous, settings.implicit_replication = settings.implicit_replication, True
     try:
         return body(*args, **kwargs)

@@ -92,21 +92,21 @@ def _cross_entropy(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction!r} is not a valid value for reduction")
     logits = _without_partial(input)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    shown = exact if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     spec, dim = logits._spec, _class_dim(logits)
     rows = Spec.of(
         spec.mesh, [_row_placement(p, dim) for p in spec.placements], _row_shape(spec, dim), spec.dtype
     )
     local_target = _local_target(target, rows)
     _check_target(local_target, spec.shape[dim], ignore_index)
-    scale = _row_weights(local_target, weight, ignore_index, spec)
+    scale = _row_weights(local_target, weight, ignore_index, exact)
     cut = _Cut(dim, spec.local_offset(dim), _class_groups(spec, dim))
     losses: Tensor = _RowLoss.apply(fresh(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
-    total = wrap(losses * scale, rows)
-    if reduction == "none":
-        return total
-    if reduction == "sum":
-        return total.sum()
-    return total.sum() / wrap(scale, rows).sum()
+    total: Tensor = wrap(losses * scale, rows)
+    if reduction != "none":
+        total = total.sum() if reduction == "sum" else total.sum() / wrap(scale, rows).sum()
+    return total.to(shown)
 
 
 class _Cut(NamedTuple):
@@ -118,10 +118,14 @@ class _Cut(NamedTuple):
 
 
 class _RowLoss(torch.autograd.Function):
-    """The loss of each row, known to every rank of the groups; the gradient of each rank's own logits."""
+    """The loss of each row, known to every rank of the groups; the gradient of each rank's own logits.
+
+    Computed in float32 at least, as torch's is inside: a sum of exponents has few digits in bfloat16.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, cut: _Cut) -> Tensor:
+    def forward(ctx: Any, given: Tensor, target: Tensor, cut: _Cut) -> Tensor:
+        logits = given.to(torch.promote_types(given.dtype, torch.float32))
         lowest = torch.finfo(logits.dtype).min
         shape = [n for d, n in enumerate(logits.shape) if d != cut.dim]
         largest = logits.amax(cut.dim) if logits.shape[cut.dim] else logits.new_full(shape, lowest)
@@ -136,7 +140,7 @@ class _RowLoss(torch.autograd.Function):
             picked = torch.zeros_like(total)
         _reduce(picked, cut.groups, "sum")
         log_total = total.log()
-        ctx.save_for_backward(logits, target, largest + log_total)
+        ctx.save_for_backward(given, target, largest + log_total)
         ctx.cut = cut
         return log_total - picked
 
@@ -148,7 +152,7 @@ class _RowLoss(torch.autograd.Function):
         position, here = _own_position(logits, target, ctx.cut)
         if logits.shape[ctx.cut.dim]:
             softmax.scatter_add_(ctx.cut.dim, position, -here.unsqueeze(ctx.cut.dim).to(softmax.dtype))
-        return softmax * grads[0].unsqueeze(ctx.cut.dim), None, None
+        return (softmax * grads[0].unsqueeze(ctx.cut.dim)).to(logits.dtype), None, None
 
 
 def _own_position(logits: Tensor, target: Tensor, cut: _Cut) -> tuple[Tensor, Tensor]:
@@ -206,10 +210,10 @@ def _check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:
         raise IndexError(f"target {int(target[wrong][0])} is out of range for {num_classes} classes")
 
 
-def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, spec: Spec) -> Tensor:
+def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What each row counts: the weight of its class, zero if it is ignored."""
     counted = target != ignore_index
     if weight is None:
-        return counted.to(spec.dtype)
+        return counted.to(dtype)
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return whole[target.masked_fill(~counted, 0)] * counted

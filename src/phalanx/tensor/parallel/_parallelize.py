@@ -13,6 +13,7 @@ from torch import nn
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._distribute import mesh_or_current
+from phalanx.tensor._ties import keeping_ties
 from phalanx.tensor.parallel._style import ParallelStyle
 
 
@@ -39,15 +40,19 @@ def parallelize_module(
         return module
     if isinstance(parallelize_plan, ParallelStyle):
         parallelize_plan.src_data_rank = src_data_rank
-        return parallelize_plan._apply(module, mesh)
+        with keeping_ties(module):
+            return parallelize_plan._apply(module, mesh)
     if not isinstance(parallelize_plan, dict):
         raise TypeError(f"a plan is a ParallelStyle or a dict of them, got {type(parallelize_plan).__name__}")
-    for path, style in parallelize_plan.items():
-        found = list(modules_at(module, path))
-        if not found:
-            warnings.warn(f"the plan's key {path!r} names no module of {type(module).__name__}", stacklevel=2)
-        for part in found:
-            parallelize_module(part, mesh, style, src_data_rank=src_data_rank)
+    with keeping_ties(module):
+        for path, style in parallelize_plan.items():
+            found = list(modules_at(module, path))
+            if not found:
+                warnings.warn(
+                    f"the plan's key {path!r} names no module of {type(module).__name__}", stacklevel=2
+                )
+            for part in found:
+                parallelize_module(part, mesh, style, src_data_rank=src_data_rank)
     return module
 
 

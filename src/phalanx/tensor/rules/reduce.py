@@ -79,18 +79,20 @@ def mean(call: Call) -> Sharding | None:
     count = math.prod(one.shape[d] for d in dims)
     ordered = sorted(dims)
 
-    def local(run: LocalRun, args: Any, kwargs: Any) -> Any:
-        if run.inputs[0].local_shape == tuple(run.inputs[0].shape):
-            return run.func(*args, **kwargs)
-        dtype = kwargs.get("dtype")
-        total = (
-            args[0].sum(ordered, keepdim=keepdim, dtype=dtype)
-            if ordered
-            else args[0].to(dtype or args[0].dtype)
-        )
-        return total / count
+    def bind(run: LocalRun) -> Callable[..., Any]:
+        part = math.prod(run.inputs[0].local_shape[d] for d in dims)
+        if part == count:
+            return run.func  # type: ignore[no-any-return]  # torch's own
 
-    return Sharding(choices, local=local) if count else None
+        def shared(x: Any, *args: Any, **kwargs: Any) -> Any:
+            dtype = kwargs.get("dtype") or x.dtype
+            if part and dtype in (torch.float16, torch.bfloat16):  # a sum may be too large for them
+                return run.func(x, *args, **kwargs) * (part / count)
+            return x.sum(ordered, keepdim=keepdim, dtype=dtype) / count
+
+        return shared
+
+    return Sharding(choices, bind=bind) if count else None
 
 
 def extreme(op: str) -> Callable[[Call], Sharding | None]:
