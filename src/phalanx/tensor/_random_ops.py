@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.tensor import _noise
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._fallback import write_out
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
@@ -292,6 +293,16 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(chosen, Spec.of(mesh, replicated.placements, chosen.shape, chosen.dtype))
 
 
+def _with_out(handler: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        options = dict(kwargs or {})
+        out = options.pop("out", None)
+        result = handler(func, args, options)
+        return result if out is None else write_out(result, out)
+
+    return run
+
+
 RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "rand_like": _like(uniform_like),
     "randn_like": _like(normal_like),
@@ -302,7 +313,7 @@ RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "cauchy": _fill(_cauchy),
     "geometric": _fill(_geometric),
     "random": _fill(_random),
-    "bernoulli": _bernoulli,
+    "bernoulli": _with_out(_bernoulli),
     "dropout": _dropout(feature=False),
     "native_dropout": _dropout(feature=False),
     "feature_dropout": _dropout(feature=True),
@@ -310,7 +321,7 @@ RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "feature_alpha_dropout": _alpha_dropout(feature=True),
     "rrelu": _rrelu,
     "rrelu_with_noise": _rrelu,
-    "multinomial": _multinomial,
+    "multinomial": _with_out(_multinomial),
 }
 
 
