@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.tensor import _noise
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._fallback import write_out
 from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._fallback import write_out
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, fresh, written
