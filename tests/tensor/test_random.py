@@ -127,6 +127,20 @@ def test_replicas_agree_though_torch_was_seeded_differently() -> None:
     assert a == b
 
 
+def test_out_arguments_are_written() -> None:
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        chances = distribute_tensor(torch.tensor([0.0, 1.0, 1.0, 0.0]), mesh, [Shard(0)])
+        coins = distribute_tensor(torch.full((4,), 7.0), mesh, [Shard(0)])
+        assert torch.bernoulli(chances, out=coins) is coins
+        assert coins.full_tensor().tolist() == [0.0, 1.0, 1.0, 0.0]
+        drawn = distribute_tensor(torch.full((2,), 7), mesh)
+        assert torch.multinomial(chances, 2, out=drawn) is drawn
+        assert sorted(drawn.full_tensor().tolist()) == [1, 2]
+
+    comm.simulate(2).run(rank_main)
+
+
 def test_functions_that_would_diverge_are_refused() -> None:
     def rank_main(group: Any) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.tensor import _noise
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
+from phalanx.tensor._fallback import write_out
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, fresh, written
@@ -268,6 +269,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     replicated = wrap(whole, weights._spec.replicated)
     mesh = weights._spec.mesh
     _require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")
+    _require(weights.is_floating_point(), f"multinomial on a DTensor needs floats, got {weights.dtype}")
     _require(count > 0, f"multinomial on a DTensor needs num_samples > 0, got {count}")
     _require(
         bool(((whole >= 0) & whole.isfinite()).all() & (whole.sum(-1) > 0).all()),
@@ -291,6 +293,16 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(chosen, Spec.of(mesh, replicated.placements, chosen.shape, chosen.dtype))
 
 
+def _with_out(handler: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        options = dict(kwargs or {})
+        out = options.pop("out", None)
+        result = handler(func, args, options)
+        return result if out is None else write_out(result, out)
+
+    return run
+
+
 RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "rand_like": _like(uniform_like),
     "randn_like": _like(normal_like),
@@ -301,7 +313,7 @@ RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "cauchy": _fill(_cauchy),
     "geometric": _fill(_geometric),
     "random": _fill(_random),
-    "bernoulli": _bernoulli,
+    "bernoulli": _with_out(_bernoulli),
     "dropout": _dropout(feature=False),
     "native_dropout": _dropout(feature=False),
     "feature_dropout": _dropout(feature=True),
@@ -309,7 +321,7 @@ RANDOM: dict[str, Callable[[Any, Any, Any], Any]] = {
     "feature_alpha_dropout": _alpha_dropout(feature=True),
     "rrelu": _rrelu,
     "rrelu_with_noise": _rrelu,
-    "multinomial": _multinomial,
+    "multinomial": _with_out(_multinomial),
 }
 
 
