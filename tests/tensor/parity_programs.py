@@ -62,6 +62,19 @@ def redistribute(t: SimpleNamespace, mesh: Any) -> Any:
     return found
 
 
+def redistribute_in_other_dtypes(t: SimpleNamespace, mesh: Any) -> Any:
+    """What travels there and what travels back is rounded as torch rounds it."""
+    value, weights, found = torch.randn(5, 6), torch.randn(5, 6), []
+    target = [t.Shard(1)] * mesh.ndim
+    for source in some_layouts(t, mesh):
+        for dtypes in [(torch.bfloat16, None), (None, torch.bfloat16), (torch.bfloat16, torch.float32)]:
+            x = t.distribute_tensor(value, mesh, source).requires_grad_()
+            y = x.redistribute(mesh, target, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
+            y.backward(t.distribute_tensor(weights.to(y.dtype), mesh, target))
+            found += [y, x.grad]
+    return found
+
+
 def partial_sums(t: SimpleNamespace, mesh: Any) -> Any:
     """from_local of partial values, reduced to replicas and to shards."""
     local = torch.arange(12.0).view(4, 3) * (mesh.get_rank() + 1)
@@ -272,6 +285,6 @@ PROGRAMS = {
     f.__name__: f
     for f in (
         distribute, redistribute, partial_sums, from_local, factories, operations, modules, styles, sequence_and_loss,
-        communication, embeddings, local_maps,
+        communication, embeddings, local_maps, redistribute_in_other_dtypes,
     )
 }  # fmt: skip

@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from phalanx.tensor._execute import _apply_move, follow, route_of, turn_back
+from phalanx.tensor._plan import plan_redistribute
+from phalanx.tensor._spec import Spec
 
 LAYOUTS = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]
 
@@ -88,6 +91,103 @@ def test_double_backward_through_a_partial_sum() -> None:
         same(b.grad, pb.grad)
 
     on_mesh(body, (2,))
+
+
+@pytest.mark.parametrize("placements", [(Partial(), Replicate()), (Shard(1), Partial())], ids=str)
+def test_the_short_way_of_a_sum_has_the_bits_of_the_node(placements: Any) -> None:
+    def body(mesh: Any) -> None:
+        spec = Spec.of(mesh, placements, (4, 6), torch.float32)
+        target = spec.with_placements([Replicate() if p.is_partial() else p for p in placements])
+        route = turn_back(route_of(plan_redistribute(spec, target)))
+        assert route.sums is not None
+        found = []
+        for way in (lambda local: _apply_move(local, route), lambda local: follow(route, local)):
+            generator = torch.Generator().manual_seed(mesh.get_rank())
+            leaf = torch.randn(spec.local_shape[::-1], generator=generator).requires_grad_()
+            total = way(leaf.t() ** 2)
+            seed = torch.randn(1, spec.local_shape[1], generator=generator).expand(spec.local_shape)
+            (first,) = torch.autograd.grad(total, leaf, seed, retain_graph=True)
+            (used,) = torch.autograd.grad(total.sin(), leaf, seed, create_graph=True)
+            (second,) = torch.autograd.grad(used.square().sum(), leaf)
+            found.append((total.detach(), first, used.detach(), second))
+        for node, short in zip(*found, strict=True):
+            assert torch.equal(node, short)
+            assert node.stride() == short.stride()
+
+    on_mesh(body)
+
+
+def test_hooks_on_one_sum_are_not_those_of_another() -> None:
+    def body(mesh: Any) -> None:
+        x, _ = pair(mesh, [Replicate()], 4)
+        seen: list[str] = []
+        totals = []
+        for name in ("first", "second"):
+            parts = DTensor.from_local(x.to_local(), mesh, [Partial()])
+            total = parts.redistribute(placements=[Replicate()])
+            total.register_hook(lambda grad, name=name: seen.append(name))
+            total.retain_grad()
+            totals.append(total)
+        (totals[0] * 2).sum().backward()
+        assert seen == ["first"]
+        assert torch.equal(totals[0].grad.to_local(), torch.full((4,), 2.0))
+        assert totals[1].grad is None
+        with torch.no_grad():
+            before = totals[1].to_local().clone()
+        totals[1].mul_(3)  # a sum may be written to
+        assert torch.equal(totals[1].to_local(), before * 3)
+        totals[1].sum().backward()
+        assert seen == ["first", "second"]
+        assert torch.equal(x.grad.to_local(), torch.full((4,), 5.0))
+
+    on_mesh(body, (2,))
+
+
+class Times(torch.autograd.Function):
+    """``x`` times ``w``, whose backward is differentiated too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), x.t() @ grads[0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("way", ["grad_outputs", "backward", "hook", "function"])
+def test_what_meets_the_gradient_of_a_partial_sum_has_its_own_gradient(way: str) -> None:
+    """Work that differs from rank to rank comes back to it: its gradient is the sum of all."""
+
+    def second(a: Any, b: Any, w: Any, ones: Any) -> Any:
+        y = Times.apply(a, b) if way == "function" else a @ b
+        if way == "hook":
+            y.register_hook(lambda g: g * w)
+            (first,) = torch.autograd.grad(y, a, ones, create_graph=True)
+        elif way == "function":
+            (first,) = torch.autograd.grad(y * w, a, ones, create_graph=True)
+        elif way == "grad_outputs":
+            (first,) = torch.autograd.grad(y, a, w * w, create_graph=True)
+        else:
+            y.backward(w * w, inputs=[a], create_graph=True)
+            first, a.grad = a.grad, None
+        return torch.autograd.grad((first**2).sum(), (b, w))
+
+    def body(mesh: Any) -> None:
+        a, pa = pair(mesh, [Shard(1)], 3, 4)
+        b, pb = pair(mesh, [Shard(0)], 4, 3, seed=1)
+        w, pw = pair(mesh, [Replicate()], 3, 3, seed=2)
+        assert (a @ b).placements == (Partial("sum"),)
+        ones = torch.ones(3, 3)
+        plain = second(pa, pb, pw, ones)
+        ours = second(a, b, w, distribute_tensor(ones, mesh, src_data_rank=None))
+        for mine, reference in zip(ours, plain, strict=True):
+            same(mine, reference)
+
+    on_mesh(body, (3,))
 
 
 AVERAGES = [((2,), [Partial("avg")]), ((3,), [Partial("avg")]), ((2, 2), [Partial("avg"), Partial("sum")])]

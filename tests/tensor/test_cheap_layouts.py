@@ -44,6 +44,32 @@ def test_argmax_over_a_cut_dim_gathers_candidates_only(func: Any, keepdim: bool,
     on_mesh(body, 2, 2)
 
 
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x: x.argmax(),
+        lambda x: x.argmin(1),
+        lambda x: x.max(1).values,
+        lambda x: x.topk(1, 1).values,
+        lambda x: torch.einsum("ij,kj->ik", x, x),
+    ],
+)
+def test_of_a_dim_cut_twice_a_rank_in_the_middle_may_hold_nothing(func: Any) -> None:
+    plain = torch.arange(21.0).reshape(3, 7).roll(5, 1)[:, torch.tensor([3, 0, 6, 2, 5, 1, 4])]
+
+    def body(mesh: Any) -> None:  # 7 is cut into 4 + 3, the 4 into 2 + 2 + 0, the 3 into 1 + 1 + 1
+        x = distribute_tensor(plain, mesh, [Shard(1), Shard(1)], src_data_rank=None).requires_grad_()
+        wanted = plain.clone().requires_grad_()
+        ours, expected = func(x), func(wanted)
+        torch.testing.assert_close(whole(ours), expected.detach())
+        if expected.requires_grad:
+            for result in (ours, expected):
+                (result * result).sum().backward()
+            torch.testing.assert_close(whole(x.grad), wanted.grad)
+
+    on_mesh(body, 2, 3)
+
+
 @pytest.mark.parametrize("func", [torch.argmax, torch.argmin])
 @pytest.mark.parametrize(
     "placements", [[Shard(1), Replicate()], [Shard(1), Shard(1)], [Shard(0), Shard(1)], [Shard(1), Shard(0)]]

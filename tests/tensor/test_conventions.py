@@ -132,6 +132,7 @@ IN_PLACE: dict[str, Callable[[Any, Lift], Any]] = {
     "unsqueeze_": lambda x, d: x.unsqueeze_(1),
     "squeeze_": lambda x, d: x.unsqueeze_(1).squeeze_(),
     "squeeze_ of one": lambda x, d: x.unsqueeze_(0).unsqueeze_(-1).squeeze_(0),
+    "squeeze_ of no dim": lambda x, d: x.mul_(x.sum().squeeze_(0)),
     "squeeze_ of a longer dim": lambda x, d: x.squeeze_(0),
     "apply_": lambda x, d: x.apply_(lambda value: value + 1),
     "map_": lambda x, d: x.map_(d(Y), lambda a, b: a + 2 * b),

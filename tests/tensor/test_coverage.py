@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from coverage import RANDOM, UNINITIALISED, cover, op_db
+import torch
+from coverage import RANDOM, REFUSED, UNINITIALISED, accepted_errors, cover, is_refusal, op_db
+from meshes import on_mesh
+
+from phalanx.tensor import Shard, distribute_tensor
 
 # Every operator gets its first sample on two ranks; these get more, on more ranks: each stands for a family of rules.
 DEEP = """
@@ -49,3 +55,33 @@ def test_the_lists_name_operators_that_exist() -> None:
     assert set(DEEP) <= known
     assert len(set(RANDOM) & known) > 10
     assert UNINITIALISED & known
+    assert known >= REFUSED
+
+
+def test_only_a_raise_of_ours_that_tells_of_dtensors_is_a_refusal() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        for act, expected in (
+            (lambda: x.resize_(3), True),
+            (lambda: torch.svd_lowrank(x.view(2, 2)), True),
+            (lambda: x + torch.ones(4), True),
+            (lambda: x.view(3), False),  # torch's words
+            (lambda: torch.linalg.inv(x), False),
+            (lambda: x.nothing, False),
+            (lambda: distribute_tensor(torch.ones(4), mesh, [Shard(7)]), False),  # tells nothing of DTensors
+        ):
+            with pytest.raises(Exception) as caught:  # any
+                act()
+            assert is_refusal(caught.value) is expected, str(caught.value)
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_what_torch_refuses_is_refused(part: int) -> None:
+    """Torch's samples of bad arguments: no layout makes them good."""
+    accepted = []
+    for index, op in enumerate(op for op in op_db if op.error_inputs_func is not None):
+        if index % 4 == part:
+            accepted += accepted_errors(op)
+    assert not accepted, "\n".join(accepted)

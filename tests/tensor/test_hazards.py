@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -185,36 +184,6 @@ def test_out_arguments() -> None:
     on_mesh(body)
 
 
-def test_torch_func_and_constructors_are_refused() -> None:
-    def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        for act in (
-            lambda: torch.func.grad(lambda t: (t * t).sum())(x),
-            lambda: torch.vmap(lambda t: t * 2)(x),
-            lambda: torch.sparse_coo_tensor(x.unsqueeze(0), x),
-            lambda: torch.Tensor(x),
-            lambda: torch.utils.dlpack.to_dlpack(x),
-            lambda: setattr(torch.ones(4), "data", x),
-        ):
-            with pytest.raises((RuntimeError, BufferError, TypeError, NotImplementedError)):
-                act()
-
-    on_mesh(body)
-
-
-def test_make_fx_and_compile_are_refused() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def body(mesh: Any) -> None:
-        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        with pytest.raises(RuntimeError, match="make_fx"):
-            make_fx(lambda t: t * 2)(x)
-        with pytest.raises(Exception, match="DTensor"):
-            torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x)
-
-    on_mesh(body)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripts_and_forward_mode_are_refused() -> None:
     """On one rank: forward mode is a state of the process, not of a simulated rank."""
@@ -230,19 +199,6 @@ def test_scripts_and_forward_mode_are_refused() -> None:
             x.redistribute(placements=[Shard(2)])
 
     comm.simulate(1).run(rank_main)
-
-
-def test_torch_distributed_functions_are_refused() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x = distribute_tensor(torch.ones(4), mesh, src_data_rank=None)
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            dist.all_reduce(x)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_data_keeps_dtype_and_shape_true() -> None:

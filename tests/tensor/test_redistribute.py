@@ -177,26 +177,72 @@ def test_partial_products_and_extremes_are_taken_over_the_ranks(op: str, mesh_sh
     comm.simulate(ranks).run(rank_main)
 
 
-def test_dtypes_on_the_way() -> None:
+MOVES = [
+    (Shard(0), Shard(1)),
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(0)),  # moves nothing, rounds as the others do
+    (Replicate(), Shard(0)),
+    (Replicate(), Partial()),
+    (Partial(), Shard(0)),
+    (Partial("avg"), Replicate()),
+]
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
+def test_each_way_has_its_dtype(before: Any, after: Any, ranks: int, async_op: bool) -> None:
+    """Values, bytes and the gradient of the gradient."""
+    whole = torch.arange(36.0, dtype=F64).view(6, 6)
+    fine = torch.linspace(1, 2, 36, dtype=F64).view(6, 6)  # each dtype rounds it to other values
+
+    def check_move(mesh: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
+        x = contribution(whole, mesh, (before,)).requires_grad_()
+        y = x.redistribute(
+            placements=[after], async_op=async_op, forward_dtype=forward, backward_dtype=backward
+        )
+        there = forward or F64
+        back = backward or there
+        assert y.dtype == there
+        assert torch.equal(y.full_tensor(), whole.to(there))
+        layout = y._spec.cotangent
+        given = distribute_tensor(fine.to(there), mesh, layout.placements, src_data_rank=None)
+        events: list[Any] = []
+        with observe(lambda e: events.append(e) if e.name in COLLECTIVES else None):
+            (found,) = torch.autograd.grad(y, x, given.requires_grad_(), create_graph=True)
+        assert found.dtype == F64
+        assert torch.equal(found.full_tensor(), fine.to(there).to(back).to(F64))
+        in_f64 = plan_redistribute(layout.with_dtype(F64), x._spec.cotangent).nbytes
+        assert sum(e.nbytes for e in events) * F64.itemsize == in_f64 * back.itemsize
+        direction = distribute_tensor(fine, mesh, found.placements, src_data_rank=None)
+        (second,) = torch.autograd.grad(found, given, direction)
+        assert torch.equal(second.full_tensor(), fine.to(back).to(there))
+
+    def rank_main(group: Any) -> None:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for forward, backward in [(None, None), (None, BF16), (F32, F64), (BF16, F32), (BF16, None)]:
+            check_move(mesh, forward, backward)
+
+    comm.simulate(ranks).run(rank_main)
+
+
+def test_a_dtype_alone_moves_nothing_and_whole_numbers_have_no_gradient() -> None:
     def rank_main(group: Any) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.randn(4, 4, dtype=torch.float64), mesh, [Shard(0)]).requires_grad_()
-        y = x.redistribute(
-            placements=[Replicate()], forward_dtype=torch.float32, backward_dtype=torch.float64
-        )
-        assert y.dtype == torch.float32
+        x = contribution(torch.arange(4.0), mesh, (Shard(0),)).requires_grad_()
+        y = x.redistribute(placements=[Shard(0)], forward_dtype=BF16)
+        assert (y.dtype, y.placements) == (BF16, x.placements)
         y.sum().backward()
         assert x.grad is not None
-        assert x.grad.dtype == torch.float64
-        # one and 2**-12 is one in bfloat16, and itself in float32
-        fine = torch.full((4, 4), 1 + 2**-12, dtype=torch.float64)
-        for travels, rounded in ((torch.bfloat16, torch.ones_like(fine)), (torch.float32, fine)):
-            x.grad = None
-            y = x.redistribute(placements=[Shard(1)], backward_dtype=travels)
-            assert torch.equal(y.full_tensor(), x.full_tensor())
-            y.backward(distribute_tensor(fine, mesh, [Shard(1)], src_data_rank=None))
-            assert x.grad is not None
-            assert torch.equal(x.grad.full_tensor(), rounded)
+        assert torch.equal(x.grad.full_tensor(), torch.ones(4))
+        whole = contribution(torch.arange(4.0), mesh, (Partial("max"),)).requires_grad_()
+        counts = whole.redistribute(placements=[Replicate()], forward_dtype=torch.int64)
+        assert not counts.requires_grad
+        assert counts.to_local().tolist() == [0, 1, 2, 3]
+        moved = x.redistribute(placements=[Replicate()], forward_dtype=BF16)
+        moved.mul_(2)  # what was cast is nobody's view
+        assert torch.equal(moved.full_tensor(), torch.arange(4.0).mul(2).to(BF16))
 
     comm.simulate(2).run(rank_main)
 

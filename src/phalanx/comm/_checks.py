@@ -56,6 +56,10 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     """Refuse what no transport can carry."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} got a {type(tensor).__name__}; expected a torch.Tensor")
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
+        raise TypeError(
+            f"{name} got a {type(tensor).__name__}; expected this rank's part of it: call .to_local()"
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"{name} got a tensor of layout {tensor.layout}; expected a dense one (call .to_dense())"

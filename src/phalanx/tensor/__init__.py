@@ -1,15 +1,15 @@
 """Distributed tensors: a global shape, laid out over a device mesh by placements; single-device code runs on them.
 
-Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors) and torch's
-functions that seed, save and restore random state (so that they include that of DTensors), has nested activation
-checkpoints keep local tensors, and tells ``torch.load`` which names of this package are harmless; see ``_function.py``,
-``_random.py``, ``_checkpointing.py`` and ``_loading.py``.
+Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors), torch's
+functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
+they refuse DTensors), has nested activation checkpoints keep local tensors, and tells ``torch.load`` which names are
+harmless; see ``_function.py``, ``_random.py``, ``_doors.py``, ``_checkpointing.py`` and ``_loading.py``.
 """
 
 from __future__ import annotations
 
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.tensor import _checkpointing, _function, _grouping, _loading, _log, _operators, _random
+from phalanx.tensor import _checkpointing, _doors, _function, _grouping, _loading, _log, _operators, _random
 from phalanx.tensor._distribute import distribute_module, distribute_tensor
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
@@ -25,6 +25,7 @@ from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate
 from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
 
 _checkpointing.install()
+_doors.install()
 _function.install()
 _grouping.install()
 _loading.install()

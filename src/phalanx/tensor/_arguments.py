@@ -153,6 +153,11 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
     def lift(tensor: Tensor) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor if tensor._spec.mesh == mesh else _on_root(tensor, mesh)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError(
+                f"{op} inside torch.func or torch.vmap got a DTensor, at {user_line()}: that is not distributed. Use "
+                f"torch.autograd.grad and torch.autograd.functional, or d.full_tensor() outside of the function"
+            )
         if tensor.dim() and not settings.implicit_replication and not _is_harmless(op, tensor):
             position = next(i for i, other in enumerate(found) if other is tensor)
             raise RuntimeError(

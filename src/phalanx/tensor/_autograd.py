@@ -15,10 +15,9 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import (
     LINEAR_OPS,
     average_parts,
+    entered_gradient,
     exposed_gradient,
-    kept_gradient,
     redistribute_local,
-    shown_gradient,
 )
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
@@ -56,7 +55,7 @@ def _seed(output: Any, given: Any) -> Any:
     if given.shape != output.shape:
         raise RuntimeError(f"backward of {spec!r} got a gradient of shape {tuple(given.shape)}")
     local = redistribute_local(given._local, given._spec, spec.cotangent.with_dtype(given.dtype))
-    return local if scale == 1 else local * scale
+    return entered_gradient(local, spec)
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
@@ -113,7 +112,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wrapped(local: Tensor, spec: Spec) -> DTensor:
-    return wrap(exposed_gradient(local, spec) if spec.is_partial else local, spec.cotangent)
+    return wrap(exposed_gradient(local, spec), spec.cotangent)
 
 
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
@@ -126,7 +125,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
     own, spec = tensor._spec, tensor._spec.cotangent
 
     def local_hook(local: Tensor) -> Tensor | None:
-        result = hook(wrap(shown_gradient(local, own), spec))
+        result = hook(wrap(exposed_gradient(local, own), spec))
         if result is None:
             return None
         if not isinstance(result, DTensor):
@@ -134,7 +133,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
         given = redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
-        return kept_gradient(given, own)
+        return entered_gradient(given, own)
 
     return local_hook
 

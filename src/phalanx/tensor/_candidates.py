@@ -67,8 +67,7 @@ def _cut(x: Any, dim: Any, op: str, at_least: int = 1) -> _Cut | None:
     if any(isinstance(p, Partial) or type(p) is StridedShard for p in spec.placements):
         return None
     found = _Cut(x, [dim % x.ndim], op)
-    smallest = spec.shape_at([n - 1 for n in spec.mesh.shape])[dim]
-    return found if found.axes and smallest >= at_least else None
+    return found if found.axes and spec.smallest_part(dim % x.ndim) >= at_least else None
 
 
 def _given(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def _flat_extreme(func: Any, x: Any, op: str) -> DTensor | None:
     spec = x._spec
     cut = _Cut(x, range(x.ndim), op)
     odd = any(isinstance(p, Partial) or type(p) is StridedShard for p in spec.placements)
-    if not cut.axes or odd or 0 in spec.shape_at([n - 1 for n in spec.mesh.shape]):
+    if not cut.axes or odd or spec.has_empty_part:
         return None
     local = fresh(x).detach()
     at = func(local)

@@ -7,6 +7,7 @@ refusals of random recurrent layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -263,11 +264,28 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         raise ValueError(f"embedding(padding_idx={padding}): the weight has {weight.shape[0]} rows")
     if given["scale_grad_by_freq"] or given["sparse"]:
-        options = (padding, bool(given["scale_grad_by_freq"]), bool(given["sparse"]))
-        return run_rule(torch.embedding, (weight, indices, *options), None)
+        return torch.embedding(
+            weight, indices, padding, bool(given["scale_grad_by_freq"]), bool(given["sparse"])
+        )
     if type(weight) is DTensor and type(indices) is DTensor:
         return run_first_two(torch.embedding, weight, indices, (padding,))
     return run_rule(torch.embedding, (weight, indices, padding), None)
+
+
+def dense_gradient(position: int) -> Callable[[Any, Any, Any], Any]:
+    """``torch.embedding`` and ``torch.embedding_bag``, whose argument at ``position`` asks for a sparse gradient."""
+
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        sparse = args[position] if len(args) > position else (kwargs or {}).get("sparse")
+        weight = args[0] if args else kwargs["weight"]
+        if sparse and torch.is_grad_enabled() and weight.requires_grad:
+            raise NotImplementedError(
+                f"{func.__name__}(sparse=True) on a DTensor: its gradient is dense. Pass sparse=False, "
+                f"and use an optimizer for dense gradients (not SparseAdam)"
+            )
+        return run_rule(func, args, kwargs)
+
+    return handler
 
 
 def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -344,6 +362,8 @@ COMPOSITE = {
     "cross_entropy_loss": cross_entropy,
     "nll_loss_nd": nll_loss,
     "batch_norm": batch_norm,
+    "embedding": dense_gradient(4),
+    "embedding_bag": dense_gradient(5),
     **dict.fromkeys(("argmax", "argmin"), arg_extreme),
     **dict.fromkeys(("max", "min"), extreme),
     "topk": topk,

@@ -8,28 +8,39 @@ two, and the one without them knows the other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._execute import summing_hooks
+from phalanx.tensor._execute import Route, route_of
 from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
-from phalanx.tensor._plan import Plan, plan_redistribute
+from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._strides import Aliasing
+from phalanx.tensor._sums import Hooks, summing_hooks
 from phalanx.tensor.rules import RULES
+
+# They return their argument itself if there is nothing to do.
+RETURNS_SELF = frozenset({
+    "to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat",
+    "cdouble", "chalf", "cpu", "cuda", "positive", "conj", "resolve_conj", "resolve_neg",
+})  # fmt: skip
+# These return it, a view of it, or a copy, as its strides say.
+COPIES_IF_NEEDED = frozenset({"contiguous", "reshape", "flatten", "ravel"})
 
 
 class Decision:
     """How one call runs on locals."""
 
     __slots__ = (
-        "call", "form", "graded", "is_view", "moves", "name", "outputs", "plain", "plain_write", "reductions",
+        "aliasing", "call", "form", "graded", "is_new", "is_view", "moves", "name", "outputs", "plain",
+        "plain_write", "reductions",
     )  # fmt: skip
 
     def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
@@ -37,9 +48,13 @@ class Decision:
         self.form = form  # "one" tensor, "many", "self" (in place); "replicated", "general": not decided here
         self.outputs = outputs
         self.call = call  # takes the caller's arguments with locals in place of DTensors
-        self.moves: tuple[tuple[int, Plan], ...] = ()  # by position among the DTensors, as are reductions
-        self.reductions: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+        self.moves: tuple[tuple[int, Route], ...] = ()  # by position among the DTensors, as are reductions
+        self.reductions: tuple[
+            tuple[int, Hooks, tuple[int, ...]], ...
+        ] = ()  # of gradients that are not moved
         self.is_view = False
+        self.is_new = True  # never the argument itself, nor a copy where the local call gives a view
+        self.aliasing: Aliasing | None = None  # of views, and of what may be one
         self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
         self.plain_write = False  # the same for a call in place
         self.graded: Decision | None = None  # the decision where gradients are needed, if it is another one
@@ -47,7 +62,7 @@ class Decision:
     def settled(self) -> Decision:
         """Itself, with what follows from moves and reductions filled in."""
         if not self.moves and not self.reductions:
-            self.plain = self.outputs[0] if self.form == "one" else None
+            self.plain = self.outputs[0] if self.form == "one" and self.is_new else None
             self.plain_write = self.form == "self"
         return self
 
@@ -55,6 +70,7 @@ class Decision:
         """The same where no gradients are needed."""
         other = Decision(self.name, self.form, self.outputs, self.call)
         other.moves, other.is_view = self.moves, self.is_view
+        other.aliasing, other.is_new = self.aliasing, self.is_new
         return other.settled()
 
 
@@ -127,15 +143,26 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
     )
     decision.is_view = sharding.is_view
+    if sharding.is_view or call.name in COPIES_IF_NEEDED:
+        decision.aliasing = Aliasing(call)
+    decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
     plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
         if target is not one.spec
     ]
-    decision.moves = tuple((i, plan) for i, plan in plans if not plan.is_relabel)
-    if call.grad:
-        decision.reductions = tuple(_reductions(targets, outs))
+    summed = dict(_summed_axes(targets, outs)) if call.grad else {}
+    decision.moves = tuple((i, route_of(plan, summed.pop(i, ()))) for i, plan in plans if not plan.is_relabel)
+    decision.reductions = tuple((i, summing_hooks(targets[i], axes), axes) for i, axes in summed.items())
     return decision.settled()
+
+
+def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
+    if name not in COPIES_IF_NEEDED:
+        return name in RETURNS_SELF
+    source = targets[0]
+    thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
+    return thin or outputs[0].shape == source.shape
 
 
 def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
@@ -156,7 +183,7 @@ def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
     return lambda *args, **kwargs: local(run, args, kwargs)
 
 
-def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
+def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Replicas that meet sharded or partial work on an axis: their gradients must be summed over it."""
     for index, target in enumerate(targets):
         if not (target.dtype.is_floating_point or target.dtype.is_complex):
@@ -169,5 +196,4 @@ def _reductions(targets: tuple[Spec, ...], outs: list[Any]) -> Any:
             and any(not out[axis].is_replicate() for out in outs)
         )
         if axes:
-            groups = tuple(target.mesh.get_group(axis) for axis in axes)
-            yield index, (summing_hooks(groups), axes)
+            yield index, axes

@@ -24,12 +24,14 @@ from torch import Tensor
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
 from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import move, reduce_gradient, run_plan
+from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
+from phalanx.tensor._strides import COPY, SELF, VIEW, Aliasing, known_strides
+from phalanx.tensor._sums import reduce_gradient
 from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view, written
 
 CACHE_LIMIT = 20_000
@@ -301,21 +303,22 @@ def _run(
 def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
     """Bring inputs into the layouts of the decision, in ``values``."""
     explicit = settings.comm != "auto"
-    for index, plan in decision.moves:
-        if explicit:
-            check_explicit_move(decision.name, plan.source, plan.target)
+    for index, route in decision.moves:
         position = positions[index]
         local = values[position]
-        values[position] = (
-            move(local, plan) if local.requires_grad and _grad_enabled() else run_plan(local, plan)
-        )
-    for index, (hooks, axes) in decision.reductions:
+        needs_grad = local.requires_grad and _grad_enabled()
+        if explicit:
+            check_explicit_move(decision.name, route.plan.source, route.target)
+            if needs_grad and route.summed:
+                check_explicit_reduction(decision.name, route.target, route.summed)
+        values[position] = move(local, route) if needs_grad else run_plan(local, route.plan)
+    for index, hooks, axes in decision.reductions:
         position = positions[index]
         local = values[position]
         if local.requires_grad:
             if explicit:
                 check_explicit_reduction(decision.name, given[position]._spec, axes)
-            values[position] = reduce_gradient(local, hooks)
+            values[position] = reduce_gradient(given[position], local, hooks)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
@@ -358,16 +361,43 @@ def _finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
         if first._stale is not None:
             written(first)
         return first
+    if decision.aliasing is not None and not decision.is_view:
+        return _finish_if_needed(decision, decision.aliasing, result, first, given)
     copied = decision.is_view and (decision.moves or first._stale is not None)
     if decision.form == "one" and not copied:
-        return wrap(result, decision.outputs[0])
+        return first if result is first._local else wrap(result, decision.outputs[0])
     if type(result) in _SEQUENCES and not copied and _TENSORS.issuperset(map(type, result)):
         return type(result)(map(wrap, result, decision.outputs))
     wrapped = wrap_all(result, iter(decision.outputs))
     if copied:
-        for view in tensors_in(wrapped):
-            mark_copied_view(view, first, decision.name, tuple(given))
+        _mark_copied(decision, tensors_in(wrapped), first, given)
     return wrapped
+
+
+def _finish_if_needed(
+    decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any
+) -> DTensor:
+    """A function that copies only if it must: what the whole tensor would give, whatever this part allows.
+
+    Where ranks might disagree about a copied view, it counts as one that cannot be written.
+    """
+    copied = decision.moves or first._stale is not None
+    unsure = copied and known_strides(first) is None
+    kind = aliasing.of(first)
+    if kind is SELF and not (unsure and decision.name == "contiguous"):
+        return first
+    if (kind is COPY or unsure) and torch._C._is_alias_of(result, first._local):  # type: ignore[attr-defined]  # not in stubs
+        result = result.clone()
+    wrapped = wrap(result, decision.outputs[0])
+    if copied and (kind is VIEW or unsure):
+        _mark_copied(decision, [wrapped], first, () if unsure else given)
+    return wrapped
+
+
+def _mark_copied(decision: Decision, views: list[Any], base: DTensor, given: Any) -> None:
+    assert decision.aliasing is not None, "it is a view"
+    for view, strides in zip(views, decision.aliasing.view_strides(base, len(views)), strict=True):
+        mark_copied_view(view, base, decision.name, tuple(given), strides)
 
 
 def wrap_all(result: Any, outputs: Any) -> Any:

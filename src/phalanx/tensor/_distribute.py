@@ -6,16 +6,17 @@ and run in ``_execute.py``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm import DeviceMesh
+from phalanx.comm import DeviceMesh, Group
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
-from phalanx.tensor._execute import redistribute_local, route_of, start_plan
+from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
@@ -28,7 +29,19 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     found = mesh if mesh is not None else current_mesh()
     if found is None:
         raise ValueError("no device mesh: pass one, or enter one with `with mesh:`")
+    if not isinstance(found, DeviceMesh):
+        raise TypeError(
+            f"expected a phalanx.comm.DeviceMesh (see init_device_mesh), got {found!r}, "
+            f"a {type(found).__module__}.{type(found).__qualname__}"
+        )
     return found
+
+
+def _check_plain(call: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
+        )
 
 
 def distribute_tensor(
@@ -46,7 +59,8 @@ def distribute_tensor(
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
     """
     mesh = mesh_or_current(device_mesh)
-    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, tensor.dim())
+    _check_plain("distribute_tensor", tensor)
+    wanted = _one_for_each_axis(placements, mesh, tensor)
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
@@ -54,6 +68,11 @@ def distribute_tensor(
     if any(isinstance(p, Partial) for p in wanted):
         raise ValueError(
             f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"distribute_tensor makes leaves, but got the result of {tensor.grad_fn!r}, which would get no gradient: "
+            f"use DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=...), or t.detach()"
         )
     spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
     if mesh.get_coordinate() is None:
@@ -73,6 +92,13 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     mesh = spec.mesh
     for axis, placement in enumerate(spec.placements):
         group = mesh.get_group(axis)
+        seen = _gathered(group, [_checksum(tuple(spec.shape), spec.dtype)], local.device)
+        if len(set(seen)) > 1:
+            given = group.all_gather_values(f"{spec.dtype}{list(spec.shape)}")
+            raise ValueError(
+                f"rank {mesh.get_rank()}: distribute_tensor got {given} along axis {axis} of the mesh; expected the "
+                f"same shape and dtype on every rank (only the data may differ: that of rank {src} counts)"
+            )
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
             parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
@@ -90,6 +116,25 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     return local
 
 
+def _one_for_each_axis(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, tensor: Tensor
+) -> tuple[Placement, ...]:
+    return normalize([REPLICATE] * mesh.ndim if placements is None else placements, mesh.ndim, tensor.dim())
+
+
+def _checksum(*facts: object) -> int:
+    return zlib.crc32(repr(facts).encode())
+
+
+def _gathered(group: Group, own: list[int], device: torch.device) -> list[tuple[int, ...]]:
+    """Every rank's ``own``."""
+    if group.size == 1:
+        return [tuple(own)]
+    numbers = torch.empty(group.size * len(own), dtype=torch.int64, device=device)
+    group.all_gather_into_tensor(numbers, torch.tensor(own, device=device))
+    return [tuple(row) for row in numbers.view(group.size, len(own)).tolist()]
+
+
 def from_local(
     local: Tensor,
     device_mesh: DeviceMesh | None,
@@ -102,7 +147,8 @@ def from_local(
     mesh = mesh_or_current(device_mesh)
     if isinstance(local, DTensor):
         raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
-    wanted = normalize(placements or [REPLICATE] * mesh.ndim, mesh.ndim, local.dim())
+    _check_plain("from_local", local)
+    wanted = _one_for_each_axis(placements, mesh, local)
     if mesh.get_coordinate() is None:
         return wrap(local.new_empty((0,)), Spec.of(mesh, wanted, shape or local.shape, local.dtype))
     if run_check:
@@ -175,16 +221,21 @@ def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
         placement = placements[axis]
         if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
             continue
-        sizes = torch.empty(mesh.shape[axis], dtype=torch.int64, device=local.device)
-        own = torch.tensor([shape[placement.dim]], device=local.device)
-        mesh.get_group(axis).all_gather_into_tensor(sizes, own)
-        shape[placement.dim] = int(sizes.sum())
-        if type(placement) is Shard and tuple(sizes.tolist()) != chunk_sizes(
-            shape[placement.dim], mesh.shape[axis]
-        ):
+        group, dim = mesh.get_group(axis), placement.dim
+        others = _checksum(shape[:dim], shape[dim + 1 :], local.dtype)
+        seen = _gathered(group, [shape[dim], others], local.device)
+        if len({rest for _, rest in seen}) > 1:
+            given = group.all_gather_values(f"{local.dtype}{list(local.shape)}")
             raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got parts of {sizes.tolist()} along dim {placement.dim}; "
-                f"{_CHUNKS.format(chunk_sizes(shape[placement.dim], mesh.shape[axis]))}"
+                f"rank {mesh.get_rank()}: from_local got {given} along axis {axis} of the mesh; expected the same "
+                f"dtype, and shapes that differ at most in dim {dim}, which {placement!r} cuts"
+            )
+        sizes = tuple(size for size, _ in seen)
+        shape[dim] = sum(sizes)
+        if type(placement) is Shard and sizes != chunk_sizes(shape[dim], mesh.shape[axis]):
+            raise ValueError(
+                f"rank {mesh.get_rank()}: from_local got parts of {list(sizes)} along dim {dim}; "
+                f"{_CHUNKS.format(chunk_sizes(shape[dim], mesh.shape[axis]))}"
             )
     return tuple(shape)
 
@@ -213,43 +264,27 @@ def redistribute(
         raise ValueError("redistribute needs placements")
     local = tensor._local
     if forward_dtype is not None:
-        local = local.to(forward_dtype)
         spec = spec.with_dtype(forward_dtype)
+        if not (forward_dtype.is_floating_point or forward_dtype.is_complex):
+            local = local.detach()  # whole numbers have no gradient
     target = spec.variants.get(tuple(placements))
     if target is None:
         target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
-    if target is spec:
-        return tensor if local is tensor._local else wrap(local, spec)
+    if target is spec and backward_dtype is None:
+        return tensor if spec is tensor._spec else wrap(local.to(spec.dtype), spec)
     plan = plan_redistribute(spec, target)
     route = route_of(plan)
-    if route.is_relabel:  # on axes of one rank: a copy, as on longer ones
-        return wrap(_cast_gradient(local.clone(), backward_dtype), target)
-    spec.routes[tuple(placements)] = route
+    if not route.is_relabel:
+        spec.routes[tuple(placements)] = route
+    elif target is not spec:  # on axes of one rank: a copy, as on longer ones
+        local = local.clone()
     if async_op and plan.communicates:
-        complete = start_plan(local, plan)
-        return pending(target, lambda: _cast_gradient(complete(), backward_dtype))
-    return wrap(_cast_gradient(redistribute_local(local, spec, target), backward_dtype), target)
-
-
-def _cast_gradient(local: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not local.requires_grad:
-        return local
-    cast: Any = _CastGrad.apply
-    result: Tensor = cast(local, dtype)
-    return result
-
-
-class _CastGrad(torch.autograd.Function):
-    """Identity; the gradient travels in another dtype from here on."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].to(ctx.dtype), None
+        return pending(target, start_plan(local, plan, backward_dtype))
+    if local.dtype == spec.dtype and backward_dtype is None:
+        return wrap(redistribute_local(local, spec, target), target)
+    if local.requires_grad and torch.is_grad_enabled():
+        return wrap(move_as(local, plan, backward_dtype), target)
+    return wrap(run_plan(local.to(spec.dtype), plan), target)
 
 
 def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:

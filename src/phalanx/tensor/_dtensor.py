@@ -18,21 +18,20 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
-    _apply_move,
     average_parts,
+    entered_gradient,
     exposed_gradient,
-    kept_gradient,
+    follow,
     redistribute_local,
     run_plan,
-    turn_back,
 )
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._tracing import refuse_tracing
+from phalanx.tensor._tracing import refuse_below, refuse_tracing
 from phalanx.tensor._views import check_fresh, fresh, mark_copied_view
 
-_TRANSIENT = ("_grads", "_lifted")  # attributes that copies and pickles leave out
+_TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -51,6 +50,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     _stale: Any  # None, or what ``_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
+    _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
     _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
@@ -71,11 +71,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} reached a DTensor below autograd, where it is not distributed. Constructors such as "
-            f"torch.tensor(d), torch.func, torch.jit, FakeTensor and torch.export do not work on a DTensor: "
-            f"use d.full_tensor() or d.to_local()"
-        )
+        refuse_below(func)
 
     # ---- making and unmaking
 
@@ -128,12 +124,14 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
 
-        The gradient is rounded to ``backward_dtype``, but travels in the dtype of the result.
+        The gradient travels in ``backward_dtype`` (default: the dtype of the result) and arrives in the tensor's own.
 
         The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
+        if _num_dispatch_modes():
+            refuse_tracing("redistribute")
         if self._stale is not None:
             check_fresh(self)
         if (
@@ -150,9 +148,7 @@ class DTensor(torch.Tensor):
                     return wrap(run_plan(local, route.plan), route.target)
                 if not torch.is_grad_enabled():
                     return wrap(run_plan(local.detach(), route.plan), route.target)
-                return wrap(
-                    _apply_move(local, route if route.back is not None else turn_back(route)), route.target
-                )
+                return wrap(follow(route, local), route.target)
         return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -260,7 +256,7 @@ class DTensor(torch.Tensor):
         known = self._grads
         if known is None or known[0] is not local_grad:
             spec = self._spec
-            shown = exposed_gradient(local_grad, spec) if spec.is_partial else local_grad
+            shown = exposed_gradient(local_grad, spec)
             grad = wrap(shown, spec.cotangent)
             if average_parts(spec) > 1:
                 # A multiple of the local one: a copy, which backward will not keep up to date.
@@ -275,8 +271,7 @@ class DTensor(torch.Tensor):
         if value is None:
             self._local.grad = None
             return
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the gradient of a DTensor is a DTensor, got {type(value).__name__}")
+        value = _distributed("gradient", value)
         if value.shape != self.shape:
             raise RuntimeError(
                 f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
@@ -285,7 +280,7 @@ class DTensor(torch.Tensor):
             local = redistribute_local(
                 value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
             )
-        self._local.grad = kept = kept_gradient(local, self._spec)
+        self._local.grad = kept = entered_gradient(local, self._spec)
         if kept is value._local:
             self._grads = (local, value)
 
@@ -317,10 +312,10 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DTensor):
-            raise TypeError(f"the data of a DTensor is a DTensor, got a plain {type(value).__name__}")
+        value = _distributed("data", value)
         self._local.data = fresh(value).detach()
         self._spec = value._spec
+        self._alias = None  # it would keep the memory of before
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         spec = self._spec
@@ -359,6 +354,15 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result._spec = spec
     result._stale = None
     return result
+
+
+def _distributed(what: str, value: Any) -> DTensor:
+    if isinstance(value, DTensor):
+        return value
+    raise TypeError(
+        f"the {what} of a DTensor is a DTensor, got a plain {type(value).__name__}: make it one with "
+        f"distribute_tensor() or DTensor.from_local()"
+    )
 
 
 class GradLayout(torch.autograd.Function):

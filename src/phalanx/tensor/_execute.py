@@ -9,19 +9,17 @@ backward right for partial tensors. Reductions by min, max and product are not l
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm import Group
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import LOCAL_KINDS, Plan, plan_redistribute
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import actions_of
+from phalanx.tensor._sums import Sums, sum_parts, sums_over
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -58,17 +56,16 @@ class Started:
         return local
 
 
-def start_plan(local: Tensor, plan: Plan) -> Callable[[], Tensor]:
-    """Begin ``plan``; calling the result completes it. Differentiable as ``move`` is."""
-    started = Started(local, plan)
+def start_plan(local: Tensor, plan: Plan, backward_dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    """Begin ``plan``; calling the result completes it. Differentiable as ``move`` and ``move_as`` are."""
+    started = Started(local.detach().to(plan.source.dtype), plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return started.run
-    route = turn_back(route_of(plan))
+    turn_back(route_of(plan))  # what has no gradient is refused here, not where the result is first used
 
     def complete() -> Tensor:
         with torch.enable_grad():  # whoever looks first may have it switched off
-            result: Tensor = _apply_move(local, route, started)
-        return result
+            return move_as(local, plan, backward_dtype, started)
 
     return complete
 
@@ -79,37 +76,62 @@ def redistribute_local(local: Tensor, source: Spec, target: Spec) -> Tensor:
         return local
     plan = plan_redistribute(source, target)
     if local.requires_grad and torch.is_grad_enabled():
-        return move(local, plan)
+        return move(local, route_of(plan))
     return run_plan(local, plan)
 
 
-def move(local: Tensor, plan: Plan) -> Tensor:
+def move(local: Tensor, route: Route) -> Tensor:
     """``run_plan`` as an autograd node."""
-    route = route_of(plan)
-    if route.is_relabel:
-        return local
-    result: Tensor = _apply_move(local, turn_back(route))
+    return local if route.is_relabel else follow(route, local)
+
+
+def follow(route: Route, local: Tensor) -> Tensor:
+    """``move`` by a route that is no relabelling."""
+    if route.back is None:
+        turn_back(route)
+    if route.sums is not None:
+        return sum_parts(local, route.sums)
+    result: Tensor = _apply_move(local, route)
+    return result
+
+
+def move_as(
+    local: Tensor, plan: Plan, backward_dtype: torch.dtype | None, started: Started | None = None
+) -> Tensor:
+    """``local`` cast to the dtype of ``plan`` and moved; its gradient travels in ``backward_dtype``.
+
+    Without one it travels in the dtype of the result.
+    """
+    source, target = (spec.with_dtype(backward_dtype or spec.dtype) for spec in (plan.source, plan.target))
+    back = turn_back(route_of(plan_redistribute(source, target))).back
+    apply: Any = _MoveAs.apply
+    result: Tensor = apply(local, route_of(plan), back, started)
     return result
 
 
 class Route:
-    """A plan, what its result is multiplied by, and the route of the gradient once one was needed."""
+    """A plan, what its result is multiplied by, and the route of the gradient once one was needed.
 
-    __slots__ = ("back", "is_relabel", "plan", "scale", "target")
+    ``summed``: mesh axes over whose replicas the gradient is still to be summed when it comes back.
+    """
 
-    def __init__(self, plan: Plan, scale: float) -> None:
+    __slots__ = ("back", "is_relabel", "plan", "scale", "summed", "sums", "target")
+
+    def __init__(self, plan: Plan, scale: float, summed: tuple[int, ...] = ()) -> None:
         self.plan = plan
         self.target = plan.target
         self.scale = scale
+        self.summed = summed
         self.back: Route | None = None
         self.is_relabel = plan.is_relabel  # not even a copy
+        self.sums: Sums | None = None  # a shorter way than ``Move``, if the route is nothing but a sum
 
 
-def route_of(plan: Plan) -> Route:
+def route_of(plan: Plan, summed: tuple[int, ...] = ()) -> Route:
     """The route of a move, made once for each plan."""
-    found: Route | None = plan.source.variants.get(("move", plan.target))
+    found: Route | None = plan.source.variants.get(("move", plan.target, summed))
     if found is None:
-        found = plan.source.variants["move", plan.target] = Route(plan, 1.0)
+        found = plan.source.variants["move", plan.target, summed] = Route(plan, 1.0, summed)
     return found
 
 
@@ -118,10 +140,17 @@ def turn_back(route: Route) -> Route:
     if route.back is None:
         plan = route.plan
         _check_linear(plan)
+        comes = plan.target.cotangent
+        if route.summed:
+            placements = [PARTIAL_SUM if a in route.summed else p for a, p in enumerate(comes.placements)]
+            comes = comes.with_placements(placements)
         back = Route(
-            plan_redistribute(plan.target.cotangent, plan.source.cotangent),
+            plan_redistribute(comes, plan.source.cotangent),
             _average_scale(plan.source, plan.target),
         )
+        if [step.kind for step in plan.steps] == ["all_reduce"] and back.is_relabel and back.scale == 1.0:
+            actions_of(plan)  # logs it
+            route.sums = sums_over(plan.steps[0])
         back.back, route.back = route, back
     return route
 
@@ -129,40 +158,46 @@ def turn_back(route: Route) -> Route:
 def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
 
-    Inside of the graph a contribution to an average has its own gradient, one n-th of the whole tensor's.
-
     Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
     is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
     of them may go on.
     """
-    local = shown_gradient(local, spec)
-    sums = [axis for axis, p in enumerate(spec.placements) if p.is_partial("sum") or p.is_partial("avg")]
-    if not (local.requires_grad and torch.is_grad_enabled()) or not sums:
+    if not spec.is_partial:
+        return local
+    parts = average_parts(spec)
+    return _passed(local if parts == 1 else local * parts, spec, exposed=True)
+
+
+def entered_gradient(shown: Tensor, spec: Spec) -> Tensor:
+    """``exposed_gradient`` undone: what goes on inside of the graph where the whole tensor's gradient is ``shown``."""
+    if not spec.is_partial:
+        return shown
+    parts = average_parts(spec)
+    return _passed(shown if parts == 1 else shown / parts, spec, exposed=False)
+
+
+def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
+    """``local`` itself; what comes back is that of one rank (``exposed``), or the sum over all."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
         return local
     whole = spec.cotangent.with_dtype(local.dtype)
-    parts = [PARTIAL_SUM if axis in sums else p for axis, p in enumerate(whole.placements)]
-    back = turn_back(route_of(plan_redistribute(whole, whole.with_placements(parts)))).back
-    result: Tensor = _apply_move(local, back)
+    sums = [isinstance(p, Partial) and p.reduce_op in LINEAR_OPS for p in spec.placements]
+    parts = whole.with_placements(
+        [PARTIAL_SUM if s else p for s, p in zip(sums, whole.placements, strict=True)]
+    )
+    way = (whole, parts) if exposed else (parts, whole)
+    result: Tensor = _apply_move(local, turn_back(route_of(plan_redistribute(*way))).back)
     return result
 
 
 def average_parts(spec: Spec) -> int:
-    """How many contributions an average is made of; 1 for a tensor that is none."""
+    """How many contributions an average is made of; 1 for a tensor that is none.
+
+    Inside of the graph a contribution has its own gradient, one n-th of the whole tensor's.
+    """
     if not spec.is_partial:
         return 1
     return math.prod(spec.mesh.shape[axis] for axis, p in enumerate(spec.placements) if p.is_partial("avg"))
-
-
-def shown_gradient(local: Tensor, spec: Spec) -> Tensor:
-    """The whole tensor's gradient, of the one that autograd keeps for this rank's part: not the same for an average."""
-    parts = average_parts(spec)
-    return local if parts == 1 else local * parts
-
-
-def kept_gradient(shown: Tensor, spec: Spec) -> Tensor:
-    """What autograd is to keep where the whole tensor's gradient is ``shown``."""
-    parts = average_parts(spec)
-    return shown if parts == 1 else shown / parts
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
@@ -194,58 +229,22 @@ class Move(torch.autograd.Function):
         return moved if back.scale == 1.0 else moved * back.scale, None, None
 
 
-# torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
-_apply_move: Any = super(torch.autograd.Function, Move).apply
-
-
-Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
-
-
-def summing_hooks(groups: tuple[Group, ...]) -> Hooks:
-    """What ``reduce_gradient`` puts on tensors, made once for each place that needs it."""
-    return OrderedDict({0: partial(_sum_gradient, groups)})
-
-
-def reduce_gradient(local: Tensor, hooks: Hooks) -> Tensor:
-    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
-
-    A hook on an alias costs a third of an autograd node written in Python; where the gradient is itself differentiated
-    (create_graph), the sum is such a node.
-    """
-    alias = local.view_as(local)
-    # what register_hook does, without making a handle to remove the hook by
-    alias._backward_hooks = hooks
-    alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
-    return alias
-
-
-def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and grad.requires_grad:
-        apply: Any = _SumOver.apply
-        result: Tensor = apply(grad, groups, True)
-        return result
-    return _sum_over(grad, groups)
-
-
-class _SumOver(torch.autograd.Function):
-    """Sum over groups one way, identity the other."""
+class _MoveAs(torch.autograd.Function):
+    """``Move`` between dtypes: casts, then runs ``route``; backward casts, runs ``back``, and casts again."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[Group, ...], sums: bool) -> Tensor:
-        ctx.groups, ctx.sums = groups, sums
-        return _sum_over(local, groups) if sums else local.view_as(local)
+    def forward(ctx: Any, local: Tensor, route: Route, back: Route, started: Started | None) -> Tensor:
+        ctx.before, ctx.back = local.dtype, back
+        return Move.forward(ctx, local.to(route.target.dtype), route, started)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        apply: Any = _SumOver.apply
-        return apply(grads[0], ctx.groups, not ctx.sums), None, None
+        grad = grads[0].to(ctx.back.target.dtype).contiguous()
+        return _apply_move(grad, ctx.back).to(ctx.before), None, None, None
 
 
-def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
-    total = local.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        group.all_reduce(total)
-    return total
+# torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
+_apply_move: Any = super(torch.autograd.Function, Move).apply
 
 
 def _check_linear(plan: Plan) -> None:

@@ -37,7 +37,8 @@ def _build(
     if layout is not torch.strided:
         raise ValueError(f"DTensors are strided, not {layout}")
     mesh = mesh_or_current(device_mesh)
-    spec = Spec.of(mesh, placements or [REPLICATE] * mesh.ndim, shape, dtype or torch.get_default_dtype())
+    wanted = [REPLICATE] * mesh.ndim if placements is None else placements
+    spec = Spec.of(mesh, wanted, shape, dtype or torch.get_default_dtype())
     local = redistribute_local(make(spec.cotangent, torch.device(mesh.device_type)), spec.cotangent, spec)
     return wrap(local.requires_grad_(requires_grad), spec)
 

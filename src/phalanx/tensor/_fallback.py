@@ -20,22 +20,12 @@ from phalanx.tensor._names import op_name
 from phalanx.tensor._placement import REPLICATE
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, mark_copied_view, written
-from phalanx.tensor.rules.joining import basic_index
 
 # They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
 WRITES_UNSEEN = {
     "batch_norm": (3, 4), "native_batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
     "apply": (0,), "map": (0,), "map2": (0,),
 }  # fmt: skip
-
-# Their results share memory with the first argument.
-VIEW_NAMES = frozenset({
-    "as_strided", "diagonal", "unfold", "view_as_real", "view_as_complex", "real.get", "imag.get", "real", "imag",
-    "select", "narrow", "squeeze", "unsqueeze", "view", "view_as", "expand", "expand_as", "permute", "transpose", "t",
-    "split", "chunk", "unbind", "tensor_split", "hsplit", "vsplit", "dsplit", "movedim", "moveaxis", "swapaxes",
-    "swapdims", "unflatten", "linalg_diagonal", "adjoint", "T.get", "H.get", "mT.get", "mH.get", "__getitem__",
-    "split_with_sizes", "alias", "detach", "numpy_T",
-})  # fmt: skip
 
 
 def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -68,19 +58,13 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
             if tensor is whole:
                 return original
         wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
-        base = tensors[0]
-        if _is_view(name.base, args) and not (base._spec.is_replicated and base._stale is None):
-            mark_copied_view(wrapped, base, name.base, () if kwargs else tuple(args))
+        for base, whole in zip(tensors, wholes, strict=True):
+            copied = whole is not base._local or base._stale is not None
+            if copied and torch._C._is_alias_of(tensor, whole):  # type: ignore[attr-defined]  # not in stubs
+                mark_copied_view(wrapped, base, name.base, () if kwargs else tuple(args))
         return wrapped
 
     return walk_tensors(result, lift)
-
-
-def _is_view(name: str, args: Any) -> bool:
-    if name != "__getitem__":
-        return name in VIEW_NAMES
-    key = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return basic_index(args[0].shape, key) is not None  # tensors, lists and masks select copies
 
 
 def _version(tensor: Tensor) -> int:
@@ -119,7 +103,10 @@ def write_out(result: Any, out: Any) -> Any:
     """``out=``: copy results into the given DTensors, in their layouts."""
     if isinstance(out, Tensor):
         if not isinstance(out, DTensor):
-            raise RuntimeError("out= must be a DTensor where the arguments are")
+            raise RuntimeError(
+                f"out= is a plain tensor of shape {tuple(out.shape)} where the arguments are DTensors: distribute it, "
+                f"or use the tensor that is returned"
+            )
         if out.shape != result.shape:
             raise RuntimeError(
                 f"out= has shape {tuple(out.shape)}, the result {tuple(result.shape)}: a DTensor is not resized"

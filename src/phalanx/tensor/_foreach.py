@@ -66,10 +66,10 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     first = list(args[0])
     if base in _REDUCING:
         return _one_by_one(base, first, args[1:], kwargs)
-    specs = [t._spec if type(t) is DTensor else None for t in first]
-    odd = any(spec is None for spec in specs) or any(
-        spec.is_partial for spec in specs if spec is not None and base not in _LINEAR
-    )
+    if any(not isinstance(t, DTensor) for t in first):
+        return _by_kind(func, args, kwargs)
+    specs = [t._spec for t in first]
+    odd = any(spec.is_partial for spec in specs) and base not in _LINEAR
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _mixed(func, args, kwargs)
     if name.endswith("_"):
@@ -82,7 +82,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in first:
             written(tensor)
         return list(args[0])
-    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]  # type: ignore[arg-type]  # no None
+    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
 
 
 def _same_shapes(value: Any, first: list[Any]) -> bool:
@@ -112,7 +112,7 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     if not isinstance(tensor, DTensor):
         if tensor.dim():
             raise RuntimeError(
-                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside DTensors"
+                f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside {spec!r}: distribute it"
             )
         return tensor
     own, local = tensor._spec, fresh(tensor)
@@ -127,42 +127,44 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     return redistribute_local(local, own, spec.with_dtype(own.dtype))
 
 
-def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Plain tensors among DTensors, as in a model of which only some modules are distributed, or partial ones."""
-    places = range(len(args[0]))
-    plain = [i for i in places if not any(isinstance(a[i], DTensor) for a in args if _is_list(a))]
-    if not plain:
-        return _place_by_place(func, args, kwargs)
-    others = [i for i in places if i not in set(plain)]
-    results = list(args[0])
-    for chosen, whole in ((plain, True), (others, False)):
-        given = [_chosen(a, chosen, whole) for a in args]
-        made = func(*given, **{key: _chosen(value, chosen, whole) for key, value in kwargs.items()})
-        for i, result in zip(chosen, made if made is not None else given[0], strict=True):
-            results[i] = result
+def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain tensors among DTensors in the first list: the places of either kind by themselves."""
+    results: list[Any] = list(args[0])
+    for plain in (True, False):
+        places = [i for i, t in enumerate(args[0]) if isinstance(t, DTensor) is not plain]
+        given = [_at(arg, places, plain, func.__name__) for arg in args]
+        named = {key: _at(value, places, plain, func.__name__) for key, value in kwargs.items()}
+        found = func(*given, **named) if places else None
+        if found is not None and not func.__name__.endswith("_"):
+            for place, result in zip(places, found, strict=True):
+                results[place] = result
     return results
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
+    """``value`` at these places of the lists; for ``plain`` ones without a DTensor in it."""
+    if isinstance(value, (list, tuple)):
+        # optimizers leave unused lists empty
+        return [_at(value[place], [], plain, name) for place in places] if value else []
+    if not plain or not isinstance(value, DTensor):
+        return value
+    if value.ndim:
+        raise RuntimeError(
+            f"{name} got a DTensor, {value._spec!r}, beside a plain tensor: distribute that, or pass d.full_tensor()"
+        )
+    return value.full_tensor()
 
 
-def _chosen(value: Any, places: list[int], whole: bool) -> Any:
-    """Of a list those places; a single DTensor (a factor) ``whole``, as a plain tensor, where the list is plain."""
-    if _is_list(value):
-        return [value[i] for i in places] if value else []  # optimizers leave unused lists empty
-    return value.full_tensor() if whole and isinstance(value, DTensor) else value
-
-
-def _place_by_place(func: Any, args: Any, kwargs: Any) -> Any:
+def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Partial tensors, or shapes that differ: run each place of the lists by itself."""
     name = func.__name__
     base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
     in_place = name.endswith("_")
     method = name.removeprefix("_foreach_")
     results = []
     for place, tensor in enumerate(args[0]):
-        rest = [a[place] if _is_list(a) else a for a in args[1:]]
-        options = {k: v[place] if _is_list(v) else v for k, v in kwargs.items()}
+        rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+        options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
         if method.startswith("addc") and len(rest) == 3:
             options["value"] = rest.pop()
         if in_place:
@@ -179,17 +181,14 @@ def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[A
         return [torch.linalg.vector_norm(t, order, dtype=kwargs.get("dtype")) for t in tensors]
     if base == "_foreach_max":
         return [t.max() for t in tensors]
-    raise NotImplementedError(f"{base} on DTensors")
+    raise NotImplementedError(f"{base} on DTensors: call the function without _foreach_ on each of them")
 
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """``torch._fused_adam_`` and the like: lists of one length, written in place."""
     first = list(args[0])
-    plain = [i for i, tensor in enumerate(first) if not isinstance(tensor, DTensor)]
-    if plain:
-        for chosen in (plain, [i for i in range(len(first)) if i not in set(plain)]):
-            given = {key: _chosen(value, chosen, False) for key, value in (kwargs or {}).items()}
-            func(*[_chosen(value, chosen, False) for value in args], **given)
+    if any(not isinstance(t, DTensor) for t in first):
+        _by_kind(func, args, kwargs or {})
         return
     specs = [t._spec for t in first]
     if any(spec.is_partial for spec in specs):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import kept_gradient, redistribute_local, shown_gradient
+from phalanx.tensor._execute import entered_gradient, exposed_gradient, redistribute_local
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import fresh
 
@@ -117,7 +117,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
             f"backward of an autograd.Function returned a {type(value).__name__} for {spec!r}; expected a DTensor"
         )
     local = redistribute_local(value._local, value._spec, spec.cotangent.with_dtype(value.dtype))
-    return kept_gradient(local, spec)
+    return entered_gradient(local, spec)
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
@@ -166,7 +166,7 @@ class Node:
 
 def _wrapped(grads: Any, specs: list[Spec | None]) -> tuple[Any, ...]:
     return tuple(
-        g if spec is None or g is None else wrap(shown_gradient(g, spec), spec.cotangent)
+        g if spec is None or g is None else wrap(exposed_gradient(g, spec), spec.cotangent)
         for g, spec in zip(grads, specs, strict=True)
     )
 

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from phalanx.tensor._dispatch import run_rule
+from phalanx.tensor._doors import while_tracing
 from phalanx.tensor._dtensor import _handlers
 from phalanx.tensor._fallback import run_replicated
 from phalanx.tensor._names import op_name
@@ -31,4 +32,8 @@ def find_handler(func: Any) -> Any:
         else:
             handler = run_replicated
     _handlers[func] = handler
+    checked = while_tracing(handler)
+    if checked is not None:
+        _handlers.pop(func, None)
+        return checked
     return handler

@@ -39,7 +39,7 @@ def log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choice
         return
     call, outs = _call(name, inputs), ", ".join(out.layout for out in decision.outputs)
     if decision.moves:
-        moved = "; ".join(f"input {i}: {plan!r}" for i, plan in decision.moves)
+        moved = "; ".join(f"input {i}: {route.plan!r}" for i, route in decision.moves)
         logger.info(
             "%s -> %s, moves %s: the fewest bytes of %d choices an axis", call, outs, moved, num_choices
         )

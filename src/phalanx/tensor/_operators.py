@@ -39,6 +39,9 @@ _METHODS = (
 
 def install() -> None:
     """Give ``DTensor`` its operators and methods."""
+    bound: Any = DTensor.__torch_function__
+    for call in (bound.__func__, DTensor.redistribute):
+        _hidden_from_compilers(call)
     for name, func in _OPERATORS.items():
         setattr(DTensor, name, _operator(func, getattr(torch.Tensor, name)))
     for name in _METHODS:

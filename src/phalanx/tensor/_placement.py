@@ -8,7 +8,8 @@ or empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -46,6 +47,10 @@ class Placement:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._fields()
 
+    def __iter__(self) -> Iterator[Placement]:
+        """One placement is good for a mesh of one axis, wherever a list of them is expected."""
+        yield self
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self!r} is a value and cannot be changed")
 
@@ -61,7 +66,10 @@ class Shard(Placement):
     dim: int
 
     def __init__(self, dim: int) -> None:
-        object.__setattr__(self, "dim", int(dim))
+        try:
+            object.__setattr__(self, "dim", operator.index(dim))
+        except TypeError:
+            raise TypeError(f"{type(self).__name__} needs the number of a dim, got {dim!r}") from None
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -210,14 +218,19 @@ def normalize(
     placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int
 ) -> tuple[Placement, ...]:
     """Check one placement per axis and make shard dims non-negative."""
-    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    if not isinstance(placements, Iterable):
+        raise TypeError(f"expected a list of placements, one for each mesh axis, got {placements!r}")
+    given = tuple(placements)
     if len(given) != num_axes:
-        raise ValueError(f"a mesh of {num_axes} axes needs {num_axes} placements, got {list(given)}")
+        raise ValueError(
+            f"a mesh of {num_axes} axes needs {num_axes} placements, one for each axis, got {list(given)}"
+        )
     result: list[Placement] = []
     for placement in given:
         if not isinstance(placement, Placement):
             raise TypeError(
-                f"expected a Placement such as Shard(0), Replicate() or Partial(), got {placement!r}"
+                f"expected a Placement of phalanx.tensor such as Shard(0), Replicate() or Partial(), "
+                f"got {placement!r}, a {type(placement).__module__}.{type(placement).__qualname__}"
             )
         if isinstance(placement, Shard):
             if not -num_dims <= placement.dim < num_dims:

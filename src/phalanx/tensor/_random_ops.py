@@ -106,30 +106,46 @@ def _fill(make: Callable[[DTensor, Any, Any], Any]) -> Callable[[Any, Any, Any],
     return handler
 
 
+def _require(good: bool, told: str) -> None:
+    """Raise as torch does for parameters of which there is no distribution."""
+    if not good:
+        raise RuntimeError(told)
+
+
 def _uniform(t: DTensor, args: Any, kw: Any) -> Any:
     low, high = _option(args, kw, 1, "from", 0.0), _option(args, kw, 2, "to", 1.0)
+    _require(low <= high, f"uniform_ on a DTensor needs from <= to, got from={low}, to={high}")
     return uniform_like(t) * (high - low) + low
 
 
 def _normal(t: DTensor, args: Any, kw: Any) -> Any:
-    return normal_like(t) * _option(args, kw, 2, "std", 1.0) + _option(args, kw, 1, "mean", 0.0)
+    std = _option(args, kw, 2, "std", 1.0)
+    _require(std >= 0, f"normal_ on a DTensor needs std >= 0, got {std}")
+    return normal_like(t) * std + _option(args, kw, 1, "mean", 0.0)
 
 
 def _log_normal(t: DTensor, args: Any, kw: Any) -> Any:
-    return (normal_like(t) * _option(args, kw, 2, "std", 2.0) + _option(args, kw, 1, "mean", 1.0)).exp()
+    std = _option(args, kw, 2, "std", 2.0)
+    _require(std > 0, f"log_normal_ on a DTensor needs std > 0, got {std}")
+    return (normal_like(t) * std + _option(args, kw, 1, "mean", 1.0)).exp()
 
 
 def _exponential(t: DTensor, args: Any, kw: Any) -> Any:
-    return -torch.log1p(-uniform_like(t)) / _option(args, kw, 1, "lambd", 1.0)
+    rate = _option(args, kw, 1, "lambd", 1.0)
+    _require(rate > 0, f"exponential_ on a DTensor needs lambd > 0, got {rate}")
+    return -torch.log1p(-uniform_like(t)) / rate
 
 
 def _cauchy(t: DTensor, args: Any, kw: Any) -> Any:
+    sigma = _option(args, kw, 2, "sigma", 1.0)
+    _require(sigma > 0, f"cauchy_ on a DTensor needs sigma > 0, got {sigma}")
     centred = torch.tan(torch.pi * (uniform_like(t) - 0.5))
-    return centred * _option(args, kw, 2, "sigma", 1.0) + _option(args, kw, 1, "median", 0.0)
+    return centred * sigma + _option(args, kw, 1, "median", 0.0)
 
 
 def _geometric(t: DTensor, args: Any, kw: Any) -> Tensor:
     p = float(_option(args, kw, 1, "p", 0.5))
+    _require(0 < p < 1, f"geometric_ on a DTensor needs p between 0 and 1, got {p}")
     draws = torch.ceil(torch.log1p(-uniform_like(t)) / np.log1p(-p)).clamp_min(1)
     return draws.to(t.dtype)
 
@@ -221,6 +237,7 @@ def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     if noise:
         raise NotImplementedError("rrelu_with_noise on a DTensor: use rrelu")
     low, high = _option(args, kwargs, 1, "lower", 1 / 8), _option(args, kwargs, 2, "upper", 1 / 3)
+    _require(low <= high, f"rrelu on a DTensor needs lower <= upper, got lower={low}, upper={high}")
     slope: Any = (low + high) / 2
     if _option(args, kwargs, 3, "training", False):
         slope = wrap(uniform_like(tensor) * (high - low) + low, tensor._spec.cotangent)
@@ -234,6 +251,8 @@ def _normal_from(func: Any, args: Any, kwargs: Any) -> Any:
     _check_generator(options)
     out = options.pop("out", None)
     mean, std = _option(args, options, 0, "mean", 0.0), _option(args, options, 1, "std", 1.0)
+    if isinstance(std, (int, float)):
+        _require(std >= 0, f"normal on a DTensor needs std >= 0, got {std}")
     shape = (mean + std).detach()
     made = wrap(normal_like(shape), shape._spec.cotangent) * std + mean
     return made if out is None else out.copy_(made)
@@ -248,9 +267,17 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     whole = redistribute_local(weights._local, weights._spec, weights._spec.replicated)
     replicated = wrap(whole, weights._spec.replicated)
     mesh = weights._spec.mesh
+    _require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")
+    _require(count > 0, f"multinomial on a DTensor needs num_samples > 0, got {count}")
+    _require(
+        bool(((whole >= 0) & whole.isfinite()).all() & (whole.sum(-1) > 0).all()),
+        "multinomial on a DTensor needs weights that are finite, not negative, and not all zero",
+    )
     if not _option(args, options, 2, "replacement", False):
         if bool(((whole > 0).sum(-1) < count).any()):
-            raise RuntimeError("multinomial without replacement: fewer non-zero weights than samples")
+            raise RuntimeError(
+                "multinomial on a DTensor, without replacement: fewer non-zero weights than samples"
+            )
         clocks = -torch.log1p(-uniform_like(replicated)) / whole
         chosen = clocks.argsort(-1)[..., :count]
     else:

@@ -135,9 +135,20 @@ class Call:
     def meta(self) -> Any:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
-            with torch.no_grad():
-                self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+            try:
+                with torch.no_grad():
+                    self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+            except AssertionError as error:  # torch's way to refuse arguments on meta tensors
+                raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
+
+    def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
+        """The first input as a meta tensor with these strides, and what the call returns for it."""
+        one = self.inputs[0]
+        first = torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
+        args = tuple(first if arg is one else _on_meta(arg) for arg in self.args)
+        with torch.no_grad():
+            return first, self.func(*args, **_on_meta(self.kwargs))
 
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
@@ -152,8 +163,11 @@ class Call:
             RuntimeError,
             ValueError,
             TypeError,
+            AssertionError,
         ):  # no such kernel for meta tensors, or a call that will raise
             return None
+        if result is NotImplemented:  # Python asks the other operand, and compares by identity in the end
+            raise TypeError(f"{self.name} of a DTensor and {self.args[1:]!r}")
         return [tuple(t.shape) for t in tensors_in(result)]
 
 
@@ -191,9 +205,7 @@ def norm_dim(dim: int, ndim: int) -> int:
 
 def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
     """Whether every rank would hold something of every input."""
-    for one, given in zip(call.inputs, placements, strict=True):
-        spec = one.spec.with_placements(given)
-        last = tuple(n - 1 for n in spec.mesh.shape)
-        if 0 in spec.shape_at(last):
-            return False
-    return True
+    return not any(
+        one.spec.with_placements(given).has_empty_part
+        for one, given in zip(call.inputs, placements, strict=True)
+    )

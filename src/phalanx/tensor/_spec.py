@@ -157,6 +157,27 @@ class Spec:
         """The local shape of the rank at ``coordinate``."""
         return tuple(held_size(n, self.cuts(dim, coordinate)) for dim, n in enumerate(self.shape))
 
+    def smallest_part(self, dim: int) -> int:
+        """The least that any rank holds of ``dim``: of a dim that is cut twice it need not be the last rank's."""
+        lengths = {self.shape[dim]}
+        for placement, parts, _ in self.cuts(dim):
+            lengths = {held_size(n, [(placement, parts, at)]) for n in lengths for at in range(parts)}
+        return min(lengths)
+
+    @property
+    def has_empty_part(self) -> bool:
+        """Whether some rank holds nothing."""
+        return any(self.smallest_part(dim) == 0 for dim in range(len(self.shape)))
+
+    @property
+    def has_thin_part(self) -> bool:
+        """Whether some rank holds at most one row of a longer dim: its memory does not tell the order of dims."""
+        found: bool | None = self.variants.get("thin")
+        if found is None:
+            found = any(self.smallest_part(dim) <= 1 < size for dim, size in enumerate(self.shape))
+            self.variants["thin"] = found
+        return found
+
     def _local_shape(self) -> tuple[int, ...]:
         if self.mesh.get_coordinate() is None:
             return (0,) * max(1, len(self.shape))  # this rank is outside of the mesh and holds nothing

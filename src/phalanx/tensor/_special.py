@@ -19,14 +19,18 @@ from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._strides import is_contiguous, strides_of
 from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
+
+# Libraries of operations that communicate, whose functions do not say where they come from.
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")
 
 Handler = Callable[[Any, Any, Any], Any]
 
 # Answered from the local tensor alone: true of the whole if true of a part.
 _FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
-"element_size", "is_contiguous", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
+"element_size", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
 "is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
 "is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
 "is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
@@ -45,16 +49,15 @@ def _from_local(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    """Strides of the whole tensor if its memory had the order of the local one."""
-    tensor: DTensor = args[0]
-    local = tensor._local.stride()
-    order = sorted(range(tensor.ndim), key=lambda d: (local[d], -d), reverse=True)
-    strides, step = [0] * tensor.ndim, 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(1, tensor.shape[dim])
+    strides = strides_of(args[0])
     dims = (args[1:] or (None,))[0] if not kwargs else kwargs.get("dim")
-    return tuple(strides) if dims is None else strides[dims]
+    return strides if dims is None else strides[dims]
+
+
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    if kwargs or len(args) > 1:  # another memory format
+        return bool(func(args[0]._local, *args[1:], **(kwargs or {})))
+    return is_contiguous(args[0].shape, strides_of(args[0]))
 
 
 def _shape_answer(func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,8 +94,14 @@ def _refuse(reason: str) -> Handler:
     return handler
 
 
-def _item_get(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].full_tensor().detach())
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
+
+
+def _share_memory(func: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor: DTensor = args[0]
+    tensor._local.share_memory_()
+    return tensor
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
@@ -149,7 +158,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if name.base == "squeeze":  # by number: a local dim of size one may be a cut of a longer one
         gone = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == 1]
         dims = args[1] if len(args) > 1 else options.get("dim", gone)
-        chosen = {d % tensor.ndim - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        chosen = {d % max(1, tensor.ndim) - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
         tensor._local.squeeze_(tuple(d for d in gone if d in chosen))
     else:
         func(tensor._local, *args[1:], **options)
@@ -184,15 +193,18 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("to", "type_as"), _to),
     "type": _type,
     "stride": _stride,
+    "is_contiguous": _is_contiguous,
     "nbytes.get": _nbytes,
     "is_same_size": _is_same_size,
     "data.set": _set_data,
     "resize": _refuse("its global shape is fixed; make a new one"),
     "resize_as": _refuse("its global shape is fixed; make a new one"),
     "set": _set,
-    "share_memory": _from_local,
+    "share_memory": _share_memory,
+    "__dlpack__": _of_whole,
     **dict.fromkeys(
-        ("_make_dual", "_unpack_dual"), _refuse("forward-mode differentiation is not distributed")
+        ("_make_dual", "_unpack_dual"),
+        _refuse("forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"),
     ),
     "_amp_foreach_non_finite_check_and_unscale": _foreach.unscale,
     **dict.fromkeys(("eye", "zeros", "ones", "full", "arange", "linspace", "logspace"), _factory_out),
@@ -212,14 +224,19 @@ TABLE: dict[str, Handler] = {
 
 def special_handler(func: Any, name: OpName) -> Handler | None:
     module = getattr(func, "__module__", None) or ""
-    if module.startswith("torch.distributed"):
+    if module.startswith("torch.distributed") or name.base.startswith(_COLLECTIVES):
         return _refuse("torch.distributed functions take this rank's part: use to_local()")
     if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
         return _refuse(
             "compiled functions hold plain tensors and are not distributed; call the function itself"
         )
     if name.base in REFUSED:
-        return _refuse("its random numbers would differ from rank to rank")
+        return _refuse(
+            "its random numbers would differ from rank to rank; compute it of full_tensor() and distribute the result, "
+            "which takes that of the first rank"
+        )
+    if name.base.startswith("_nested_") or name.base.endswith("to_padded_tensor"):
+        return _refuse("nested tensors are not distributed; make one of to_local() or full_tensor()")
     if name.base.startswith("_foreach_"):
         return _foreach.foreach
     if name.base.startswith("_fused_"):

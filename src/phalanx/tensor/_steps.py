@@ -52,12 +52,12 @@ def _axis_lengths(step: Step, sharded: Spec, dim: int) -> tuple[int, ...]:
     return chunk_sizes(whole, parts)
 
 
-def _group(step: Step) -> Group:
+def group_of(step: Step) -> Group:
     return step.source.mesh.get_group(step.axis)
 
 
 def _all_gather(step: Step) -> Action:
-    placement, group = step.source.placements[step.axis], _group(step)
+    placement, group = step.source.placements[step.axis], group_of(step)
     assert isinstance(placement, Shard), f"{step!r} gathers a shard"
     dim, lengths = placement.dim, _axis_lengths(step, step.source, placement.dim)
     if len(set(lengths)) == 1 and type(placement) is Shard:
@@ -108,7 +108,7 @@ def _all_to_all(step: Step) -> Action:
     before, after = step.source.placements[step.axis], step.target.placements[step.axis]
     assert isinstance(before, Shard), f"{step!r} exchanges shards"
     assert isinstance(after, Shard), f"{step!r} exchanges shards"
-    group, leaving = _group(step), after.dim
+    group, leaving = group_of(step), after.dim
     sizes = list(_axis_lengths(step, step.target, after.dim))
     lengths = _axis_lengths(step, step.source, before.dim)
     even = len(set(sizes)) == 1 == len(set(lengths)) and 0 not in step.source.local_shape
@@ -150,10 +150,15 @@ def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Act
     return begin, lambda received: received.movedim(0, arriving).contiguous().view(target)
 
 
-def _all_reduce(step: Step) -> Action:
-    group, op = _group(step), _reduce_op(step)
+def reduction_in_place(step: Step) -> Callable[..., Any]:
+    """``all_reduce(tensor, async_op=...)`` of the step, for a contiguous tensor of the layout it begins with."""
+    group, op = group_of(step), _reduce_op(step)
     plain = PLAIN[op].get(step.source.dtype) if 0 not in step.source.local_shape else None
-    all_reduce = partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
+    return partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
+
+
+def _all_reduce(step: Step) -> Action:
+    all_reduce = reduction_in_place(step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         total = local.clone(memory_format=_CONTIGUOUS)
@@ -166,7 +171,7 @@ def _reduce_scatter(step: Step) -> Action:
     after = step.target.placements[step.axis]
     assert isinstance(after, Shard), f"{step!r} scatters to a shard"
     dim, lengths = after.dim, list(_axis_lengths(step, step.target, after.dim))
-    group, op = _group(step), _reduce_op(step)
+    group, op = group_of(step), _reduce_op(step)
     if len(set(lengths)) == 1:
         return _even_reduce_scatter(group, dim, lengths[0], op, step)
 

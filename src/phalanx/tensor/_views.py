@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from phalanx.tensor._dtensor import DTensor
 
 
+_RESHAPES = frozenset({"reshape", "flatten", "ravel"})
+_RESHAPED = object()  # stands for an index: all elements in their order
+
+
 class CopiedView:
     """Set as ``_stale`` on a copied view: the version that its base has now, and had then.
 
-    ``base[key]`` is what the copy stands for; without a base the copy is read-only.
+    ``base[key]`` is what the copy stands for; without a base the copy is read-only. ``strides``: of the view that it
+    would have been, None if not known.
     """
 
-    __slots__ = ("base", "counter", "key", "op", "version")
+    __slots__ = ("base", "counter", "key", "op", "strides", "version")
 
     def __init__(self, counter: Tensor | None, op: str) -> None:
         self.op = op
@@ -31,15 +36,22 @@ class CopiedView:
         self.version = 0 if counter is None else counter._version
         self.base: DTensor | None = None
         self.key: Any = None
+        self.strides: tuple[int, ...] | None = None
 
     def read_only(self) -> CopiedView:
         """The mark for an alias whose writes must not be seen by autograd, as those to the copy are."""
         alias = CopiedView(self.counter, self.op)
-        alias.version = self.version
+        alias.version, alias.strides = self.version, self.strides
         return alias
 
 
-def mark_copied_view(view: Any, base: DTensor, op: str, args: tuple[Any, ...] = ()) -> None:
+def mark_copied_view(
+    view: Any,
+    base: DTensor,
+    op: str,
+    args: tuple[Any, ...] = (),
+    strides: tuple[int, ...] | None = None,
+) -> None:
     """``view`` is a copy of a part of ``base``, or of what ``base`` is a copy of; ``args`` were the operation's."""
     above: CopiedView | None = base._stale
     if above is not None:
@@ -51,7 +63,7 @@ def mark_copied_view(view: Any, base: DTensor, op: str, args: tuple[Any, ...] = 
             counter = local.detach()
             counter.data = torch.empty(0, dtype=local.dtype, device=local.device)
         mark = CopiedView(counter, op)
-    mark.key = _index_of(op, base.ndim, args)
+    mark.key, mark.strides = _index_of(op, base.ndim, args), strides
     if mark.key is not None:
         mark.base = base
     view._stale = mark
@@ -59,6 +71,8 @@ def mark_copied_view(view: Any, base: DTensor, op: str, args: tuple[Any, ...] = 
 
 def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
     """The index that selects what a view operation does; None if it is not of that kind."""
+    if op in _RESHAPES and args:
+        return _RESHAPED
     if op == "__getitem__" and len(args) == 2:
         return args[1]
     if (op, len(args)) not in (("select", 3), ("narrow", 4)) or any(type(a) is not int for a in args[1:]):
@@ -108,6 +122,9 @@ def written(view: DTensor) -> None:
     """``view`` was written to in place: so is its base, if the view is a copy."""
     mark: CopiedView | None = view._stale
     if mark is not None and mark.base is not None:
-        mark.base[mark.key] = view
+        if mark.key is _RESHAPED:
+            mark.base.copy_(view.reshape(mark.base.shape))
+        else:
+            mark.base[mark.key] = view
         if mark.counter is not None:
             mark.version = mark.counter._version

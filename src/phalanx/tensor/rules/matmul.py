@@ -67,7 +67,7 @@ def _batched(one: In, batch: str, core: str) -> str:
 
 def linear(call: Call) -> Sharding | None:
     first, weight = call.inputs[:2]
-    if weight.ndim != 2 or first.ndim < 1:
+    if weight.ndim != 2 or first.ndim < 1 or any(bias.shape != weight.shape[:1] for bias in call.inputs[2:]):
         return None
     batch = "abcdefgh"[: first.ndim - 1]
     added = {2: "n"} if len(call.inputs) == 3 else {}
@@ -138,4 +138,5 @@ def einsum(call: Call) -> Sharding | None:
     sharding.valid = lambda placements: none_empty(
         call, placements
     )  # with an empty part torch drops the graph
+    sharding.is_view = len(texts) == 1 and len(output) == len(left)  # dims in another order
     return sharding

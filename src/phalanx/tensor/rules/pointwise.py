@@ -13,7 +13,14 @@ import torch
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
 
+_CAST_NAMES = {
+    "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
+    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128, "bool": torch.bool,
+    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+}  # fmt: skip
+
 UNARY = [
+    *_CAST_NAMES,
     "abs",
     "absolute",
     "acos",
@@ -75,7 +82,6 @@ UNARY = [
     "logsigmoid",
     "mish",
     "mvlgamma",
-    "nan_to_num",
     "neg",
     "negative",
     "polygamma",
@@ -147,21 +153,8 @@ UNARY = [
     "empty_like",
     "to",
     "type",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
     "cpu",
     "cuda",
-    "int",
-    "long",
-    "short",
-    "char",
-    "byte",
-    "bool",
-    "cfloat",
-    "cdouble",
-    "chalf",
     "nan_to_num",
     "clip",
     "clamp",
@@ -271,9 +264,8 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
         (
             "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
-            "to", "float", "double", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like",
-            "deg2rad", "rad2deg", "resolve_conj", "resolve_neg", "type", "bfloat16", "half", "cfloat", "cdouble",
-            "zero",
+            "to", "type", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "zero",
+            "deg2rad", "rad2deg", "resolve_conj", "resolve_neg", *_CAST_NAMES,
         ),
         _ONE,
     ),
@@ -284,10 +276,12 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
-_IDENTITY = frozenset({"clone", "detach", "contiguous", "cpu", "cuda"})  # whatever is partial stays so
+_IDENTITY = frozenset(
+    {"clone", "detach", "contiguous", "cpu", "cuda", "positive"}
+)  # whatever is partial stays so
 _ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
-_CASTS = frozenset({"to", "type", "bfloat16", "half", "float", "double", "cfloat", "cdouble", "copy"})
+_CASTS = frozenset({"to", "type", "copy", *_CAST_NAMES})
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -355,11 +349,12 @@ def _linear_choices(call: Call) -> list[Choice]:
     sets = _sets(call)
     if not sets or (call.name in _NEEDS_TWO and len(call.inputs) < 2):
         return []
-    if call.name in _CASTS and not _stays_inexact(call):
+    unchanged = call.name in _CASTS and not call.in_place and _cast_to(call) is call.inputs[0].dtype
+    if call.name in _CASTS and not unchanged and not _stays_inexact(call):
         return []
     ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
     choices = []
-    for op in sorted(ops if call.name in _IDENTITY else ops & {"sum", "avg"}):
+    for op in sorted(ops if unchanged or call.name in _IDENTITY else ops & {"sum", "avg"}):
         partial = Partial(op)
         for together in sets:
             if max(together) >= len(call.inputs):
@@ -384,17 +379,17 @@ def _stays_inexact(call: Call) -> bool:
     if call.in_place:
         kinds = {one.dtype for one in call.inputs}
         return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
-    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
-    fixed = {
-        "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
-        "cfloat": torch.complex64, "cdouble": torch.complex128,
-    }.get(call.name)  # fmt: skip
-    if call.name == "type" and not given:
-        return False
-    before = call.inputs[0].dtype
-    after = fixed or (given[0] if given else call.inputs[-1].dtype)
-    if after.itemsize < before.itemsize:
+    before, after = call.inputs[0].dtype, _cast_to(call)
+    if after is None or after.itemsize < before.itemsize:
         return False  # rounding each contribution is not rounding the sum
     return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
         before.is_complex and after.is_complex
     )
+
+
+def _cast_to(call: Call) -> torch.dtype | None:
+    """The dtype of a cast; None if it is given by name."""
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    if given or call.name == "type":
+        return given[0] if given else None
+    return _CAST_NAMES.get(call.name, call.inputs[-1].dtype)

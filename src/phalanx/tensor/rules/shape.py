@@ -109,7 +109,7 @@ def reshape(call: Call) -> Sharding | None:
         mapping[first] = onto
         if len(real_ins) > 1 or len(real_outs) > 1:
             leading[first] = (before[first], after[onto])
-    is_view = call.name != "reshape" and call.name != "flatten"
+    is_view = call.name not in ("reshape", "flatten", "ravel")
     return dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
 
 
