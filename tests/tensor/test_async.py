@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import Twice
 
 from phalanx import comm
 from phalanx.comm import DeviceMesh, Group, init_device_mesh
@@ -120,3 +121,14 @@ def test_a_result_that_nobody_uses_harms_nothing() -> None:
         return float(x.sum().full_tensor())
 
     assert comm.simulate(2).run(rank_main) == [float(WHOLE.sum())] * 2
+
+
+def test_a_users_function_keeps_the_gradient_of_what_is_on_its_way() -> None:
+    def rank_main(group: Group) -> None:
+        x = laid_out(init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+        y = Twice.apply(x.redistribute(placements=[Replicate()], async_op=True))
+        (y * y).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), 8 * WHOLE)
+
+    comm.simulate(2).run(rank_main)

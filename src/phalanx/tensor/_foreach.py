@@ -208,7 +208,9 @@ def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor
         return value._local if isinstance(value, DTensor) else value
     locals_ = list(value)
     for place, tensor in enumerate(locals_):
-        if isinstance(tensor, Tensor):
+        if type(tensor) is DTensor and tensor._spec is specs[place] and tensor._stale is None:
+            locals_[place] = tensor._local
+        elif isinstance(tensor, Tensor):
             spec = specs[place]
             locals_[place] = local = _brought(tensor, spec)
             if isinstance(tensor, DTensor) and local is not tensor._local:

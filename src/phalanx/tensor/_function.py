@@ -185,7 +185,7 @@ def install() -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for arg in args:
-            if type(arg) is DTensor:
+            if isinstance(arg, DTensor):  # also one whose data is still on its way
                 if torch._C._are_functorch_transforms_active():
                     raise RuntimeError(f"{cls.__name__} on a DTensor inside torch.func is not supported")
                 return _apply_lifted(cls, args)
