@@ -275,7 +275,10 @@ class Generator(Plain):
         try:
             line = re.sub(r"{(\w)}", lambda found: getattr(self, f"_{found[1]}")(), template)
             exec(line, self.names)
-            assert all(x.numel() < 2000 and x.dim() < 5 and _moderate(x) for x in self.tensors().values())
+            assert all(
+                x.numel() < 2000 and x.dim() < 5 and x.is_leaf in (True, False) and _moderate(x)
+                for x in self.tensors().values()
+            )
             self.lines.append(line)
         except Exception:  # plain tensors do not take it, or what came of it
             self.count = before

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about lines that 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_random_programs_give_what_they_give_on_one_device(shape: Any) -> None:
-    assert not failures(range(40), shape)
+    assert not failures(range(8), shape)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_many_random_programs_give_what_they_give_on_one_device(shape: Any) -> None:
-    assert not failures(range(40, 1040), shape)
+    assert not failures(range(8, 1008), shape)
 
 
 def test_programs_are_the_same_for_the_same_seed_and_long_enough() -> None:
