@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshes import Twice
+from meshes import Twice, on_mesh
 
 from phalanx import comm
 from phalanx.comm import DeviceMesh, Group, init_device_mesh
@@ -132,3 +132,19 @@ def test_a_users_function_keeps_the_gradient_of_what_is_on_its_way() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), 8 * WHOLE)
 
     comm.simulate(2).run(rank_main)
+
+
+@pytest.mark.parametrize("before", [Shard(0), Partial(), Partial("avg")], ids=str)
+@pytest.mark.parametrize("after", [Replicate(), Shard(1)], ids=str)
+def test_what_is_written_to_the_tensor_meanwhile_is_not_sent(before: Any, after: Any) -> None:
+    def body(mesh: Any) -> None:
+        local = torch.arange(15.0).reshape(5, 3)
+        x = DTensor.from_local(
+            local[: 3 if mesh.get_rank() == 0 else 2].clone() if before == Shard(0) else local, mesh, [before]
+        )
+        expected = x.full_tensor().clone()
+        moved = x.redistribute(placements=[after], async_op=True)
+        x.zero_()
+        torch.testing.assert_close(moved.full_tensor(), expected)
+
+    on_mesh(body, 2)

@@ -40,10 +40,13 @@ class Started:
     def __init__(self, local: Tensor, plan: Plan) -> None:
         actions = actions_of(plan)
         last = max(i for i, step in enumerate(plan.steps) if step.kind not in LOCAL_KINDS)
+        given = local
         with torch.no_grad():
             for begin, finish in actions[:last]:  # each needs what the one before made
                 _, local = begin(local, False)
                 local = finish(local) if finish is not None else local
+            if local is given:
+                local = local.clone()  # the user may write to the tensor before it has been sent
             begin, self._finish = actions[last]
             self._work, self._filled = begin(local, True)
         self._sent = local  # must live until it has been sent
