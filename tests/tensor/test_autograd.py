@@ -143,6 +143,22 @@ def test_hooks_on_one_sum_are_not_those_of_another() -> None:
     on_mesh(body, (2,))
 
 
+@pytest.mark.parametrize("placement", [Partial("sum"), Partial("avg"), Shard(0), Replicate()], ids=str)
+def test_an_undefined_gradient_passes_where_gradients_are_moved_or_summed(placement: Any) -> None:
+    """Counting what is not zero has none, which torch says by None instead of zeros."""
+
+    def body(mesh: Any) -> None:
+        x = DTensor.from_local(torch.ones(2, 3), mesh, [placement]).detach().requires_grad_()
+        torch.linalg.vector_norm(x, 0).backward()
+        assert x.grad is None or not x.grad.full_tensor().any()
+        rows = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        w = distribute_tensor(torch.ones(3), mesh, src_data_rank=None).requires_grad_()
+        torch.linalg.vector_norm(rows * w, 0).backward()
+        assert w.grad is None or not w.grad.full_tensor().any()
+
+    on_mesh(body, (2,))
+
+
 class Times(torch.autograd.Function):
     """``x`` times ``w``, whose backward is differentiated too."""
 

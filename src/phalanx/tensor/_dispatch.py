@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
 from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
@@ -28,11 +27,10 @@ from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
-from phalanx.tensor._rule import tensors_in
+from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
-from phalanx.tensor._strides import COPY, SELF, VIEW, Aliasing, known_strides
 from phalanx.tensor._sums import reduce_gradient
-from phalanx.tensor._views import check_fresh, check_writable, mark_copied_view, written
+from phalanx.tensor._views import check_fresh, check_writable
 
 CACHE_LIMIT = 20_000
 
@@ -46,7 +44,6 @@ SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are eq
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
-_TENSORS = frozenset({Tensor})
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
@@ -296,8 +293,8 @@ def _run(
         _move_inputs(decision, given, values, positions)
     if names:
         args, kwargs = _split(values, names)
-        return _finish(decision, decision.call(*args, **kwargs), first, ())
-    return _finish(decision, decision.call(*values), first, given)
+        return finish(decision, decision.call(*args, **kwargs), first, ())
+    return finish(decision, decision.call(*values), first, given)
 
 
 def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: Sequence[int]) -> None:
@@ -351,63 +348,6 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     if decision.moves or decision.reductions:
         _move_inputs(decision, tensors, values, range(len(values)))
     local_args, local_kwargs = structure.rebuild(values)
-    return _finish(
+    return finish(
         decision, decision.call(*local_args, **local_kwargs), tensors[0], () if kwargs else tuple(args)
     )
-
-
-def _finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
-    if decision.form == "self":
-        if first._stale is not None:
-            written(first)
-        return first
-    if decision.aliasing is not None and not decision.is_view:
-        return _finish_if_needed(decision, decision.aliasing, result, first, given)
-    copied = decision.is_view and (decision.moves or first._stale is not None)
-    if decision.form == "one" and not copied:
-        return first if result is first._local else wrap(result, decision.outputs[0])
-    if type(result) in _SEQUENCES and not copied and _TENSORS.issuperset(map(type, result)):
-        return type(result)(map(wrap, result, decision.outputs))
-    wrapped = wrap_all(result, iter(decision.outputs))
-    if copied:
-        _mark_copied(decision, tensors_in(wrapped), first, given)
-    return wrapped
-
-
-def _finish_if_needed(
-    decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any
-) -> DTensor:
-    """A function that copies only if it must: what the whole tensor would give, whatever this part allows.
-
-    Where ranks might disagree about a copied view, it counts as one that cannot be written.
-    """
-    copied = decision.moves or first._stale is not None
-    unsure = copied and known_strides(first) is None
-    kind = aliasing.of(first)
-    if kind is SELF and not (unsure and decision.name == "contiguous"):
-        return first
-    if (kind is COPY or unsure) and torch._C._is_alias_of(result, first._local):  # type: ignore[attr-defined]  # not in stubs
-        result = result.clone()
-    wrapped = wrap(result, decision.outputs[0])
-    if copied and (kind is VIEW or unsure):
-        _mark_copied(decision, [wrapped], first, () if unsure else given)
-    return wrapped
-
-
-def _mark_copied(decision: Decision, views: list[Any], base: DTensor, given: Any) -> None:
-    assert decision.aliasing is not None, "it is a view"
-    for view, strides in zip(views, decision.aliasing.view_strides(base, len(views)), strict=True):
-        mark_copied_view(view, base, decision.name, tuple(given), strides)
-
-
-def wrap_all(result: Any, outputs: Any) -> Any:
-    if isinstance(result, Tensor):
-        return wrap(result, next(outputs))
-    if isinstance(result, (list, tuple)):
-        items = [wrap_all(item, outputs) for item in result]
-        if type(result) in (list, tuple):
-            return type(result)(items)
-        return (
-            type(result)(items) if type(result).__module__ == "torch.return_types" else type(result)(*items)
-        )
-    return result

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.comm import DeviceMesh, Group
 from phalanx.comm._mesh import current_mesh
-from phalanx.tensor._dtensor import DTensor, GradLayout, wrap
-from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
+from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._execute import GradLayout, move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize

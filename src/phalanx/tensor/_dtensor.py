@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
+    GradLayout,
     average_parts,
     entered_gradient,
     exposed_gradient,
@@ -363,24 +364,6 @@ def _distributed(what: str, value: Any) -> DTensor:
         f"the {what} of a DTensor is a DTensor, got a plain {type(value).__name__}: make it one with "
         f"distribute_tensor() or DTensor.from_local()"
     )
-
-
-class GradLayout(torch.autograd.Function):
-    """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, given: Spec, wanted: Spec) -> Tensor:
-        ctx.specs = (given, wanted)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        given, wanted = ctx.specs
-        return (
-            redistribute_local(grads[0], given.with_dtype(grads[0].dtype), wanted.with_dtype(grads[0].dtype)),
-            None,
-            None,
-        )
 
 
 def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:

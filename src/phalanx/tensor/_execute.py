@@ -251,6 +251,24 @@ class _MoveAs(torch.autograd.Function):
 _apply_move: Any = super(torch.autograd.Function, Move).apply
 
 
+class GradLayout(torch.autograd.Function):
+    """Identity; the gradient that comes back is laid out as ``given`` and goes on as ``wanted``."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, given: Spec, wanted: Spec) -> Tensor:
+        ctx.specs = (given, wanted)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given, wanted = ctx.specs
+        return (
+            redistribute_local(grads[0], given.with_dtype(grads[0].dtype), wanted.with_dtype(grads[0].dtype)),
+            None,
+            None,
+        )
+
+
 def _check_linear(plan: Plan) -> None:
     for step in plan.steps:
         before = step.source.placements[step.axis]

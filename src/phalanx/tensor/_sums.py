@@ -50,7 +50,9 @@ def sum_parts(local: Tensor, sums: Sums) -> Tensor:
     return total
 
 
-def _pass_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
+def _pass_gradient(groups: tuple[Group, ...], grad: Tensor | None) -> Tensor | None:
+    if grad is None:  # as some operations say that theirs is zero, on every rank
+        return None
     grad = grad.contiguous()
     return _applied(grad, groups, False) if torch.is_grad_enabled() and grad.requires_grad else grad
 
@@ -80,7 +82,9 @@ def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:
     return alias
 
 
-def _sum_gradient(groups: tuple[Group, ...], grad: Tensor) -> Tensor:
+def _sum_gradient(groups: tuple[Group, ...], grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
     if torch.is_grad_enabled() and grad.requires_grad:
         return _applied(grad, groups, True)
     return _sum_over(grad, groups)
