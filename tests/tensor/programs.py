@@ -190,6 +190,8 @@ class Plain:
     def run(self, lines: list[str]) -> None:
         for line in lines:
             exec(line, self.names)
+            for x in self.tensors().values():
+                x.is_leaf  # noqa: B018  # asked, a view learns what its base went through
 
     def tensors(self) -> dict[str, Tensor]:
         return {n: v for n, v in self.names.items() if re.fullmatch(r"v\d+", n) and isinstance(v, Tensor)}
@@ -274,9 +276,9 @@ class Generator(Plain):
         before = self.count
         try:
             line = re.sub(r"{(\w)}", lambda found: getattr(self, f"_{found[1]}")(), template)
-            exec(line, self.names)
+            self.run([line])
             assert all(
-                x.numel() < 2000 and x.dim() < 5 and x.is_leaf in (True, False) and _moderate(x)
+                x.numel() < 2000 and x.dim() < 5 and _moderate(x) and _fits(x)
                 for x in self.tensors().values()
             )
             self.lines.append(line)
@@ -328,6 +330,11 @@ class Generator(Plain):
         grad = dtype == "float64" and self.rng.random() < 0.6
         layout = self._l(shape, dtype)
         return f"leaf({self.rng.randrange(99)}, {shape}, torch.{dtype}, {grad}, {layout})"
+
+
+def _fits(x: Tensor) -> bool:
+    """Torch keeps the gradient of a tensor whose shape was changed in place since in the old one."""
+    return not x.retains_grad or x.grad is None or x.grad.shape == x.shape
 
 
 def _moderate(x: Tensor) -> bool:

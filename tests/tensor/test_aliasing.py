@@ -73,6 +73,7 @@ def test_writes_reach_what_they_reach_on_one_device(made: str, shape: Any, place
     on_mesh(body, *shape)
 
 
+@pytest.mark.filterwarnings("ignore:Tensor.mT is deprecated")
 def test_the_tensor_itself_comes_back_where_nothing_is_to_be_done() -> None:
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
@@ -82,6 +83,8 @@ def test_the_tensor_itself_comes_back_where_nothing_is_to_be_done() -> None:
         assert whole(x).shape == (2, 4)
         leaf = distribute_tensor(torch.zeros(4), mesh, [Shard(0)]).requires_grad_()
         assert leaf.flatten().is_leaf
+        scalar = distribute_tensor(torch.zeros(()), mesh)
+        assert scalar.mT is scalar
 
     on_mesh(body, 2)
 

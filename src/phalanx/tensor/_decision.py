@@ -158,9 +158,9 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
 
 
 def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
-    if name not in COPIES_IF_NEEDED:
-        return name in RETURNS_SELF
     source = targets[0]
+    if name not in COPIES_IF_NEEDED:
+        return name in RETURNS_SELF or (name == "mT.get" and not source.shape)
     thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
     return thin or outputs[0].shape == source.shape
 
