@@ -1,8 +1,9 @@
 """Every operator sample that torch ships, on DTensors under many placements, against plain tensors.
 
-``python tests/tensor/coverage.py [--names add,mul] [--shape 2] [--out report.json]`` runs all of them and prints
-how many calls were right by rule, right by fallback, refused, and wrong (which must be none). Refused are only calls of
-the operators in ``REFUSED`` that a ``raise`` of phalanx.tensor ended with a message for the user (``is_refusal``); any
+``python tests/tensor/coverage.py [--names add,mul] [--shape 2] [--order reversed] [--out report.json]`` runs all of
+them and prints how many calls were right by rule, right by fallback, refused, and wrong (which must be none). Right is
+a result with the values, the strides and the gradients that it has on one device. Refused are only calls of the
+operators in ``REFUSED`` that a ``raise`` of phalanx.tensor ended with a message for the user (``is_refusal``); any
 other error counts as wrong. The tests run a sample of it.
 """
 
@@ -18,6 +19,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten, tree_map
 
 import phalanx.tensor
@@ -80,6 +82,14 @@ RANDOM = [
 ]
 
 
+# Orders of the inputs' dims in memory: from outer to inner.
+ORDERS: dict[str, Callable[[int], list[int]]] = {
+    "rows": lambda ndim: list(range(ndim)),
+    "reversed": lambda ndim: list(range(ndim))[::-1],
+    "channels_last": lambda ndim: [0, *range(2, ndim), 1] if ndim > 2 else list(range(ndim))[::-1],
+}
+
+
 @dataclass
 class Report:
     """What became of the calls of one operator."""
@@ -127,9 +137,23 @@ def layouts_of(tensors: list[Tensor], limit: int, seed: int, num_axes: int) -> l
     return [list(c) for c in list(chosen)[:limit]]
 
 
-def distributed(tensor: Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTensor:
+def in_order(tensor: Tensor, order: str) -> Tensor:
+    """A leaf with the values of ``tensor``, its dims in memory in the order of that name."""
+    dims = ORDERS[order](tensor.dim())
+    copy = tensor.detach().permute(dims).clone(memory_format=torch.contiguous_format)
+    return copy.permute(_inverse(dims)).requires_grad_(tensor.requires_grad)
+
+
+def _inverse(dims: list[int]) -> list[int]:
+    return sorted(range(len(dims)), key=dims.__getitem__)
+
+
+def distributed(tensor: Tensor, mesh: Any, placements: tuple[Any, ...], order: str = "rows") -> DTensor:
     """``tensor`` laid out so, partial ones as unequal contributions; a leaf."""
-    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dims = ORDERS[order](tensor.dim())
+    back = _inverse(dims)
+    whole = tensor.detach().permute(dims).clone(memory_format=torch.contiguous_format)
+    placements = tuple(Shard(back[p.dim]) if isinstance(p, Shard) else p for p in placements)
     made = distribute_tensor(
         whole, mesh, [Replicate() if p.is_partial() else p for p in placements], src_data_rank=None
     )
@@ -138,8 +162,16 @@ def distributed(tensor: Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTens
         if p.is_partial():
             share = torch.full_like(local, 0.25)
             local = local - share * (mesh.shape[axis] - 1) if mesh.get_local_rank(axis) == 0 else share
-    result = DTensor.from_local(local, mesh, placements, shape=tensor.shape)
+    result = DTensor.from_local(local, mesh, placements, shape=whole.shape).permute(back)
     return result.detach().requires_grad_(tensor.requires_grad)
+
+
+def same_order(ours: Any, reference: Any) -> bool:
+    """Whether both have the same strides, where strides say anything."""
+    if not isinstance(reference, Tensor) or reference.layout != torch.strided or not reference.numel():
+        return True
+    pairs = zip(ours.stride(), reference.stride(), reference.shape, strict=True)
+    return all(a == b for a, b, size in pairs if size != 1)
 
 
 def close(ours: Any, reference: Any, values: bool = True) -> bool:
@@ -173,38 +205,52 @@ def gradients(outputs: list[Any], inputs: list[Any], weights: list[Tensor], mesh
     return list(torch.autograd.grad(kept, inputs, seeds, allow_unused=True))
 
 
-def run_op(group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...]) -> Report:
+def run_op(
+    group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str
+) -> Report:
     report = Report()
     mesh = init_device_mesh("cpu", shape)
     if f"{op.name}.{op.variant_test_name}".rstrip(".") in STORAGE:
         return report
     for number, sample in enumerate(samples_of(op, limit)):
+        if order != "rows":
+            sample = reordered(sample, order)
         flat, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
         tensors = [t for t in flat if isinstance(t, Tensor)]
         if not tensors or any(t.layout != torch.strided for t in tensors):
             continue
-        try:
-            expected = reference_of(op, sample, mesh)
-        except Exception:  # the sample does not even work on plain tensors
-            continue
-        flat_expected, _ = tree_flatten(expected)
-        torch.manual_seed(SEED)
-        weights = [
-            (torch.randn_like(t) if t.is_floating_point() else t.detach()) if isinstance(t, Tensor) else t
-            for t in flat_expected
-        ]
         leaves = [t for t in tensors if t.requires_grad]
         wanted = []
-        if leaves and op.supports_autograd and op.name not in RANDOM:
-            wanted = gradients(flat_expected, leaves, weights, None)
+        try:
+            flat_expected, _ = tree_flatten(reference_of(op, sample, mesh))
+            torch.manual_seed(SEED)
+            weights = [
+                (torch.randn_like(t) if t.is_floating_point() else t.detach()) if isinstance(t, Tensor) else t
+                for t in flat_expected
+            ]
+            if leaves and op.supports_autograd and op.name not in RANDOM:
+                wanted = gradients(flat_expected, leaves, weights, None)
+        except Exception:  # the sample does not even work on plain tensors
+            continue
         for placements in layouts_of(
             tensors, num_layouts, zlib.crc32(f"{op.name}{number}".encode()), mesh.ndim
         ):
-            kind, problem = one_call(op, sample, mesh, placements, flat_expected, weights, wanted)
+            kind, problem = one_call(op, sample, mesh, placements, order, flat_expected, weights, wanted)
             report.counts[kind] += 1
             if kind == "wrong" or (kind == "refused" and len(report.problems) < 3):
                 report.problems.append(f"{kind} sample {number} {placements}: {problem}")
     return report
+
+
+def reordered(sample: Any, order: str) -> Any:
+    """The same with its tensors in that order."""
+
+    def leaf(value: Any) -> Any:
+        strided = isinstance(value, Tensor) and value.layout == torch.strided
+        return in_order(value, order) if strided else value
+
+    given = tree_map(leaf, (sample.input, sample.args, sample.kwargs))
+    return SampleInput(given[0], args=given[1], kwargs=given[2])
 
 
 def reference_of(op: OpInfo, sample: Any, mesh: Any) -> Any:
@@ -228,6 +274,7 @@ def one_call(
     sample: Any,
     mesh: Any,
     placements: list[Any],
+    order: str,
     expected: list[Any],
     weights: list[Any],
     wanted: list[Any],
@@ -238,7 +285,7 @@ def one_call(
     def lift(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        made.append(distributed(value, mesh, placements[len(made)]))
+        made.append(distributed(value, mesh, placements[len(made)], order))
         return made[-1]
 
     before = sum(fallback_counts().values())
@@ -252,6 +299,11 @@ def one_call(
         for ours, reference in zip(flat, expected, strict=True):
             if not close(ours, reference, op.name not in UNINITIALISED):
                 return "wrong", f"forward differs: {describe(ours)} expected {describe(reference)}"
+            if op.name not in UNINITIALISED and op.name not in RANDOM and not same_order(ours, reference):
+                return (
+                    "wrong",
+                    f"strides are {ours.stride()}, expected {reference.stride()}: {describe(ours)}",
+                )
         if wanted:
             leaves = [t for t in made if t.requires_grad]
             found = gradients(flat, leaves, weights, mesh)
@@ -339,11 +391,11 @@ def describe(value: Any) -> str:
     return repr(value)[:160]
 
 
-def cover(op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...]) -> Report:
+def cover(op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str = "rows") -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            results = comm.simulate(math.prod(shape)).run(run_op, op, limit, num_layouts, shape)
+            results = comm.simulate(math.prod(shape)).run(run_op, op, limit, num_layouts, shape, order)
         except Exception as error:  # a rank that fails alone is a failure of ours
             report = Report()
             report.counts["wrong"] += 1
@@ -364,6 +416,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default="", help="only these operators, comma-separated")
     parser.add_argument("--shape", default="2", help="mesh shape, e.g. 3 or 2x2")
+    parser.add_argument("--order", default="rows", choices=ORDERS, help="of the inputs' dims in memory")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--layouts", type=int, default=6)
     parser.add_argument("--part", default="0/1", help="i/n: the i-th of n parts of the operators")
@@ -376,7 +429,8 @@ def main() -> int:
     total: Counter[str] = Counter()
     rows = {}
     for op in ops:
-        report = cover(op, options.samples, options.layouts, tuple(map(int, options.shape.split("x"))))
+        mesh_shape = tuple(map(int, options.shape.split("x")))
+        report = cover(op, options.samples, options.layouts, mesh_shape, options.order)
         total += report.counts
         label = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
         rows[label] = {**report.counts, "problems": report.problems}

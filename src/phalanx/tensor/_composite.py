@@ -205,7 +205,16 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     result = centred * torch.rsqrt(var + eps)
     if weight is not None:
         result = result * weight.reshape(across)
-    return result if bias is None else result + bias.reshape(across)
+    result = result if bias is None else result + bias.reshape(across)
+    kept = any(x.is_contiguous(memory_format=form) for form in _KEPT_FORMATS.get(x.ndim, ()))
+    return result if kept else result.contiguous()
+
+
+# Memory formats that torch's batch_norm keeps, by the number of dims; of anything else it makes a row-major tensor.
+_KEPT_FORMATS = {
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+}
 
 
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

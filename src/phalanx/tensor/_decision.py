@@ -18,6 +18,7 @@ from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._execute import Route, route_of
 from phalanx.tensor._log import log_decision, log_no_layout
 from phalanx.tensor._names import OpName, op_name
+from phalanx.tensor._order import OrderedCall, has_free_order
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor._select import select
@@ -139,9 +140,10 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
         if sharding.local is None and sharding.bind is None:
             _check_promise(call, targets, outputs)
-    decision = Decision(
-        call.name, form, outputs, _local_call(sharding, LocalRun(call.func, targets, outputs))
-    )
+    run = _local_call(sharding, LocalRun(call.func, targets, outputs))
+    if not name.in_place and call.name not in COPIES_IF_NEEDED and has_free_order((*targets, *outputs)):
+        run = OrderedCall(run, call, targets, outputs, sharding)
+    decision = Decision(call.name, form, outputs, run)
     decision.is_view = sharding.is_view
     if sharding.is_view or call.name in COPIES_IF_NEEDED:
         decision.aliasing = Aliasing(call)

@@ -27,6 +27,7 @@ from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
 from phalanx.tensor._names import in_signature_order, op_name
+from phalanx.tensor._order import kept_order
 from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._sums import reduce_gradient
@@ -308,7 +309,8 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
             check_explicit_move(decision.name, route.plan.source, route.target)
             if needs_grad and route.summed:
                 check_explicit_reduction(decision.name, route.target, route.summed)
-        values[position] = move(local, route) if needs_grad else run_plan(local, route.plan)
+        moved = move(local, route) if needs_grad else run_plan(local, route.plan)
+        values[position] = kept_order(moved, route.target, given[position])
     for index, hooks, axes in decision.reductions:
         position = positions[index]
         local = values[position]

@@ -17,6 +17,7 @@ from phalanx.tensor import _noise
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._fallback import write_out
+from phalanx.tensor._order import kept_order
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, fresh, written
@@ -76,7 +77,8 @@ def _like(make: Callable[[DTensor], Tensor]) -> Callable[[Any, Any, Any], Any]:
         tensor = args[0]
         dtype = options.get("dtype") or tensor.dtype
         template = wrap(tensor._local.detach().to(dtype), tensor._spec)
-        return wrap(make(template).requires_grad_(bool(options.get("requires_grad"))), tensor._spec.cotangent)
+        made = _in_memory(make(template), tensor, options)
+        return wrap(made.requires_grad_(bool(options.get("requires_grad"))), tensor._spec.cotangent)
 
     return handler
 
@@ -89,7 +91,15 @@ def _randint_like(func: Any, args: Any, kwargs: Any) -> DTensor:
     spec = tensor._spec.cotangent
     values = _noise.integers(_noise.element_bits(spec, next_stream(spec.mesh)), int(low), int(high))
     like = tensor._local.detach().to(options.get("dtype") or tensor.dtype)
-    return wrap(_noise.to_tensor(values, like, spec.local_shape), spec)
+    return wrap(_in_memory(_noise.to_tensor(values, like, spec.local_shape), tensor, options), spec)
+
+
+def _in_memory(values: Tensor, tensor: DTensor, options: dict[str, Any]) -> Tensor:
+    """In the order of ``tensor``, if no other is asked for."""
+    form = options.get("memory_format") or torch.preserve_format
+    if form is torch.preserve_format:
+        return kept_order(values, tensor._spec.cotangent, tensor)
+    return values.contiguous(memory_format=form)
 
 
 def _option(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
@@ -281,7 +291,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
                 "multinomial on a DTensor, without replacement: fewer non-zero weights than samples"
             )
         clocks = -torch.log1p(-uniform_like(replicated)) / whole
-        chosen = clocks.argsort(-1)[..., :count]
+        chosen = clocks.argsort(-1)[..., :count].contiguous()
     else:
         shape = (*whole.shape[:-1], count)
         spec = Spec.of(mesh, replicated.placements, shape, weights.dtype)

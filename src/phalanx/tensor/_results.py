@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.tensor._decision import Decision
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._order import say_order, telling_strides
 from phalanx.tensor._rule import tensors_in
 from phalanx.tensor._strides import COPY, SELF, VIEW, Aliasing, known_strides
 from phalanx.tensor._views import mark_copied_view, written
@@ -49,12 +50,17 @@ def _finish_if_needed(
     """
     copied = decision.moves or first._stale is not None
     unsure = copied and known_strides(first) is None
-    kind = aliasing.of(first)
+    kind, strides = aliasing.of(first)
     if kind is SELF and not (unsure and decision.name == "contiguous"):
         return first
     if (kind is COPY or unsure) and torch._C._is_alias_of(result, first._local):  # type: ignore[attr-defined]  # not in stubs
         result = result.clone()
-    wrapped = wrap(result, decision.outputs[0])
+    spec = decision.outputs[0]
+    if spec.has_thin_part:
+        told = telling_strides(spec, strides, result.stride())
+        if told != result.stride():
+            say_order(result, told)
+    wrapped = wrap(result, spec)
     if copied and (kind is VIEW or unsure):
         _mark_copied(decision, [wrapped], first, () if unsure else given)
     return wrapped

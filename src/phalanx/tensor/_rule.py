@@ -72,6 +72,7 @@ class Sharding:
     ``local`` computes on local tensors in place of the torch function itself; ``bind`` gives such a function once, when
     layouts are chosen, for the caller's arguments with locals in them. ``valid`` may veto a combination over all
     axes (given each input's placements). ``shapes`` gives the outputs' global shapes where the rule knows them.
+    ``elementwise``: each element of the result is of those elements of the inputs that meet when they are broadcast.
     """
 
     choices: list[Choice]
@@ -79,6 +80,7 @@ class Sharding:
     valid: Valid | None = None
     shapes: list[torch.Size] | None = None
     is_view: bool = False
+    elementwise: bool = False
     bind: Callable[[LocalRun], Callable[..., Any]] | None = None
 
 
@@ -150,6 +152,11 @@ class Call:
         with torch.no_grad():
             return first, self.func(*args, **_on_meta(self.kwargs))
 
+    def meta_in_order(self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> Any:
+        """What the call returns for inputs that are meta tensors with these shapes and strides."""
+        with torch.no_grad():
+            return self.func(*_on_meta(self.args, shapes, strides), **_on_meta(self.kwargs, shapes, strides))
+
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
 
@@ -171,16 +178,25 @@ class Call:
         return [tuple(t.shape) for t in tensors_in(result)]
 
 
-def _on_meta(value: Any, shapes: Sequence[Sequence[int]] | None = None) -> Any:
+_DEVICES = ("cpu", "cuda")
+
+
+def _on_meta(
+    value: Any,
+    shapes: Sequence[Sequence[int]] | None = None,
+    strides: Sequence[Sequence[int]] | None = None,
+) -> Any:
     if isinstance(value, In):
         shape = value.shape if shapes is None else shapes[value.index]
+        if strides is not None:
+            return torch.empty_strided(shape, strides[value.index], dtype=value.dtype, device="meta")
         return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):
-        items = [_on_meta(v, shapes) for v in value]
+        items = [_on_meta(v, shapes, strides) for v in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
-        return {k: _on_meta(v, shapes) for k, v in value.items()}
-    if isinstance(value, torch.device):
+        return {k: _on_meta(v, shapes, strides) for k, v in value.items()}
+    if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES):
         return torch.device("meta")
     return value
 
@@ -205,7 +221,31 @@ def norm_dim(dim: int, ndim: int) -> int:
 
 def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
     """Whether every rank would hold something of every input."""
-    return not any(
-        one.spec.with_placements(given).has_empty_part
-        for one, given in zip(call.inputs, placements, strict=True)
-    )
+    return not any(spec.has_empty_part for spec in _laid_out(call, placements))
+
+
+def none_thin(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
+    """Whether every rank would hold more than a row of every dim that has more."""
+    return not any(spec.has_thin_part for spec in _laid_out(call, placements))
+
+
+def _laid_out(call: Call, placements: Sequence[tuple[Placement, ...]]) -> list[Spec]:
+    return [one.spec.with_placements(given) for one, given in zip(call.inputs, placements, strict=True)]
+
+
+Rule = Callable[[Call], "Sharding | None"]
+
+
+def only_if(good: Callable[[Call, Sequence[tuple[Placement, ...]]], bool], rule: Rule) -> Rule:
+    """``rule`` without the layouts of inputs that are not ``good``."""
+
+    def stricter(call: Call) -> Sharding | None:
+        sharding = rule(call)
+        if sharding is not None:
+            before = sharding.valid
+            sharding.valid = lambda placements: (
+                good(call, placements) and (before is None or before(placements))
+            )
+        return sharding
+
+    return stricter

@@ -41,8 +41,8 @@ class Spec:
     """
 
     __slots__ = (
-        "__weakref__", "dtype", "is_partial", "local_shape", "mesh", "placements", "routes", "shape",
-        "template", "variants",
+        "__weakref__", "dtype", "is_partial", "local_shape", "local_strides", "mesh", "placements", "routes",
+        "shape", "template", "variants",
     )  # fmt: skip
 
     mesh: DeviceMesh
@@ -50,6 +50,7 @@ class Spec:
     shape: torch.Size
     dtype: torch.dtype
     local_shape: tuple[int, ...]
+    local_strides: tuple[int, ...]  # of a row-major part
     is_partial: bool  # on some axis
     template: Tensor  # a meta tensor of the global shape, which wrappers are made from
     routes: dict[Any, Any]  # placements as users gave them -> the ``Route`` that ``redistribute`` took before
@@ -77,6 +78,7 @@ class Spec:
                 known.variants, known.routes = {}, {}
                 with torch.inference_mode(False):  # checkpointing saves wrappers for backward
                     known.template = torch.empty(size, dtype=dtype, device="meta")
+                    known.local_strides = torch.empty(known.local_shape, device="meta").stride()
             return known
 
     def with_dtype(self, dtype: torch.dtype) -> Spec:
@@ -181,10 +183,10 @@ class Spec:
 
     @property
     def has_thin_part(self) -> bool:
-        """Whether some rank holds at most one row of a longer dim: its memory does not tell the order of dims."""
+        """Whether some rank holds at most one row of a longer dim, or nothing: its memory does not tell the order."""
         found: bool | None = self.variants.get("thin")
         if found is None:
-            found = any(self.smallest_part(dim) <= 1 < size for dim, size in enumerate(self.shape))
+            found = any(self.smallest_part(dim) < min(2, size) for dim, size in enumerate(self.shape))
             self.variants["thin"] = found
         return found
 

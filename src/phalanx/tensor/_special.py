@@ -55,9 +55,11 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    shape, strides = args[0].shape, strides_of(args[0])
     if kwargs or len(args) > 1:  # another memory format
-        return bool(func(args[0]._local, *args[1:], **(kwargs or {})))
-    return is_contiguous(args[0].shape, strides_of(args[0]))
+        whole = torch.empty_strided(shape, strides, dtype=args[0].dtype, device="meta")
+        return bool(func(whole, *args[1:], **(kwargs or {})))
+    return is_contiguous(shape, strides)
 
 
 def _shape_answer(func: Any, args: Any, kwargs: Any) -> Any:

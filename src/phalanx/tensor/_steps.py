@@ -10,7 +10,7 @@ An action is a pair. ``begin(local, async_op)`` starts the collective and return
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,12 +125,19 @@ def _even_gather(group: Group, dim: int, step: Step) -> Action:
         output = sent.new_empty(*shape)  # a tuple takes longer
         return gather(output, sent, async_op=async_op), output
 
-    return begin, _back_to(dim)
+    return begin, _back_to(dim, shape)
 
 
-def _back_to(dim: int) -> Finish:
-    """Undo the exchange of ``dim`` and the first dim that a flat collective needs."""
-    return (lambda output: output.transpose(0, dim).contiguous()) if dim else None
+def _back_to(dim: int, shape: Sequence[int]) -> Finish:
+    """Undo the exchange of ``dim`` and the first dim that a flat collective needs; its output has this shape."""
+    if not dim:
+        return None
+    back = torch.empty(shape, device="meta").transpose(0, dim)
+    if (
+        back.is_contiguous()
+    ):  # nothing is between them; the strides of a dim with one row must be row-major too
+        return lambda output: output.view(back.shape)
+    return lambda output: output.transpose(0, dim).contiguous()
 
 
 def _all_to_all(step: Step) -> Action:
@@ -233,7 +240,7 @@ def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Ste
         output = sent.new_empty(*shape)  # a tuple takes longer
         return scatter(output, sent, async_op=async_op), output
 
-    return begin, _back_to(dim)
+    return begin, _back_to(dim, shape)
 
 
 def _slice(step: Step) -> Action:

@@ -24,6 +24,8 @@ def whole_strides(spec: Spec, part: Sequence[int]) -> tuple[int, ...]:
     Of two equal strides the dim of size one is the inner one: as the outer one it would have a larger stride.
     """
     sizes, strides = spec.local_shape, [0] * len(part)
+    if sizes == spec.shape:
+        return tuple(part)
     part_extent = extent = 1
     for dim in sorted(range(len(part)), key=lambda d: (part[d], max(1, sizes[d]), -d)):
         if part[dim] == 0:
@@ -71,10 +73,10 @@ class Aliasing:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._known: dict[tuple[int, ...], str] = {}
+        self._known: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}
 
-    def of(self, tensor: DTensor) -> str:
-        """``SELF``, ``VIEW`` or ``COPY``. Of a part with one row it is the most likely."""
+    def of(self, tensor: DTensor) -> tuple[str, tuple[int, ...]]:
+        """``SELF``, ``VIEW`` or ``COPY``, and the strides of the (first) result."""
         if tensor._stale is not None:
             return self._asked(strides_of(tensor))
         strides = tensor._local.stride()
@@ -83,11 +85,12 @@ class Aliasing:
             found = self._known[strides] = self._asked(whole_strides(tensor._spec, strides))
         return found
 
-    def _asked(self, strides: tuple[int, ...]) -> str:
+    def _asked(self, strides: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         whole, result = self._call.meta_with(strides)
         if result is whole:
-            return SELF
-        return VIEW if torch._C._is_alias_of(result, whole) else COPY  # type: ignore[attr-defined]  # not in stubs
+            return SELF, strides
+        shared = torch._C._is_alias_of(result, whole)  # type: ignore[attr-defined]  # not in stubs
+        return VIEW if shared else COPY, result.stride()
 
     def view_strides(self, tensor: DTensor, count: int) -> Sequence[tuple[int, ...] | None]:
         """Strides of each of the ``count`` views that the call makes of ``tensor``; None if not known."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from phalanx.tensor._rule import Call, Sharding
+from phalanx.tensor._rule import Call, Sharding, none_empty, none_thin, only_if
 from phalanx.tensor.rules import assign, joining, layers, matmul, pointwise, reduce, shape, softmax
 
 Rule = Callable[[Call], "Sharding | None"]
@@ -20,9 +20,10 @@ RULES: dict[str, Rule] = {
     "matmul": matmul.matmul,
     "rmatmul": matmul.matmul,
     "linear": matmul.linear,
-    "einsum": matmul.einsum,
+    "einsum": only_if(none_empty, matmul.einsum),  # of an empty part torch drops the graph
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "ger"), matmul.fixed_product),
-    **dict.fromkeys(("addmm", "addmv", "addr", "baddbmm", "addbmm"), matmul.added_product),
+    **dict.fromkeys(("addmm", "addr", "baddbmm", "addbmm"), matmul.added_product),
+    "addmv": only_if(none_empty, matmul.added_product),
     # shapes
     "view": shape.view,
     **dict.fromkeys(("reshape", "flatten", "unflatten", "ravel"), shape.reshape),
@@ -42,9 +43,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("hsplit", "vsplit", "dsplit"), shape.split),
     "glu": shape.untouched_dims((1, "dim", -1)),
     **dict.fromkeys(
-        ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
-        shape.untouched_dims((2, "dim", -1)),
+        ("fft_fft", "fft_ifft", "fft_rfft", "fft_ihfft"),
+        only_if(none_empty, shape.untouched_dims((2, "dim", -1))),
     ),
+    # meta tensors do not tell in which order their results are
+    **dict.fromkeys(("fft_irfft", "fft_hfft"), only_if(none_thin, shape.untouched_dims((2, "dim", -1)))),
     "flip": shape.untouched_dims((1, "dims", None), partial=("sum", "avg", "min", "max", "product")),
     "roll": shape.untouched_dims((2, "dims", None), partial=("sum", "avg", "min", "max", "product")),
     "cumsum": shape.untouched_dims((1, "dim", None), partial=("sum", "avg")),

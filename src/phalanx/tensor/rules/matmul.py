@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.tensor._placement import PARTIAL_SUM, REPLICATE, Placement, Shard
-from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated, none_empty
+from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
 
 
 def contraction(
@@ -135,8 +135,5 @@ def einsum(call: Call) -> Sharding | None:
         for text, one in zip(texts, operands, strict=True)
     ]
     sharding = contraction(call, dotted, output)
-    sharding.valid = lambda placements: none_empty(
-        call, placements
-    )  # with an empty part torch drops the graph
     sharding.is_view = len(texts) == 1 and len(output) == len(left)  # dims in another order
     return sharding

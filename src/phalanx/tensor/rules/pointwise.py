@@ -313,9 +313,8 @@ def pointwise(call: Call) -> Sharding | None:
             for p in {*call.inputs[0].spec.placements}
         ]
         choices = [c for c in choices if not c.outputs[0].is_partial() or call.in_place]
-    return Sharding(
-        choices, shapes=None if call.in_place else [torch.Size(out)], is_view=call.name in _ALIASES
-    )
+    made = None if call.in_place else [torch.Size(out)]
+    return Sharding(choices, shapes=made, is_view=call.name in _ALIASES, elementwise=True)
 
 
 def _out_dims(one: In, ndim: int) -> set[int]:
