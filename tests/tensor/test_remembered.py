@@ -15,8 +15,15 @@ from torch.overrides import TorchFunctionMode
 from phalanx import comm
 from phalanx.comm import DeviceMesh, init_device_mesh, observe
 from phalanx.errors import GroupAborted
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, communication_mode, distribute_tensor
-from phalanx.tensor import _dispatch
+from phalanx.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _dispatch,
+    communication_mode,
+    distribute_tensor,
+)
 from phalanx.tensor._dispatch import forget_decisions
 from phalanx.tensor._modes import SurpriseCommunication
 from phalanx.tensor._rule import Choice, Sharding
