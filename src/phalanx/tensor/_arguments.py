@@ -8,7 +8,7 @@ axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Number
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any
             left_out = left_out or value not in KEPT_INTS
         elif kind in _VALUES:
             key.append((kind, value))
-        elif isinstance(value, Real):  # a float, or a number of numpy's
+        elif isinstance(value, Number):  # a float, complex, or numpy's
             key.append(kind)
             left_out = left_out or kind is not float
         else:
