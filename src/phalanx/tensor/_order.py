@@ -82,7 +82,10 @@ class OrderedCall:
     It is asked of meta tensors once for each order of the inputs.
     """
 
-    __slots__ = ("_call", "_elementwise", "_is_plain", "_is_view", "_known", "_outputs", "_run", "_targets")
+    __slots__ = (
+        "_call", "_elementwise", "_is_nested", "_is_plain", "_is_view", "_known", "_outputs", "_positions",
+        "_run", "_targets",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -99,14 +102,18 @@ class OrderedCall:
         self._call = call
         self._targets = targets
         self._outputs = outputs
+        self._positions = [i for i, arg in enumerate(call.args) if type(arg) is In]
+        self._is_nested = len(self._positions) != len(targets)  # in lists, or among keywords
         self._known: dict[tuple[Strides, ...], list[Strides] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: list[Strides] = []
-        _collect_strides(self._call.args, args, given)
-        if kwargs:
+        if kwargs or self._is_nested:
+            given: list[Strides] = []
+            _collect_strides(self._call.args, args, given)
             _collect_strides(tuple(self._call.kwargs.values()), tuple(kwargs.values()), given)
-        key = tuple(given)
+            key = tuple(given)
+        else:
+            key = tuple([args[i].stride() for i in self._positions])
         result = self._run(*args, **kwargs)
         try:
             wanted = self._known[key]
