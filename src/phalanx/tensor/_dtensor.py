@@ -94,7 +94,7 @@ class DTensor(torch.Tensor):
         is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
-        from phalanx.tensor._distribute import check_stride, from_local
+        from phalanx.tensor._from_local import check_stride, from_local
 
         result = from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
         if stride is not None:
