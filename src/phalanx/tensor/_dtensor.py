@@ -10,6 +10,7 @@ Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
-    GradLayout,
     average_parts,
     entered_gradient,
     exposed_gradient,
@@ -106,12 +106,10 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if self._stale is not None:
             check_fresh(self)
-        if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
-            given = spec.of_gradient(grad_placements)
-            if given is not spec.cotangent:
-                apply: Any = GradLayout.apply
-                result: Tensor = apply(self._local, given, spec.cotangent)
-                return result
+        if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
+            from phalanx.tensor._from_local import part_with_gradient
+
+            return part_with_gradient(self._local, spec, grad_placements)
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
 
     def redistribute(
@@ -332,13 +330,11 @@ class DTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
-        local = fresh(self).detach().clone().requires_grad_(self._local.requires_grad)
-        if self._local.grad is not None:
-            local.grad = self._local.grad.clone()
+        local = copy.deepcopy(fresh(self), memo)  # with its gradient; what shares its memory still does
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
-        copy = memo[id(self)] = wrap(local, self._spec)
-        copy.__dict__.update(state)
-        return copy
+        copied = memo[id(self)] = wrap(local, self._spec)
+        copied.__dict__.update(state)
+        return copied
 
 
 # Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.

@@ -7,7 +7,7 @@ that took part decides by the same numbers: parts that do not fit raise on each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._distribute import check_plain, mesh_or_current, one_for_each_axis
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import GradLayout
+from phalanx.tensor._execute import LINEAR_OPS, GradLayout
 from phalanx.tensor._parts import Coordinate, Part, coordinates, gathered_parts, listing
-from phalanx.tensor._placement import Placement, Shard
+from phalanx.tensor._placement import Partial, Placement, Shard
 from phalanx.tensor._spec import Spec
 
 
@@ -135,6 +135,37 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+def part_with_gradient(local: Tensor, spec: Spec, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """What ``to_local`` of a tensor laid out as ``spec`` returns where it will be differentiated."""
+    if not torch.is_grad_enabled():
+        return local.view_as(local)
+    given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
+    apply: Any
+    if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
+        apply = _NoGradient.apply
+        return cast(Tensor, apply(local, spec))
+    if given is not spec.cotangent:
+        apply = GradLayout.apply
+        return cast(Tensor, apply(local, given, spec.cotangent))
+    return local.view_as(local) if local.is_leaf else local
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity, which raises when a gradient comes back: that of a contribution to a maximum is not that of it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"rank {ctx.spec.mesh.get_rank()}: backward through to_local() of {ctx.spec!r}, whose contributions have "
+            f"no gradient; redistribute it before (where no gradient is needed), or detach()"
+        )
 
 
 def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
