@@ -13,6 +13,7 @@ import torch
 from meshes import MLP, assert_same, gradients, on_mesh
 from torch import Tensor, nn
 
+from phalanx import comm
 from phalanx.tensor import (
     DTensor,
     Partial,
@@ -114,6 +115,7 @@ def test_a_tensor_without_memory_is_laid_out(src_data_rank: int | None) -> None:
     whole = torch.empty(5, 4, dtype=torch.float16, device="meta", requires_grad=True)
 
     def body(mesh: Any) -> None:
+        sent: list[Any] = []
         for layout in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2):
             x = distribute_tensor(whole, mesh, layout, src_data_rank=src_data_rank)
             assert x.is_meta
@@ -123,6 +125,13 @@ def test_a_tensor_without_memory_is_laid_out(src_data_rank: int | None) -> None:
             assert x.placements == layout
             assert x.to_local().shape == x._spec.local_shape
             assert torch.empty_like(x, device="cpu").to_local().device.type == "cpu"
+            with comm.observe(sent.append):
+                moved = x.detach().redistribute(placements=[Shard(1), Replicate()])
+                whole_again = x.full_tensor()
+            assert moved.to_local().shape == moved._spec.local_shape
+            assert whole_again.shape == (5, 4)
+            assert whole_again.is_meta
+            assert not sent
 
     on_mesh(body, 2, 2)
 

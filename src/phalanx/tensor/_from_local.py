@@ -139,16 +139,15 @@ class _Replaced(torch.autograd.Function):
 
 def part_with_gradient(local: Tensor, spec: Spec, grad_placements: Sequence[Placement] | None) -> Tensor:
     """What ``to_local`` of a tensor laid out as ``spec`` returns where it will be differentiated."""
-    if not torch.is_grad_enabled():
-        return local.view_as(local)
-    given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
-    apply: Any
-    if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
-        apply = _NoGradient.apply
-        return cast(Tensor, apply(local, spec))
-    if given is not spec.cotangent:
-        apply = GradLayout.apply
-        return cast(Tensor, apply(local, given, spec.cotangent))
+    if torch.is_grad_enabled():
+        apply: Any
+        given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
+        if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
+            apply = _NoGradient.apply
+            return cast(Tensor, apply(local, spec))
+        if given is not spec.cotangent:
+            apply = GradLayout.apply
+            return cast(Tensor, apply(local, given, spec.cotangent))
     return local.view_as(local) if local.is_leaf else local
 
 
