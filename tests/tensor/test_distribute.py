@@ -270,3 +270,22 @@ def test_arange_may_require_a_gradient() -> None:
         assert x.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
 
     on_mesh(body, 2)
+
+
+def test_new_tensors_are_laid_out_as_the_one_that_made_them_if_they_have_its_shape() -> None:
+    def body(mesh: Any) -> None:
+        cut = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0), Replicate()])
+        partial = cut.redistribute(placements=[Shard(0), Partial()])
+        for x in (cut, partial):
+            for made in (
+                torch.zeros_like(x),
+                torch.full_like(x, 3.0),
+                x.new_ones(4, 2),
+                x.new_full((4, 2), 3.0),
+            ):
+                assert made.placements == (Shard(0), Replicate())
+                assert made.full_tensor().shape == (4, 2)
+            for made in (x.new_zeros(7), x.new_empty((2, 4)), x.new_tensor([1.0, 2.0])):
+                assert made.placements == (Replicate(), Replicate())
+
+    on_mesh(body, 2, 2)

@@ -197,9 +197,10 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
-    Parameters that submodules share stay shared.
+    Parameters that submodules share stay shared; those on the meta device stay there, cut: see ``Module.to_empty``.
 
-    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward.
+    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
+    what takes the place of the inputs or the outputs.
     """
     mesh = mesh_or_current(device_mesh)
     with keeping_ties(module):

@@ -89,9 +89,10 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
 
-        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
-        broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
-        is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
+        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and parts that do
+        not fit raise on all of them. ``run_check`` also compares shapes along the other axes, which are taken on trust
+        without it, and broadcasts replicas from the first rank. ``grad_placements``: how the gradient is laid out of
+        which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
         from phalanx.tensor._from_local import check_stride, from_local
