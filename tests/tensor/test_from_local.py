@@ -14,7 +14,16 @@ from meshes import on_mesh
 
 from phalanx import comm
 from phalanx.comm import DeviceMesh
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor
+from phalanx.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_module,
+    distribute_tensor,
+    zeros,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -148,9 +157,15 @@ def test_a_rank_outside_of_the_mesh_is_told_so() -> None:
             x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
             y = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
             return (x + y).full_tensor().tolist()
-        for make in (distribute_tensor, DTensor.from_local):
+        makers: list[Any] = [
+            lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
+            lambda: DTensor.from_local(torch.ones(4), mesh, [Shard(0)]),
+            lambda: zeros(4, device_mesh=mesh, placements=[Shard(0)]),
+            lambda: distribute_module(torch.nn.Linear(2, 2), mesh),
+        ]
+        for make in makers:
             with pytest.raises(ValueError, match=r"rank 2 is not part of .*on the ranks of the mesh only"):
-                make(torch.ones(4), mesh, [Shard(0)])
+                make()
         return None
 
     assert comm.simulate(3).run(rank_main) == [[1.0, 2.0, 3.0, 4.0]] * 2 + [None]

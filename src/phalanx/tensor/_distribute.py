@@ -35,11 +35,16 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
             f"expected a phalanx.comm.DeviceMesh (see init_device_mesh), got {found!r}, "
             f"a {type(found).__module__}.{type(found).__qualname__}"
         )
+    if found.get_coordinate() is None:
+        raise ValueError(
+            f"rank {found.get_rank()} is not part of {found!r} and holds nothing of a DTensor there: make DTensors on "
+            f"the ranks of the mesh only (mesh.get_coordinate() is None on the others)"
+        )
     return found
 
 
-def check_plain(call: str, tensor: Any, mesh: DeviceMesh) -> None:
-    """A tensor that can be a part or be cut into parts, on a rank that can hold one."""
+def check_plain(call: str, tensor: Any) -> None:
+    """A tensor that can be a part, or be cut into parts."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
@@ -48,11 +53,6 @@ def check_plain(call: str, tensor: Any, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"{call} takes a dense tensor, got one of shape {tuple(tensor.shape)} with layout {tensor.layout}: "
             f"make it dense with to_dense()"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {mesh.get_rank()} is not part of {mesh!r}: it holds nothing of a DTensor there, and cannot take "
-            f"part in {call}; call it on the ranks of the mesh only (mesh.get_coordinate() is None on the others)"
         )
 
 
@@ -71,7 +71,7 @@ def distribute_tensor(
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
     """
     mesh = mesh_or_current(device_mesh)
-    check_plain("distribute_tensor", tensor, mesh)
+    check_plain("distribute_tensor", tensor)
     wanted = one_for_each_axis(placements, mesh, tensor)
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh != mesh or tensor.placements != wanted:

@@ -33,7 +33,7 @@ def from_local(
     mesh = mesh_or_current(device_mesh)
     if isinstance(local, DTensor):
         raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
-    check_plain("from_local", local, mesh)
+    check_plain("from_local", local)
     wanted = one_for_each_axis(placements, mesh, local)
     told = [
         axis
