@@ -136,25 +136,25 @@ SLIPS: dict[str, Slip] = {
     "another shape on each rank": (
         lambda x, mesh: distribute_tensor(torch.ones(4 + mesh.get_rank()), mesh, [Shard(0)]),
         ValueError,
-        "distribute_tensor got ['torch.float32[4]', 'torch.float32[5]'] along axis 0 of the mesh; expected the same ",
+        "distribute_tensor got ['torch.float32[4]', 'torch.float32[5]'] on ranks [0, 1]; expected the same shape ",
     ),
     "another dtype on each rank": (
         lambda x, mesh: distribute_tensor(
             torch.ones(4, dtype=(torch.float32, torch.int32)[mesh.get_rank()]), mesh, [Replicate()]
         ),
         ValueError,
-        "distribute_tensor got ['torch.float32[4]', 'torch.int32[4]'] along axis 0 of the mesh",
+        "distribute_tensor got ['torch.float32[4]', 'torch.int32[4]'] on ranks [0, 1]",
     ),
     "parts of other widths": (
         lambda x, mesh: DTensor.from_local(torch.ones(2, 4 + mesh.get_rank()), mesh, [Shard(0)]),
         ValueError,
-        "from_local got ['torch.float32[2, 4]', 'torch.float32[2, 5]'] along axis 0 of the mesh; expected the same "
-        "dtype, and shapes that differ at most in dim 0, which S(0) cuts",
+        "from_local got ['torch.float32[2, 4]', 'torch.float32[2, 5]'] on ranks [0, 1], but the parts of float32[4, 4] "
+        "[tp:S(0)] are ['torch.float32[2, 4]', 'torch.float32[2, 4]'] on ranks [0, 1]; shards are cut as torch.chunk",
     ),
     "parts of other ranks": (
         lambda x, mesh: DTensor.from_local(torch.ones([2] * (1 + mesh.get_rank())), mesh, [Shard(0)]),
         ValueError,
-        "from_local got ['torch.float32[2]', 'torch.float32[2, 2]'] along axis 0 of the mesh",
+        "from_local got ['torch.float32[2]', 'torch.float32[2, 2]'] on ranks [0, 1]; expected the same number of dims",
     ),
     # plain tensors beside DTensors
     "a plain operand": (
@@ -256,10 +256,11 @@ def test_shapes_must_agree_over_every_axis() -> None:
         rows = 4 + mesh.get_local_rank("tp")
         for placements in ([Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Shard(0)]):
             with pytest.raises(
-                ValueError, match=r"got \['torch.float32\[4\]', 'torch.float32\[5\]'\] along axis 1"
+                ValueError,
+                match=r"got \['torch.float32\[4\]', 'torch.float32\[5\]', .* on ranks \[0, 1, 2, 3\]",
             ):
                 distribute_tensor(torch.ones(rows), mesh, placements)
-        with pytest.raises(ValueError, match="along axis 1"):
+        with pytest.raises(ValueError, match=r"from_local got .* on ranks"):
             DTensor.from_local(torch.ones(2, rows), mesh, [Replicate(), Shard(0)])
         parts = DTensor.from_local(torch.ones(2, 3 - mesh.get_local_rank("tp")), mesh, [Shard(0), Shard(1)])
         assert parts.shape == (4, 5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import (
@@ -74,6 +75,10 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
     given.update(zip(names, args, strict=False))
     outputs = _listed(given["tensors"])
+    if any(isinstance(t, GradientEdge) for t in outputs):
+        raise NotImplementedError(
+            "torch.autograd.backward got a GradientEdge together with DTensors: give it the tensor itself"
+        )
     grads = _listed(given.get("grad_tensors", given.get("gradient"))) or [None] * len(outputs)
     inputs = given.get("inputs")
     torch.autograd.backward(
@@ -95,6 +100,11 @@ def grad(func: Any, args: Any, kwargs: Any) -> Any:
     if given.get("is_grads_batched"):
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) does not work on DTensors")
     outputs, inputs = _listed(given["outputs"]), _listed(given["inputs"])
+    if any(isinstance(t, GradientEdge) for t in (*outputs, *inputs)):
+        raise NotImplementedError(
+            "torch.autograd.grad got a GradientEdge together with DTensors: an edge does not tell how the gradient is "
+            "laid out. Give it the tensor itself"
+        )
     seeds = _listed(given.get("grad_outputs")) or [None] * len(outputs)
     found = torch.autograd.grad(
         [_local(t) for t in outputs],
@@ -140,7 +150,11 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
 
 def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
-    return tensor._local.register_post_accumulate_grad_hook(lambda local: hook(tensor))
+
+    def local_hook(local: Tensor) -> None:
+        hook(tensor)  # what it returns is dropped, as torch drops it
+
+    return tensor._local.register_post_accumulate_grad_hook(local_hook)
 
 
 def retain_grad(func: Any, args: Any, kwargs: Any) -> None:

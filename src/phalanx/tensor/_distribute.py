@@ -1,25 +1,25 @@
 """From plain tensors to distributed ones, and from one layout to another: the user-facing moves.
 
-Owns ``distribute_tensor``, ``from_local``, ``redistribute`` and ``distribute_module``; the plans are ``_plan.py``'s
-and run in ``_execute.py``.
+Owns ``distribute_tensor``, ``redistribute`` and ``distribute_module`` (``from_local`` is in ``_from_local.py``); the
+plans are ``_plan.py``'s and run in ``_execute.py``.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm import DeviceMesh, Group
+from phalanx.comm import DeviceMesh
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import GradLayout, move_as, redistribute_local, route_of, run_plan, start_plan
+from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor._log import listening, log_collectives
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._order import kept_order
+from phalanx.tensor._parts import Part, gathered_parts, listing
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor._plan import plan_redistribute
@@ -36,13 +36,24 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
             f"expected a phalanx.comm.DeviceMesh (see init_device_mesh), got {found!r}, "
             f"a {type(found).__module__}.{type(found).__qualname__}"
         )
+    if found.get_coordinate() is None:
+        raise ValueError(
+            f"rank {found.get_rank()} is not part of {found!r} and holds nothing of a DTensor there: make DTensors on "
+            f"the ranks of the mesh only (mesh.get_coordinate() is None on the others)"
+        )
     return found
 
 
-def _check_plain(call: str, tensor: Any) -> None:
+def check_plain(call: str, tensor: Any) -> None:
+    """A tensor that can be a part, or be cut into parts."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{call} takes a dense tensor, got one of shape {tuple(tensor.shape)} with layout {tensor.layout}: "
+            f"make it dense with to_dense()"
         )
 
 
@@ -61,8 +72,8 @@ def distribute_tensor(
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
     """
     mesh = mesh_or_current(device_mesh)
-    _check_plain("distribute_tensor", tensor)
-    wanted = _one_for_each_axis(placements, mesh, tensor)
+    check_plain("distribute_tensor", tensor)
+    wanted = one_for_each_axis(placements, mesh, tensor)
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
@@ -77,18 +88,30 @@ def distribute_tensor(
             f"use DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=...), or t.detach()"
         )
     spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
-    if mesh.get_coordinate() is None:
-        return wrap(tensor.detach().new_empty((0,)), spec)
-    local = tensor.detach().to(mesh.device_type)
-    if src_data_rank is None:
-        local = redistribute_local(local, spec.replicated, spec)
-        shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        local = local.clone(memory_format=torch.contiguous_format) if shared else local
-    else:
-        with listening() as heard:
-            local = _spread(local, spec, src_data_rank)
-        log_collectives("distribute_tensor to", spec, heard)
+    with listening() as heard:
+        if src_data_rank is not None:
+            _check_same(tensor, mesh, src_data_rank)
+        if tensor.is_meta:
+            local = tensor.new_empty(spec.local_shape)
+        elif src_data_rank is None:
+            local = redistribute_local(tensor.detach().to(mesh.device_type), spec.replicated, spec)
+            shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            local = local.clone(memory_format=torch.contiguous_format) if shared else local
+        else:
+            local = _spread(tensor.detach().to(mesh.device_type), spec, src_data_rank)
+    log_collectives("distribute_tensor to", spec, heard)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)
+
+
+def _check_same(tensor: Tensor, mesh: DeviceMesh, src: int) -> None:
+    own = Part.of(tensor, tensor.is_meta)
+    parts = gathered_parts(mesh, range(mesh.ndim), own, mesh.device_type)
+    if len(set(parts.values())) > 1:
+        raise ValueError(
+            f"rank {mesh.get_rank()}: distribute_tensor got {listing(mesh, parts)}; expected the same shape and dtype "
+            f"on every rank, and tensors on the meta device on all or none (only the data may differ: that of rank "
+            f"{src} counts)"
+        )
 
 
 def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
@@ -96,13 +119,6 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     mesh = spec.mesh
     for axis, placement in enumerate(spec.placements):
         group = mesh.get_group(axis)
-        seen = _gathered(group, [_checksum(tuple(spec.shape), spec.dtype)], local.device)
-        if len(set(seen)) > 1:
-            given = group.all_gather_values(f"{spec.dtype}{list(spec.shape)}")
-            raise ValueError(
-                f"rank {mesh.get_rank()}: distribute_tensor got {given} along axis {axis} of the mesh; expected the "
-                f"same shape and dtype on every rank (only the data may differ: that of rank {src} counts)"
-            )
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
             parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
@@ -120,124 +136,10 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
     return local
 
 
-def _one_for_each_axis(
+def one_for_each_axis(
     placements: Sequence[Placement] | None, mesh: DeviceMesh, tensor: Tensor
 ) -> tuple[Placement, ...]:
     return normalize([REPLICATE] * mesh.ndim if placements is None else placements, mesh.ndim, tensor.dim())
-
-
-def _checksum(*facts: object) -> int:
-    return zlib.crc32(repr(facts).encode())
-
-
-def _gathered(group: Group, own: list[int], device: torch.device) -> list[tuple[int, ...]]:
-    """Every rank's ``own``."""
-    if group.size == 1:
-        return [tuple(own)]
-    numbers = torch.empty(group.size * len(own), dtype=torch.int64, device=device)
-    group.all_gather_into_tensor(numbers, torch.tensor(own, device=device))
-    return [tuple(row) for row in numbers.view(group.size, len(own)).tolist()]
-
-
-def from_local(
-    local: Tensor,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
-) -> DTensor:
-    """See ``DTensor.from_local``."""
-    mesh = mesh_or_current(device_mesh)
-    if isinstance(local, DTensor):
-        raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
-    _check_plain("from_local", local)
-    wanted = _one_for_each_axis(placements, mesh, local)
-    if mesh.get_coordinate() is None:
-        return wrap(local.new_empty((0,)), Spec.of(mesh, wanted, shape or local.shape, local.dtype))
-    with listening() as heard:
-        if run_check:
-            local = _same_replicas(local, mesh, wanted)
-        full = tuple(shape) if shape is not None else _gathered_shape(local, mesh, wanted)
-    spec = Spec.of(mesh, wanted, full, local.dtype)
-    log_collectives("from_local to", spec, heard)
-    if spec.local_shape != tuple(local.shape):
-        raise ValueError(
-            f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} gives "
-            f"this rank {spec.local_shape}; {_CHUNKS.format(spec.local_shape)}, or pass the right shape="
-        )
-    if grad_placements is not None:
-        apply: Any = GradLayout.apply
-        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
-    return wrap(local.view_as(local), spec)
-
-
-def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
-    """``given`` is that of a contiguous whole, or of one in the order of the local tensor; dims of one row may say
-    anything.
-    """
-    if tensor.device_mesh.get_coordinate() is None:
-        return
-    contiguous = torch.empty(tensor.shape, device="meta").stride()
-    counting = [d for d, size in enumerate(tensor.shape) if size > 1]
-    for expected in (contiguous, tensor.stride()):
-        if len(given) == tensor.ndim and all(given[d] == expected[d] for d in counting):
-            return
-    raise ValueError(
-        f"from_local got stride={given} for shape {tuple(tensor.shape)}, expected {tuple(tensor.stride())}: the memory "
-        f"of a DTensor has the order of its local tensor"
-    )
-
-
-def _same_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    for axis, placement in enumerate(placements):
-        group = mesh.get_group(axis)
-        shapes = group.all_gather_values(list(local.shape))
-        dim = placement.dim if isinstance(placement, Shard) else None
-        if any(
-            [n for d, n in enumerate(s) if d != dim] != [n for d, n in enumerate(shapes[0]) if d != dim]
-            for s in shapes
-        ):
-            raise ValueError(
-                f"rank {mesh.get_rank()}: local shapes differ along axis {axis} of the mesh: {shapes}"
-            )
-        if placement.is_replicate():
-            copy = local.detach().clone(memory_format=torch.contiguous_format)
-            group.broadcast(copy, 0)
-            local = local + (copy - local.detach()) if local.requires_grad else copy
-    return local
-
-
-def _gathered_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The global shape: sizes of sharded dims summed over their axes, innermost axis first."""
-    shape = list(local.shape)
-    for axis in reversed(range(mesh.ndim)):
-        placement = placements[axis]
-        if not isinstance(placement, Shard) or mesh.shape[axis] == 1:
-            continue
-        group, dim = mesh.get_group(axis), placement.dim
-        others = _checksum(shape[:dim], shape[dim + 1 :], local.dtype)
-        seen = _gathered(group, [shape[dim], others], local.device)
-        if len({rest for _, rest in seen}) > 1:
-            given = group.all_gather_values(f"{local.dtype}{list(local.shape)}")
-            raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got {given} along axis {axis} of the mesh; expected the same "
-                f"dtype, and shapes that differ at most in dim {dim}, which {placement!r} cuts"
-            )
-        sizes = tuple(size for size, _ in seen)
-        shape[dim] = sum(sizes)
-        if type(placement) is Shard and sizes != chunk_sizes(shape[dim], mesh.shape[axis]):
-            raise ValueError(
-                f"rank {mesh.get_rank()}: from_local got parts of {list(sizes)} along dim {dim}; "
-                f"{_CHUNKS.format(chunk_sizes(shape[dim], mesh.shape[axis]))}"
-            )
-    return tuple(shape)
-
-
-_CHUNKS = (
-    "shards are cut as torch.chunk cuts, all of the rounded-up size, the last ones smaller: expected {}. "
-    "Move rows between ranks first"
-)
 
 
 def redistribute(
@@ -298,9 +200,10 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
-    Parameters that submodules share stay shared.
+    Parameters that submodules share stay shared; those on the meta device stay there, cut: see ``Module.to_empty``.
 
-    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward.
+    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
+    what takes the place of the inputs or the outputs.
     """
     mesh = mesh_or_current(device_mesh)
     with keeping_ties(module):

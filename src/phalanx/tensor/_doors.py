@@ -111,6 +111,19 @@ def _packer(plain: Any) -> Any:
     return to_dlpack
 
 
+def _edge_maker(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def get_gradient_edge(tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                f"get_gradient_edge of {tensor._spec!r}: the gradient at an edge would be this rank's part of it. "
+                f"Give torch.autograd.grad the DTensor itself"
+            )
+        return plain(tensor)
+
+    return get_gradient_edge
+
+
 # (module or class, name, what wraps it)
 _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.jit, "trace", _tracer),
@@ -118,6 +131,7 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.jit, "_get_trace_graph", _tracer),  # torch.onnx
     (torch.jit._recursive, "create_script_module", _module_compiler),
     (FakeTensorMode, "from_tensor", _faker),
+    (torch.autograd.graph, "get_gradient_edge", _edge_maker),
     (torch, "to_dlpack", _packer),
     (torch.utils.dlpack, "to_dlpack", _packer),
 )

@@ -10,6 +10,7 @@ Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor._execute import (
-    GradLayout,
     average_parts,
     entered_gradient,
     exposed_gradient,
@@ -89,12 +89,13 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
 
-        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven); ``run_check`` also
-        broadcasts replicas from the first rank and checks shapes across ranks. ``grad_placements``: how the gradient
-        is laid out of which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
+        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and parts that do
+        not fit raise on all of them. ``run_check`` also compares shapes along the other axes, which are taken on trust
+        without it, and broadcasts replicas from the first rank. ``grad_placements``: how the gradient is laid out of
+        which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
-        from phalanx.tensor._distribute import check_stride, from_local
+        from phalanx.tensor._from_local import check_stride, from_local
 
         result = from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
         if stride is not None:
@@ -106,12 +107,10 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if self._stale is not None:
             check_fresh(self)
-        if grad_placements is not None and self._local.requires_grad and torch.is_grad_enabled():
-            given = spec.of_gradient(grad_placements)
-            if given is not spec.cotangent:
-                apply: Any = GradLayout.apply
-                result: Tensor = apply(self._local, given, spec.cotangent)
-                return result
+        if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
+            from phalanx.tensor._from_local import part_with_gradient
+
+            return part_with_gradient(self._local, spec, grad_placements)
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
 
     def redistribute(
@@ -332,13 +331,11 @@ class DTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
-        local = fresh(self).detach().clone().requires_grad_(self._local.requires_grad)
-        if self._local.grad is not None:
-            local.grad = self._local.grad.clone()
+        local = copy.deepcopy(fresh(self), memo)  # with its gradient; what shares its memory still does
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
-        copy = memo[id(self)] = wrap(local, self._spec)
-        copy.__dict__.update(state)
-        return copy
+        copied = memo[id(self)] = wrap(local, self._spec)
+        copied.__dict__.update(state)
+        return copied
 
 
 # Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.

@@ -26,7 +26,9 @@ LINEAR_OPS = ("sum", "avg")
 
 
 def run_plan(local: Tensor, plan: Plan) -> Tensor:
-    """Run every step of ``plan`` on ``local``, without autograd."""
+    """Run every step of ``plan`` on ``local``, without autograd. Of what has no memory nothing is sent."""
+    if local.is_meta and plan.steps:
+        return local.new_empty(plan.target.local_shape)
     for begin, finish in plan.actions or actions_of(plan):
         _, local = begin(local, False)
         if finish is not None:

@@ -30,6 +30,14 @@ class _Pending(DTensor):
         self._local = local
         return local
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _look(self)
+        return DTensor.__reduce_ex__(self, protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        _look(self)
+        return DTensor.__deepcopy__(self, memo)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         walk_tensors((args, kwargs or {}), _look)
