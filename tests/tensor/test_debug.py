@@ -84,7 +84,7 @@ def test_logs_name_every_collective_and_its_bytes_once(caplog: pytest.LogCapture
     said = "; ".join(f"{name} {nbytes} B" for rank, name, nbytes in expected if rank == 1)
     assert "scatter" in said
     assert the_line("distribute_tensor to float32[4, 6] [0:S(0)]").endswith(f": {said}")
-    assert the_line("from_local to float32[4, 9] [0:S(0)]").endswith(": all_gather_into_tensor 32 B")
+    assert the_line("from_local to float32[4, 9] [0:S(0)]").endswith(": all_gather_into_tensor 176 B")
     assert "broadcast 64 B" in the_line("from_local to float32[2, 8] [0:R]")
     assert the_line("loss_parallel of float32[4, 10]").count("all_reduce 16 B") == 3
 
