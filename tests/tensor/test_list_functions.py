@@ -98,6 +98,7 @@ def test_a_list_function_that_nobody_knows_is_not_run_on_parts() -> None:
         def _foreach_flipped(tensors: Any) -> Any:
             return [t.flip(0) for t in tensors]
 
+        _foreach_flipped.__module__ = "torch"
         with pytest.raises(NotImplementedError, match=r"_foreach_flipped .*each of them"):
             DTensor.__torch_function__(_foreach_flipped, (DTensor,), ([x],))
 
