@@ -140,7 +140,7 @@ class Call:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
-                self._meta = (self._on_paper(self._papers()),)
+                self._meta = (self.on(self._papers()),)
             except AssertionError as error:  # torch's way to refuse arguments on meta tensors
                 raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
@@ -149,11 +149,12 @@ class Call:
         """The first input as a meta tensor with these strides, and what the call returns for it."""
         first, *others = self.inputs
         papers = [_paper(first, first.shape, strides), *(_paper(one, one.shape) for one in others)]
-        return papers[0], self._on_paper(papers)
+        return papers[0], self.on(papers)
 
-    def meta_in_order(self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> Any:
-        """What the call returns for inputs that are meta tensors with these shapes and strides."""
-        return self._on_paper(list(map(_paper, self.inputs, shapes, strides)))
+    def on(self, tensors: Sequence[Tensor], grad: bool = False) -> Any:
+        """What the call returns for these tensors, which are on one device, in place of its inputs."""
+        with torch.set_grad_enabled(grad), unseen():
+            return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
@@ -161,7 +162,7 @@ class Call:
     def local_shapes(self, specs: Sequence[Spec]) -> list[tuple[int, ...]] | None:
         """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
         try:
-            result = self._on_paper(
+            result = self.on(
                 [_paper(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
             )
         except CANNOT_TELL:
@@ -178,18 +179,13 @@ class Call:
         for paper in papers:
             paper.requires_grad_(paper.is_floating_point() or paper.is_complex())
         try:
-            results = tensors_in(self._on_paper(papers, grad=True))
+            results = tensors_in(self.on(papers, grad=True))
         except CANNOT_TELL:
             return None
         return [frozenset(i for i, paper in enumerate(papers) if _leads_to(one, paper)) for one in results]
 
     def _papers(self) -> list[Tensor]:
         return [_paper(one, one.shape) for one in self.inputs]
-
-    def _on_paper(self, papers: Sequence[Tensor], grad: bool = False) -> Any:
-        """What the call returns for these meta tensors in place of its inputs."""
-        with torch.set_grad_enabled(grad), unseen():
-            return self.func(*_filled(self.args, papers), **_filled(self.kwargs, papers))
 
 
 # What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
@@ -205,17 +201,17 @@ def _paper(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) 
         return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
 
 
-def _filled(value: Any, papers: Sequence[Tensor]) -> Any:
-    """``value`` with meta tensors for inputs, and their device for devices."""
+def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """``value`` with tensors for inputs, and their device for devices."""
     if isinstance(value, In):
-        return papers[value.index]
+        return tensors[value.index]
     if isinstance(value, (list, tuple)):
-        items = [_filled(v, papers) for v in value]
+        items = [_filled(v, tensors) for v in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
-        return {k: _filled(v, papers) for k, v in value.items()}
+        return {k: _filled(v, tensors) for k, v in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES):
-        return torch.device("meta")
+        return tensors[0].device
     return value
 
 
