@@ -6,10 +6,13 @@ layouts of its results on the mesh that is timed. Prints microseconds (least of 
 
 One thing is not the same: torch leaves the gradients of replicas partial where the work was sharded (in the operations
 alone, not in the block); ours are summed, and the time of that is counted.
+
+    python benchmarks/dtensor.py [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
@@ -82,9 +85,7 @@ def inputs(lib: ModuleType, mesh: Any, shapes: list[tuple[Any, ...]], ranks: int
     return [make(lib, mesh, s[0], s[1], integers=s[2] if len(s) > 2 else 0, ranks=ranks) for s in shapes]
 
 
-def clock(
-    runs: dict[str, Callable[[], Any]], number: int = NUMBER, repeats: int = REPEATS
-) -> dict[str, float]:
+def clock(runs: dict[str, Callable[[], Any]], repeats: int, number: int = NUMBER) -> dict[str, float]:
     """Microseconds of this thread's processor time of each, taken in turns, who is first changing; the least of the
     repeats, as others may run.
     """
@@ -146,7 +147,7 @@ def _code(p: Any) -> tuple[Any, ...]:
     return ("S", p.dim) if p.is_shard() else ("P", p.reduce_op) if p.is_partial() else R
 
 
-def bench_ops(meshes: dict[str, Any]) -> dict[str, list[float]]:
+def bench_ops(meshes: dict[str, Any], repeats: int) -> dict[str, list[float]]:
     ratios: dict[str, list[float]] = {"forward": [], "forward+backward": []}
     print(f"{'operation':16} {'forward':>30} {'forward+backward':>36}")
     for name, (func, shapes) in CASES.items():
@@ -156,8 +157,8 @@ def bench_ops(meshes: dict[str, Any]) -> dict[str, list[float]]:
         check_layouts(name, results)
         seeds = {side: torch.ones_like(result).detach() for side, result in results.items()}
         with torch.no_grad():
-            fwd = clock({side: partial(func, *t) for side, t in tensors.items()})
-        both = clock({side: forward_backward(func, t, seeds[side]) for side, t in tensors.items()})
+            fwd = clock({side: partial(func, *t) for side, t in tensors.items()}, repeats)
+        both = clock({side: forward_backward(func, t, seeds[side]) for side, t in tensors.items()}, repeats)
         for kind, found in (("forward", fwd), ("forward+backward", both)):
             ratios[kind].append(found["torch"] / found["phalanx"])
         print(f"{name:16} {row(fwd)} {row(both)}", flush=True)
@@ -211,7 +212,7 @@ def check_block() -> None:
     check_alike("block", results, leaves)
 
 
-def bench_block(meshes: dict[str, Any]) -> float:
+def bench_block(meshes: dict[str, Any], repeats: int) -> float:
     check_block()
     runs, results = {}, {}
     for side, lib in SIDES.items():
@@ -227,12 +228,12 @@ def bench_block(meshes: dict[str, Any]) -> float:
 
         runs[side] = run
     check_layouts("block", results)
-    found = clock(runs, number=6, repeats=3 * REPEATS)
+    found = clock(runs, 3 * repeats, number=6)
     print(f"{'block fwd+bwd':16} {row(found)}", flush=True)
     return found["torch"] / found["phalanx"]
 
 
-def bench_optimizers(meshes: dict[str, Any]) -> dict[str, float]:
+def bench_optimizers(meshes: dict[str, Any], repeats: int) -> dict[str, float]:
     ratios = {}
     for variant, options in {
         "foreach": {"foreach": True},
@@ -249,7 +250,7 @@ def bench_optimizers(meshes: dict[str, Any]) -> dict[str, float]:
             stepped[side] = parameters
         for x, y in zip(stepped["phalanx"], stepped["torch"], strict=True):
             torch.testing.assert_close(x.to_local(), y.to_local())
-        found = clock(runs, number=8)
+        found = clock(runs, repeats, number=8)
         ratios[variant] = found["torch"] / found["phalanx"]
         print(f"{'AdamW ' + variant:16} {row(found)}", flush=True)
     return ratios
@@ -260,7 +261,7 @@ def redistribute(after: tuple[Any, ...], x: Any) -> Any:
     return x.redistribute(placements=[placement(lib, after)])
 
 
-def bench_redistribute(meshes: dict[str, Any]) -> list[float]:
+def bench_redistribute(meshes: dict[str, Any], repeats: int) -> list[float]:
     ratios = []
     for name, before, after in (("S(0)->R", S0, R), ("S(0)->S(1)", S0, S1), ("R->S(0)", R, S0)):
         check_equal(name, partial(redistribute, after), [((8, 16), before)])
@@ -269,7 +270,7 @@ def bench_redistribute(meshes: dict[str, Any]) -> list[float]:
             x = make(lib, meshes[side], (8, 16), before)
             runs[side] = partial(x.redistribute, placements=[placement(lib, after)])
         check_layouts(name, {side: run() for side, run in runs.items()})
-        found = clock(runs)
+        found = clock(runs, repeats)
         ratios.append(found["torch"] / found["phalanx"])
         print(f"{name:16} {row(found)}", flush=True)
     return ratios
@@ -280,14 +281,17 @@ def mean(values: list[float]) -> float:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one repeat: whether it runs, not how fast")
+    repeats = 1 if parser.parse_args().quick else REPEATS
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     meshes = {"torch": theirs.init_device_mesh("cpu", (2,)), "phalanx": ours.init_device_mesh("cpu", (2,))}
-    ratios = bench_ops(meshes)
-    moves = bench_redistribute(meshes)
-    block = bench_block(meshes)
-    steps = bench_optimizers(meshes)
+    ratios = bench_ops(meshes, repeats)
+    moves = bench_redistribute(meshes, repeats)
+    block = bench_block(meshes, repeats)
+    steps = bench_optimizers(meshes, repeats)
     print("\ntorch's time over ours (geometric means)           goal")
     for name, value, goal in (
         ("forward", mean(ratios["forward"]), 2.8),

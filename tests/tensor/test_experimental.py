@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from meshes import on_mesh, whole
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from phalanx.tensor import (
     fallback_counts,
     implicit_replication,
 )
+from phalanx.tensor._dtensor import _handlers
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.experimental import implicit_replication as exported
 from phalanx.tensor.experimental import local_map, register_sharding
@@ -30,10 +33,11 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture(autouse=True)
 def _rules_as_before() -> Iterator[None]:
-    before = dict(RULES)
+    before, handlers = dict(RULES), dict(_handlers)
     yield
-    RULES.clear()
-    RULES.update(before)
+    for table, old in ((RULES, before), (_handlers, handlers)):
+        table.clear()
+        table.update(old)
 
 
 # ---- local_map
@@ -121,6 +125,99 @@ def test_a_number_of_arguments_or_results_that_does_not_fit_is_named() -> None:
             local_map(lambda a: (a, a), out_placements=([Replicate()],))(x)
 
     on_mesh(body, 2)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def test_results_in_lists_and_dicts_are_dtensors_too() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        rows, total = [Shard(0)], [Partial()]
+
+        def nested(a: Tensor) -> dict[str, Any]:
+            return {"same": a, "more": [a.sum(), Pair(a + 1, a + 2)], "size": a.numel()}
+
+        found = local_map(nested, (rows, total, rows, rows, None))(x)
+        assert list(found) == ["same", "more", "size"]
+        assert found["same"].full_tensor().tolist() == [0, 1, 2, 3]
+        assert found["more"][0].full_tensor().item() == 6
+        assert type(found["more"][1]) is Pair
+        assert found["more"][1].right.full_tensor().tolist() == [2, 3, 4, 5]
+        assert found["size"] == 2
+        as_list = local_map(lambda a: [a, a * 2], [rows, rows])(x)
+        assert [t.full_tensor().tolist() for t in as_list] == [[0, 1, 2, 3], [0, 2, 4, 6]]
+        (alone,) = local_map(lambda a: (a,), rows)(x)
+        assert alone.placements == (Shard(0),)
+
+    on_mesh(body, 2)
+
+
+def test_arguments_in_lists_and_dicts_are_local_too() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+
+        def joined(parts: list[Tensor], named: dict[str, Tensor]) -> Tensor:
+            assert [type(t) for t in (*parts, *named.values())] == [Tensor] * 3
+            return parts[0] + parts[1] * named["c"]
+
+        rows = [Shard(0)]
+        found = local_map(joined, rows, (rows, rows, rows), (rows, rows, rows))([x, x], {"c": x})
+        assert found.full_tensor().tolist() == [0, 2, 6, 12]
+        found.sum().backward()
+        assert whole(x.grad).tolist() == [1, 3, 5, 7]
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, r"result 0 is a tensor of shape \(2,\), but out_placements gives it none"),
+        ({"out_placements": (None,)}, "result 0 is a tensor"),
+        ({"out_placements": ([Shard(0)], [Shard(0)])}, "1 results for 2 out_placements"),
+        ({"out_placements": [Shard(0)], "in_placements": ()}, "1 arguments for 0 in_placements"),
+        (
+            {"out_placements": [Shard(0)], "in_placements": ([Shard(0)],), "in_grad_placements": ()},
+            "1 arguments for 0 in_grad_placements",
+        ),
+    ],
+)
+def test_placements_that_do_not_fit_are_named(options: dict[str, Any], text: str) -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match=text):
+            local_map(lambda a: a, **options)(x)
+
+    on_mesh(body, 2)
+
+
+def test_a_placement_for_what_is_no_tensor_is_named() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        assert local_map(lambda a: a.numel())(x) == 2
+        with pytest.raises(ValueError, match="result 1 is 3, not a tensor"):
+            local_map(lambda a: (a, 3), ([Shard(0)], [Shard(0)]))(x)
+
+    on_mesh(body, 2)
+
+
+def test_meshes_that_differ_are_named() -> None:
+    def body(mesh: Any) -> None:
+        rows, columns = mesh["dp"], mesh["tp"]
+        x = distribute_tensor(torch.arange(4.0), rows, [Shard(0)])
+        y = distribute_tensor(torch.arange(4.0), columns, [Shard(0)])
+        with pytest.raises(
+            ValueError, match=r"(?s)argument 1 is on .*tp.*, argument 0 on .*dp.*: put them on one"
+        ):
+            local_map(lambda a, b: a + b, [Shard(0)])(x, y)
+        with pytest.raises(ValueError, match=r"(?s)argument 0 is on .*dp.*, device_mesh= is .*tp"):
+            local_map(lambda a: a, [Shard(0)], device_mesh=columns)(x)
+        assert local_map(lambda a: a, [Shard(0)], device_mesh=rows)(x).full_tensor().tolist() == [0, 1, 2, 3]
+
+    on_mesh(body, 2, 2)
 
 
 # ---- register_sharding
@@ -221,6 +318,108 @@ def test_a_rule_that_forgets_an_argument_is_named() -> None:
 
     with pytest.raises(RankFailed, match="lays out 1 of 2 tensor arguments"):
         on_mesh(body, 2)
+
+
+def user_function(x: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "add",
+        None,
+        3,
+        lambda x: x,
+        user_function,
+        len,
+        list.append,
+        torch.nn.ReLU(),
+        functools.partial(torch.add),
+    ],
+)
+def test_what_is_no_operation_of_torch_gets_no_rule(op: Any) -> None:
+    before = dict(RULES)
+    with pytest.raises(TypeError, match="register_sharding"):
+        register_sharding(op)
+    with pytest.raises(TypeError, match="register_sharding"):
+        register_sharding([torch.linalg.inv, op])
+    assert before == RULES
+
+
+def halved_somehow(x: Any) -> Any:
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(halved_somehow, (x,), x)
+    return x / 2
+
+
+def test_a_rule_for_a_function_written_in_python() -> None:
+    register_sharding(halved_somehow)(lambda x: [])
+    register_sharding(F.interpolate)(lambda x, *rest, **options: [([Shard(1)], [Shard(1)])])
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(8.0).view(1, 2, 4), mesh, [Shard(1)])
+        found = F.interpolate(x, scale_factor=2)
+        assert found.placements == (Shard(1),)
+        torch.testing.assert_close(found.full_tensor(), F.interpolate(x.full_tensor(), scale_factor=2))
+        half = halved_somehow(x)
+        assert half.placements == (Replicate(),)  # the division itself would have kept the layout
+        torch.testing.assert_close(half.full_tensor(), x.full_tensor() / 2)
+
+    on_mesh(body, 2)
+
+
+def relu(x: Any) -> Any:
+    """A user's function with a name of torch's, and another meaning."""
+    if type(x) is DTensor:
+        return torch.overrides.handle_torch_function(relu, (x,), x)
+    return x - x.sum()
+
+
+def test_a_users_function_may_use_a_name_of_torch() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        assert relu(x).full_tensor().tolist() == [-6, -5, -4, -3]
+        assert torch.relu(x).placements == (Shard(0),)
+
+    on_mesh(body, 2)
+    register_sharding(relu)(lambda x: [])
+    on_mesh(body, 2)
+
+
+def test_a_rule_for_a_custom_operation_by_what_its_decorator_returned() -> None:
+    @torch.library.custom_op("phalanx_tests::halved", mutates_args=())
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
+    @halved.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    register_sharding(halved)(lambda x: [([Shard(0)], [Shard(0)])])
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        assert halved(x).placements == (Shard(0),)
+        assert halved(x).full_tensor().tolist() == [0, 0.5, 1, 1.5]
+
+    on_mesh(body, 2)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 3, [None], [Shard(0)], [([Shard(0)],)], [([Shard(0)], Shard(0))], [(["S"], [Shard(0)])]]
+)
+def test_a_rule_that_answers_something_else_is_named(answer: Any) -> None:
+    register_sharding(torch.linalg.inv)(lambda x: answer)
+
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.eye(2).expand(2, 2, 2), mesh, [Shard(0)])
+        with pytest.raises(
+            TypeError, match=r"the rule of linalg_inv .*\(placements of the results, placements of"
+        ):
+            torch.linalg.inv(x)
+
+    on_mesh(body, 2)
 
 
 def test_implicit_replication_is_the_same_switch() -> None:

@@ -27,6 +27,32 @@ def laid_out(mesh: Any, shape: tuple[int, ...], placements: list[Any]) -> DTenso
     return distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
 
 
+@pytest.mark.parametrize("picture", [visualize_sharding, sharding_svg, sharding_png])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [(torch.ones(2, 3), r"a Tensor of shape \(2, 3\): distribute_tensor"), (None, "a NoneType:")],
+)
+def test_what_has_no_layout_is_named(picture: Any, what: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        picture(what)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+@pytest.mark.parametrize("use_rich", [False, True])
+def test_a_tensor_without_elements_says_so(
+    shape: tuple[int, ...], use_rich: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(mesh: Any) -> None:
+        x = laid_out(mesh, shape, [Shard(0)])
+        visualize_sharding(x, use_rich=use_rich)
+        assert "no elements" in sharding_svg(x)
+        assert sharding_png(x).startswith(b"\x89PNG")
+
+    on_mesh(body, 2)
+    expected = f"float32{list(shape)} [tp:S(0)]: no elements, so no rank holds any"
+    assert capsys.readouterr().out.splitlines() == [expected]
+
+
 def test_terminal_table(capsys: pytest.CaptureFixture[str]) -> None:
     on_mesh(lambda mesh: visualize_sharding(laid_out(mesh, (4, 6), [Shard(0), Shard(1)]), "weights"), 2, 2)
     lines = capsys.readouterr().out.splitlines()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.tensor._anchor import anchored, holds_nothing
 from phalanx.tensor._arguments import Structure, flatten
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._execute import Route, route_of
@@ -25,6 +26,7 @@ from phalanx.tensor._select import select
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import Aliasing
 from phalanx.tensor._sums import Hooks, summing_hooks
+from phalanx.tensor._unseen import unseen
 from phalanx.tensor.rules import RULES
 
 # They return their argument itself if there is nothing to do.
@@ -92,6 +94,12 @@ def decide(
     inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
     call_args, call_kwargs = structure.rebuild(inputs)
     call = Call(name.base, func, call_args, call_kwargs, inputs, True, name.in_place)
+    with unseen():
+        return _decide(call, name)
+
+
+def _decide(call: Call, name: OpName) -> Decision:
+    """With and without gradients."""
     graded = _decide_one(call, name)
     if call.asked_for_grad:
         decision = _decide_one(dataclasses.replace(call, grad=False), name)
@@ -148,6 +156,14 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     if sharding.is_view or call.name in COPIES_IF_NEEDED:
         decision.aliasing = Aliasing(call)
     decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
+    if (
+        call.grad
+        and form != "self"
+        and decision.aliasing is None
+        and decision.is_new
+        and holds_nothing((*targets, *outputs))
+    ):
+        decision.call = anchored(run, call)
     plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))

@@ -1,11 +1,13 @@
 """Functions on lists of tensors, as optimizers use them: ``_foreach_*``, ``_fused_*``, unscaling of gradients.
 
-Owns their handlers. They run once on the lists of locals, where the tensors at each place of the lists have one layout;
-otherwise the others are brought to the layout of the first list's.
+Owns their handlers. Functions of elements run once on the lists of locals, where the tensors at each place of the lists
+have one layout; otherwise the others are brought to the layout of the first list's. Every other function runs on each
+place by itself, as the function of single tensors that it stands for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,16 +18,35 @@ from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import check_writable, fresh, written
 
+# They compute each element of a result from the elements at its place.
+_ELEMENTWISE = frozenset({
+    "_foreach_abs", "_foreach_acos", "_foreach_add", "_foreach_addcdiv", "_foreach_addcmul", "_foreach_asin",
+    "_foreach_atan", "_foreach_ceil", "_foreach_clamp_max", "_foreach_clamp_min", "_foreach_clone", "_foreach_copy",
+    "_foreach_cos", "_foreach_cosh", "_foreach_div", "_foreach_erf", "_foreach_erfc", "_foreach_exp",
+    "_foreach_expm1", "_foreach_floor", "_foreach_frac", "_foreach_lerp", "_foreach_lgamma", "_foreach_log",
+    "_foreach_log10", "_foreach_log1p", "_foreach_log2", "_foreach_maximum", "_foreach_minimum", "_foreach_mul",
+    "_foreach_neg", "_foreach_pow", "_foreach_reciprocal", "_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid",
+    "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt", "_foreach_sub", "_foreach_tan",
+    "_foreach_tanh", "_foreach_trunc", "_foreach_zero",
+})  # fmt: skip
 # Linear in every list together: they may run on partial sums.
 _LINEAR = frozenset({"_foreach_neg", "_foreach_zero", "_foreach_copy"})
-# Their result is not of the layout of the inputs.
-_REDUCING = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+_OPTIMIZERS = frozenset({"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"})
+
+
+def list_handler(base: str) -> Callable[[Any, Any, Any], Any] | None:
+    """The handler of a function on lists, by its name without the ``_`` of writing in place; None: it is none."""
+    if base in _ELEMENTWISE:
+        return foreach
+    if base.startswith("_foreach_"):
+        return _each
+    return fused if base in _OPTIMIZERS else None
 
 
 def foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch._foreach_op(list, ...)``, in place or not."""
+    """``torch._foreach_op(list, ...)`` of elements, in place or not."""
     if not kwargs:
-        alike = _all_alike(func, args)
+        alike = _all_alike(args)
         if alike is not None:
             local_args, specs = alike
             result = func(*local_args)
@@ -35,11 +56,11 @@ def foreach(func: Any, args: Any, kwargs: Any) -> Any:
     return _foreach_any(func, args, kwargs or {})
 
 
-def _all_alike(func: Any, args: Any) -> tuple[list[Any], list[Spec]] | None:
+def _all_alike(args: Any) -> tuple[list[Any], list[Spec]] | None:
     """The locals of lists that are laid out alike, place by place, as an optimizer's are; None if they are not."""
-    if func.__name__ in _REDUCING:
-        return None
     first = args[0]
+    if type(first) is not list and type(first) is not tuple:
+        return None
     specs = [t._spec for t in first if type(t) is DTensor and t._stale is None]
     if len(specs) != len(first) or any(spec.is_partial for spec in set(specs)):
         return None
@@ -63,15 +84,17 @@ def _all_alike(func: Any, args: Any) -> tuple[list[Any], list[Spec]] | None:
 def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     base = name[:-1] if name.endswith("_") else name
+    if not args or not isinstance(
+        args[0], (list, tuple)
+    ):  # a number to the power of tensors, or keywords only
+        return _each(func, args, kwargs)
     first = list(args[0])
-    if base in _REDUCING:
-        return _one_by_one(base, first, args[1:], kwargs)
     if any(not isinstance(t, DTensor) for t in first):
         return _by_kind(func, args, kwargs)
     specs = [t._spec for t in first]
     odd = any(spec.is_partial for spec in specs) and base not in _LINEAR
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
-        return _mixed(func, args, kwargs)
+        return _each(func, args, kwargs)
     if name.endswith("_"):
         for tensor in first:
             check_writable(tensor, name)
@@ -155,33 +178,65 @@ def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
     return value.full_tensor()
 
 
-def _mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Partial tensors, or shapes that differ: run each place of the lists by itself."""
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each place of the lists by itself: partial tensors, shapes that differ, functions of more than elements."""
+    options = dict(kwargs or {})
+    given = (options.pop("self"), *args) if "self" in options else tuple(args)
     name = func.__name__
-    base = getattr(torch, name.removeprefix("_foreach_").removesuffix("_"), None)
-    in_place = name.endswith("_")
+    single = _single(name)
+    if name.startswith("_foreach_addc") and len(given) == 4:
+        options["value"] = given[3].tolist() if isinstance(given[3], Tensor) and given[3].dim() else given[3]
+        given = given[:3]
+    count = next(len(arg) for arg in given if isinstance(arg, (list, tuple)))
+    results = [
+        single(*_place(given, i), **dict(zip(options, _place(options.values(), i), strict=True)))
+        for i in range(count)
+    ]
+    return list(given[0]) if name.endswith("_") else results
+
+
+def _place(values: Iterable[Any], place: int) -> list[Any]:
+    return [value[place] if isinstance(value, (list, tuple)) else value for value in values]
+
+
+def _single(name: str) -> Callable[..., Any]:
+    """The function of one tensor that ``name`` applies to each of a list."""
     method = name.removeprefix("_foreach_")
-    results = []
-    for place, tensor in enumerate(args[0]):
-        rest = [a[place] if isinstance(a, (list, tuple)) else a for a in args[1:]]
-        options = {k: v[place] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
-        if method.startswith("addc") and len(rest) == 3:
-            options["value"] = rest.pop()
-        if in_place:
-            getattr(tensor, method)(*rest, **options)
-        else:
-            assert base is not None, f"torch.{method} exists for every {name}"
-            results.append(base(tensor, *rest, **options))
-    return list(args[0]) if in_place else results
+    found = _SINGLE.get(method)
+    if found is None:
+        found = getattr(Tensor, method, None) if method.endswith("_") else getattr(torch, method, None)
+    if found is None:
+        raise NotImplementedError(
+            f"{name} on DTensors: no function of single tensors is known for it; call one on each of them"
+        )
+    return found
 
 
-def _one_by_one(base: str, tensors: list[Any], rest: Any, kwargs: Any) -> list[Any]:
-    if base == "_foreach_norm":
-        order = rest[0] if rest else kwargs.get("ord", 2)
-        return [torch.linalg.vector_norm(t, order, dtype=kwargs.get("dtype")) for t in tensors]
-    if base == "_foreach_max":
-        return [t.max() for t in tensors]
-    raise NotImplementedError(f"{base} on DTensors: call the function without _foreach_ on each of them")
+def _norm(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+    return norm
+
+
+def _power_sum(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.to(dtype or tensor.dtype).abs().pow(ord).sum()
+
+
+def _limit(of_tensors: Any, of_number: Any) -> Callable[..., Any]:
+    def limit(tensor: Tensor, other: Any) -> Any:
+        return of_tensors(tensor, other) if isinstance(other, Tensor) else of_number(tensor, other)
+
+    return limit
+
+
+# Functions whose name or arguments are others than those of the function of single tensors.
+_SINGLE: dict[str, Callable[..., Any]] = {
+    "norm": _norm,
+    "powsum": _power_sum,
+    "maximum": _limit(torch.maximum, torch.clamp_min),
+    "minimum": _limit(torch.minimum, torch.clamp_max),
+    "maximum_": torch.Tensor.clamp_min_,
+    "minimum_": torch.Tensor.clamp_max_,
+}
 
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:

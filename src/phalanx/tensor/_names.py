@@ -49,6 +49,10 @@ def op_name(func: Any) -> OpName:
     ):  # an operation of a library, never torch's of the same name
         return OpName(schema, False)
     name = getattr(func, "__name__", type(func).__name__)
+    if isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch":
+        return OpName(
+            f"{func.__module__}.{name}", False
+        )  # a user's, which may have the name of one of torch's
     if name in ("__get__", "__set__", "__delete__"):
         return OpName(f"{func.__self__.__name__}.{name.strip('_')}", False)
     if name.startswith("__") and name.endswith("__"):

@@ -18,6 +18,7 @@ from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._rule import Call, In, Sharding, tensors_in
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import strides_of, whole_strides
+from phalanx.tensor._unseen import unseen
 
 Strides = tuple[int, ...]
 
@@ -31,7 +32,8 @@ def kept_order(moved: Tensor, target: Spec, tensor: DTensor) -> Tensor:
     if wanted is None:
         whole = strides
         if 0 in strides:  # expanded, which the copy is not
-            whole = torch.empty_like(torch.empty_strided(spec.shape, strides, device="meta")).stride()
+            with unseen():
+                whole = torch.empty_like(torch.empty_strided(spec.shape, strides, device="meta")).stride()
         wanted = spec.variants["order", strides] = part_strides(spec, whole)
     if moved.stride() == wanted or say_order(moved, wanted):
         return moved
@@ -118,7 +120,8 @@ class OrderedCall:
         try:
             wanted = self._known[key]
         except KeyError:
-            wanted = self._known[key] = self._ask(key, tensors_in(result))
+            with unseen():
+                wanted = self._known[key] = self._ask(key, tensors_in(result))
         if wanted is None:
             return result
         if isinstance(result, Tensor):

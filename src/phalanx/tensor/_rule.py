@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from phalanx.tensor._names import torch_keywords
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._unseen import unseen
 
 
 class In:
@@ -138,73 +140,94 @@ class Call:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
-                with torch.no_grad():
-                    self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
+                self._meta = (self.on(self._papers()),)
             except AssertionError as error:  # torch's way to refuse arguments on meta tensors
                 raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
 
     def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
         """The first input as a meta tensor with these strides, and what the call returns for it."""
-        one = self.inputs[0]
-        first = torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
-        args = tuple(first if arg is one else _on_meta(arg) for arg in self.args)
-        with torch.no_grad():
-            return first, self.func(*args, **_on_meta(self.kwargs))
+        first, *others = self.inputs
+        papers = [_paper(first, first.shape, strides), *(_paper(one, one.shape) for one in others)]
+        return papers[0], self.on(papers)
 
-    def on(self, tensors: Sequence[Tensor]) -> Any:
-        """What the call returns for these tensors, which are on one device."""
-        with torch.no_grad():
-            return self.func(*_with_tensors(self.args, tensors), **_with_tensors(self.kwargs, tensors))
+    def on(self, tensors: Sequence[Tensor], grad: bool = False) -> Any:
+        """What the call returns for these tensors, which are on one device, in place of its inputs."""
+        with torch.set_grad_enabled(grad), unseen():
+            return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
 
     def local_shapes(self, specs: Sequence[Spec]) -> list[tuple[int, ...]] | None:
         """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
-        shapes = [spec.local_shape for spec in specs]
         try:
-            with torch.no_grad():
-                result = self.func(*_on_meta(self.args, shapes), **_on_meta(self.kwargs, shapes))
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AssertionError,
-        ):  # no such kernel for meta tensors, or a call that will raise
+            result = self.on(
+                [_paper(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
+            )
+        except CANNOT_TELL:
             return None
         if result is NotImplemented:  # Python asks the other operand, and compares by identity in the end
             raise TypeError(f"{self.name} of a DTensor and {self.args[1:]!r}")
         return [tuple(t.shape) for t in tensors_in(result)]
 
+    def reached(self) -> list[frozenset[int]] | None:
+        """For each tensor that the call returns, which inputs get a gradient through it; None if meta tensors cannot
+        tell.
+        """
+        papers = self._papers()
+        for paper in papers:
+            paper.requires_grad_(paper.is_floating_point() or paper.is_complex())
+        try:
+            results = tensors_in(self.on(papers, grad=True))
+        except CANNOT_TELL:
+            return None
+        return [frozenset(i for i, paper in enumerate(papers) if _leads_to(one, paper)) for one in results]
 
-def _on_meta(value: Any, shapes: Sequence[Sequence[int]] | None = None) -> Any:
-    def empty(one: In) -> Tensor:
-        shape = one.shape if shapes is None else shapes[one.index]
-        return torch.empty(shape, dtype=one.dtype, device="meta")
-
-    return _replaced(value, empty, torch.device("meta"))
+    def _papers(self) -> list[Tensor]:
+        return [_paper(one, one.shape) for one in self.inputs]
 
 
-def _with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    return _replaced(value, lambda one: tensors[one.index], tensors[0].device)
-
-
+# What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
+CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError)
 _DEVICES = ("cpu", "cuda")
 
 
-def _replaced(value: Any, tensor: Callable[[In], Tensor], device: torch.device) -> Any:
-    """``value`` with tensors in place of ``In``, and ``device`` in place of devices."""
+def _paper(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
+    """A meta tensor in place of an input; row-major without ``strides``."""
+    with unseen(), torch.inference_mode(False):
+        if strides is None:
+            return torch.empty(shape, dtype=one.dtype, device="meta")
+        return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
+
+
+def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """``value`` with tensors for inputs, and their device for devices."""
     if isinstance(value, In):
-        return tensor(value)
+        return tensors[value.index]
     if isinstance(value, (list, tuple)):
-        items = [_replaced(v, tensor, device) for v in value]
+        items = [_filled(v, tensors) for v in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
-        return {k: _replaced(v, tensor, device) for k, v in value.items()}
+        return {k: _filled(v, tensors) for k, v in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES):
-        return device
+        return tensors[0].device
     return value
+
+
+def _leads_to(result: Tensor, leaf: Tensor) -> bool:
+    """Whether backward from ``result`` reaches ``leaf``."""
+    if result is leaf or not (leaf.requires_grad and result.requires_grad):
+        return result is leaf
+    end, left, known = get_gradient_edge(leaf).node, [result.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is end:
+            return True
+        if node is not None and node not in known:
+            known.add(node)
+            left += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def tensors_in(value: Any) -> list[Tensor]:

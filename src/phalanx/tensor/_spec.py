@@ -29,6 +29,7 @@ from phalanx.tensor._placement import (
     indices_of,
     normalize,
 )
+from phalanx.tensor._unseen import unseen
 
 Cut = tuple[Shard, int, int]
 
@@ -76,7 +77,7 @@ class Spec:
                 known.local_shape = known._local_shape()
                 known.is_partial = any(isinstance(p, Partial) for p in known.placements)
                 known.variants, known.routes = {}, {}
-                with torch.inference_mode(False):  # checkpointing saves wrappers for backward
+                with unseen(), torch.inference_mode(False):  # checkpointing saves wrappers for backward
                     known.template = torch.empty(size, dtype=dtype, device="meta")
                     known.local_strides = torch.empty(known.local_shape, device="meta").stride()
             return known

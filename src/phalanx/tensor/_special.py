@@ -239,10 +239,9 @@ def special_handler(func: Any, name: OpName) -> Handler | None:
         )
     if name.base.startswith("_nested_") or name.base.endswith("to_padded_tensor"):
         return _refuse("nested tensors are not distributed; make one of to_local() or full_tensor()")
-    if name.base.startswith("_foreach_"):
-        return _foreach.foreach
-    if name.base.startswith("_fused_"):
-        return _foreach.fused
+    of_lists = _foreach.list_handler(name.base)
+    if of_lists is not None:
+        return of_lists
     if name.in_place and name.base in _IN_PLACE:
         return _IN_PLACE[name.base]
     if func in FUNCTIONAL:

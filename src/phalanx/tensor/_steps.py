@@ -33,6 +33,7 @@ from phalanx.tensor._placement import (
 )
 from phalanx.tensor._plan import Plan, Step
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._unseen import unseen
 
 Begin = Callable[[Tensor, bool], tuple[Any, Any]]
 Finish = Callable[[Any], Tensor] | None
@@ -132,7 +133,8 @@ def _back_to(dim: int, shape: Sequence[int]) -> Finish:
     """Undo the exchange of ``dim`` and the first dim that a flat collective needs; its output has this shape."""
     if not dim:
         return None
-    back = torch.empty(shape, device="meta").transpose(0, dim)
+    with unseen():
+        back = torch.empty(shape, device="meta").transpose(0, dim)
     if (
         back.is_contiguous()
     ):  # nothing is between them; the strides of a dim with one row must be row-major too

@@ -6,20 +6,25 @@ Owns ``local_map`` and ``register_sharding``.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._dispatch import forget_decisions
+from phalanx.tensor._dispatch import forget_decisions, run_rule
 from phalanx.tensor._dtensor import DTensor, _handlers
 from phalanx.tensor._modes import implicit_replication
 from phalanx.tensor._names import op_name
 from phalanx.tensor._placement import Placement, normalize
-from phalanx.tensor._rule import Call, Choice, Sharding, all_replicated
+from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
 from phalanx.tensor._spec import Spec
-from phalanx.tensor.rules import RULES
+from phalanx.tensor._through import through
+from phalanx.tensor.rules import DIRECT_PYTHON, RULES
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 
@@ -37,9 +42,11 @@ def local_map(
 ) -> Any:
     """``func`` on this rank's parts: DTensors go in as local tensors, results come out as DTensors.
 
-    ``out_placements``: placements of the result (a list), or a tuple of such lists, one per result (None: not a
-    tensor). ``in_placements``: what each argument must have; another layout is an error unless
-    ``redistribute_inputs``. ``in_grad_placements``: how the gradient of each local argument is laid out.
+    Positional arguments and results may be nested in lists, tuples and dicts; keyword arguments go in as they are.
+    ``out_placements``: placements of the result, or one such list for each result (None: not a tensor).
+    ``in_placements``: what each argument must have (None: anything); another layout is an error unless
+    ``redistribute_inputs``. ``in_grad_placements``: how the gradient of each local argument is laid out. All DTensors
+    are on one mesh; ``device_mesh`` says which where no argument does.
 
     >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))   # doctest: +SKIP
     ... def matmul(a, b):
@@ -58,31 +65,58 @@ def local_map(
 
     @functools.wraps(inner)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        meshes: list[DeviceMesh] = []
-        if in_placements is not None and len(in_placements) != len(args):
-            raise ValueError(f"local_map got {len(args)} arguments for {len(in_placements)} in_placements")
-        local_args = []
-        for i, arg in enumerate(args):
-            wanted = None if in_placements is None else in_placements[i]
-            grads = None if in_grad_placements is None else in_grad_placements[i]
-            local_args.append(_to_local(i, arg, wanted, grads, redistribute_inputs, meshes))
-        result = inner(*local_args, **kwargs)
-        mesh = device_mesh or (meshes[0] if meshes else None)
-        return result if mesh is None else _from_local(result, out_placements, mesh)
+        given, structure = tree_flatten(args)
+        mesh = _mesh_of(given, device_mesh)
+        wanted = _one_each(in_placements, len(given), "arguments", "in_placements")
+        grads = _one_each(in_grad_placements, len(given), "arguments", "in_grad_placements")
+        local = [
+            _to_local(i, *each, redistribute_inputs)
+            for i, each in enumerate(zip(given, wanted, grads, strict=True))
+        ]
+        result = inner(*tree_unflatten(local, structure), **kwargs)
+        if mesh is None:
+            return result
+        results, structure = tree_flatten(result)
+        placements = _one_each(out_placements, len(results), "results", "out_placements")
+        made = [_from_local(i, *each, mesh) for i, each in enumerate(zip(results, placements, strict=True))]
+        return tree_unflatten(made, structure)
 
     return wrapper
 
 
-def _to_local(
-    i: int, arg: Any, wanted: Placements, grads: Placements, move: bool, meshes: list[DeviceMesh]
-) -> Any:
+def _mesh_of(given: list[Any], device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh that all DTensors are on."""
+    found, named = device_mesh, "device_mesh= is"
+    for i, arg in enumerate(given):
+        if not isinstance(arg, DTensor):
+            continue
+        if found is not None and arg.device_mesh != found:
+            raise ValueError(
+                f"local_map: argument {i} is on {arg.device_mesh}, {named} {found}: put them on one mesh first"
+            )
+        if found is None:
+            found, named = arg.device_mesh, f"argument {i} on"
+    return found
+
+
+def _one_each(given: Any, count: int, of: str, name: str) -> Sequence[Placements]:
+    """Placements for each of ``count`` arguments or results; those of a single one may stand alone."""
+    if given is None:
+        return [None] * count
+    if isinstance(given, Placement) or (given and all(isinstance(p, Placement) for p in given)):
+        given = [given]
+    if len(given) != count:
+        raise ValueError(f"local_map got {count} {of} for {len(given)} {name}: give each its own, or None")
+    return list(given)
+
+
+def _to_local(i: int, arg: Any, wanted: Placements, grads: Placements, move: bool) -> Any:
     if not isinstance(arg, DTensor):
         if isinstance(arg, Tensor) and wanted is not None:
             raise ValueError(
                 f"local_map argument {i} is a plain tensor, but in_placements asks for {list(wanted)}"
             )
         return arg
-    meshes.append(arg.device_mesh)
     if wanted is not None:
         exact = normalize(wanted, arg.device_mesh.ndim, arg.ndim)
         if exact != arg.placements:
@@ -95,17 +129,18 @@ def _to_local(
     return arg.to_local(grad_placements=grads)
 
 
-def _from_local(result: Any, placements: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(result, tuple):
-        if not isinstance(placements, tuple) or len(placements) != len(result):
+def _from_local(i: int, result: Any, placements: Placements, mesh: DeviceMesh) -> Any:
+    if not isinstance(result, Tensor):
+        if placements is not None:
             raise ValueError(
-                f"local_map: {len(result)} results need a tuple of as many out_placements, got {placements}"
+                f"local_map: result {i} is {result!r}, not a tensor: give None in place of {list(placements)}"
             )
-        return tuple(_from_local(r, p, mesh) for r, p in zip(result, placements, strict=True))
-    if placements is None or not isinstance(result, Tensor):
         return result
-    if isinstance(placements, tuple) and len(placements) == 1 and not isinstance(placements[0], Placement):
-        placements = placements[0]
+    if placements is None:
+        raise ValueError(
+            f"local_map: result {i} is a tensor of shape {tuple(result.shape)}, but out_placements gives it none: "
+            f"[Replicate()] if it is the same on every rank"
+        )
     return DTensor.from_local(result, mesh, placements)
 
 
@@ -121,25 +156,56 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     ... def rule(x):
     ...     return [([Shard(d)], [Shard(d)]) for d in range(len(x.shape))]
     """
-    ops = list(op) if isinstance(op, (list, tuple)) else [op]
+    ops = [_operation(one) for one in (op if isinstance(op, (list, tuple)) else [op])]
 
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
             RULES[op_name(one).base] = functools.partial(_ask, rule)
             _handlers.pop(one, None)
+            if one not in DIRECT_PYTHON and through(one) is not None:
+                _handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule
 
     return decorate
 
 
+_REGISTERED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OF_TENSORS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def _operation(op: Any) -> Any:
+    """``op``, or the operation behind it; an error if DTensors would never hear of its calls."""
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, _OF_TENSORS):
+        known = issubclass(Tensor, op.__objclass__)
+    elif isinstance(op, (types.BuiltinFunctionType, types.FunctionType)):
+        code = getattr(op, "__code__", None)
+        checks = code is not None and "handle_torch_function" in code.co_names
+        known = checks or (op.__module__ or "").partition(".")[0] == "torch"
+    else:
+        known = isinstance(op, _REGISTERED)
+    if not known:
+        raise TypeError(
+            f"register_sharding({op!r}): not a function that DTensors intercept. Pass a function of torch itself, such "
+            f"as torch.add, an operation of torch.ops, or what torch.library.custom_op returned"
+        )
+    return op
+
+
 def _ask(rule: Callable[..., Any], call: Call) -> Sharding:
     specs: dict[int, Spec] = {one.index: one.spec for one in call.inputs}
 
     def seen(value: Any) -> Any:
-        return specs[value.index] if hasattr(value, "index") and hasattr(value, "spec") else value
+        return specs[value.index] if isinstance(value, In) else value
 
     answers = rule(*map(seen, call.args), **{k: seen(v) for k, v in call.kwargs.items()})
+    if not isinstance(answers, (list, tuple)) or not all(map(_is_choice, answers)):
+        raise TypeError(
+            f"the rule of {call.name} returned {answers!r}: expected a list of pairs, (placements of the results, "
+            f"placements of the arguments)"
+        )
     choices = []
     for outputs, inputs in answers:
         tensors = [p for p in inputs if p is not None]
@@ -150,3 +216,13 @@ def _ask(rule: Callable[..., Any], call: Call) -> Sharding:
         choices.append(Choice(tuple(tensors), tuple(outputs)))
     count = len(choices[0].outputs) if choices else len(call.output_shapes())
     return Sharding([*choices, all_replicated(call, count)])
+
+
+def _is_choice(answer: Any) -> bool:
+    return (
+        isinstance(answer, (list, tuple))
+        and len(answer) == 2
+        and all(isinstance(side, (list, tuple)) for side in answer)
+        and all(isinstance(p, Placement) for p in answer[0])
+        and all(p is None or isinstance(p, Placement) for p in answer[1])
+    )

@@ -12,7 +12,7 @@ from html import escape
 
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._spec import Spec
-from phalanx.tensor.debug._tiles import Tile, tiles
+from phalanx.tensor.debug._tiles import Tile, layout_of, tiles
 
 _COLOURS = ("#9ecae9", "#ffbf79", "#88d27a", "#f2a6c1", "#f2cf5b", "#b79fd6", "#83bcb6", "#d8b5a5")
 _INK = (34, 34, 34)
@@ -29,7 +29,7 @@ def sharding_svg(dtensor: DTensor, width: int = 480) -> str:
 
     >>> Path("layout.svg").write_text(sharding_svg(x))   # doctest: +SKIP
     """
-    spec = dtensor._spec
+    spec = layout_of(dtensor)
     found = tiles(spec)
     height, caption = _height(spec, width), 22
     shapes = []
@@ -55,7 +55,7 @@ def sharding_png(dtensor: DTensor, width: int = 480) -> bytes:
 
     >>> Path("layout.png").write_bytes(sharding_png(x))   # doctest: +SKIP
     """
-    spec = dtensor._spec
+    spec = layout_of(dtensor)
     found = tiles(spec)
     height = _height(spec, width)
     pixels = bytearray(b"\xff" * (3 * width * height))
@@ -88,7 +88,8 @@ def sharding_png(dtensor: DTensor, width: int = 480) -> bytes:
 
 def _caption(spec: Spec) -> str:
     partial = " (each rank holds a contribution)" if any(p.is_partial() for p in spec.placements) else ""
-    return f"{spec!r} on {'x'.join(map(str, spec.mesh.shape))} ranks{partial}"
+    empty = "" if spec.num_elements else ": no elements"
+    return f"{spec!r} on {'x'.join(map(str, spec.mesh.shape))} ranks{partial}{empty}"
 
 
 def _height(spec: Spec, width: int) -> int:

@@ -1,6 +1,6 @@
 """Which rank holds which rectangle of a tensor: what all pictures of a layout are drawn from.
 
-Owns ``Tile`` and ``tiles``. Pure: a layout is known to every rank, so nothing is communicated.
+Owns ``Tile``, ``tiles`` and ``layout_of``. Pure: a layout is known to every rank, so nothing is communicated.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+from torch import Tensor
+
+from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._placement import indices_of
 from phalanx.tensor._spec import Spec
 
@@ -24,6 +27,16 @@ class Tile(NamedTuple):
     @property
     def label(self) -> str:
         return ", ".join(map(str, self.ranks))
+
+
+def layout_of(dtensor: DTensor) -> Spec:
+    """The layout to be drawn; an error for what has none."""
+    if not isinstance(dtensor, DTensor):
+        shape = f" of shape {tuple(dtensor.shape)}" if isinstance(dtensor, Tensor) else ""
+        raise TypeError(
+            f"a picture of a layout needs a DTensor, got a {type(dtensor).__name__}{shape}: distribute_tensor makes one"
+        )
+    return dtensor._spec
 
 
 def tiles(spec: Spec) -> list[Tile]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._spec import Spec
-from phalanx.tensor.debug._tiles import Range, tiles
+from phalanx.tensor.debug._tiles import Range, layout_of, tiles
 from phalanx.tensor.debug._trace import describe, readable
 
 
@@ -23,13 +23,15 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
     ``use_rich`` draws a coloured table. See ``sharding_svg`` and ``sharding_png`` for pictures.
     """
-    spec = dtensor._spec
+    spec = layout_of(dtensor)
     names, sides, cells = _grid(spec)
     if spec.mesh.get_coordinate() is None or any(spec.coordinate):
         return
     if header:
         print(header)
-    if use_rich:
+    if not spec.num_elements:
+        print(f"{spec!r}: no elements, so no rank holds any")
+    elif use_rich:
         _print_rich(spec, names, sides, cells)
     else:
         print(_plain([["", *names], *([side, *line] for side, line in zip(sides, cells, strict=True))]))
