@@ -8,6 +8,7 @@ axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from phalanx.tensor._modes import settings, user_line
 from phalanx.tensor._names import OpName
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_fresh
+from phalanx.tensor._surprise import moved_for
+from phalanx.tensor._views import check_fresh, fresh
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
@@ -147,7 +149,8 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
         and not any(t.ndim for t in distributed)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in found))
     ):
-        return walk_tensors((tuple(args), dict(kwargs)), _as_number)  # type: ignore[no-any-return]  # as they were
+        number = partial(_as_number, op)
+        return walk_tensors((tuple(args), dict(kwargs)), number)  # type: ignore[no-any-return]  # as they were
     mesh = _common_mesh(op, distributed)
 
     def lift(tensor: Tensor) -> DTensor:
@@ -169,8 +172,10 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
     return walk_tensors(tuple(args), lift), walk_tensors(dict(kwargs), lift)
 
 
-def _as_number(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _as_number(op: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
 
 
 # Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
@@ -204,6 +209,18 @@ def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
         return None
     axes = root._layout.axes
     return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
+
+
+def on_mesh_of(op: str, tensor: DTensor, spec: Spec) -> DTensor:
+    """``tensor`` on the mesh of ``spec``, which is its own or contains it."""
+    if tensor._spec.mesh == spec.mesh:
+        return tensor
+    if _axes_in(tensor._spec.mesh, spec.mesh) is None:
+        raise ValueError(
+            f"{op} got {tensor._spec!r} on {tensor._spec.mesh!r} for {spec!r} on {spec.mesh!r}, which is not a part "
+            f"of it (at {user_line()}); put them on one mesh first"
+        )
+    return _on_root(tensor, spec.mesh)
 
 
 def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:

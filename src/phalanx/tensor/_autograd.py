@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.tensor._arguments import on_mesh_of
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import (
     LINEAR_OPS,
     average_parts,
     entered_gradient,
     exposed_gradient,
-    redistribute_local,
 )
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import moved_for
+from phalanx.tensor._views import fresh
 
 
 def _listed(value: Any) -> list[Any]:
@@ -54,8 +56,15 @@ def _seed(output: Any, given: Any) -> Any:
         return torch.ones_like(output._local) * given * scale
     if given.shape != output.shape:
         raise RuntimeError(f"backward of {spec!r} got a gradient of shape {tuple(given.shape)}")
-    local = redistribute_local(given._local, given._spec, spec.cotangent.with_dtype(given.dtype))
-    return entered_gradient(local, spec)
+    return entered_gradient(brought_gradient("backward from a given gradient", given, spec), spec)
+
+
+def brought_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
+    """The local of a gradient for a tensor of layout ``spec``, which may come in any layout, or on a sub-mesh."""
+    if given._spec is spec.cotangent:
+        return fresh(given)
+    given = on_mesh_of(op, given, spec)
+    return moved_for(op, fresh(given), given._spec, spec.cotangent.with_dtype(given.dtype))
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
@@ -132,8 +141,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
             raise RuntimeError(
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
-        given = redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
-        return entered_gradient(given, own)
+        return entered_gradient(brought_gradient("a gradient hook", result, own), own)
 
     return local_hook
 

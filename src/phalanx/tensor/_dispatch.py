@@ -25,12 +25,13 @@ from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
-from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
+from phalanx.tensor._modes import settings
 from phalanx.tensor._names import in_signature_order, op_name
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._sums import reduce_gradient
+from phalanx.tensor._surprise import check_move, check_reduction
 from phalanx.tensor._views import check_fresh, check_writable
 
 CACHE_LIMIT = 20_000
@@ -306,9 +307,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         local = values[position]
         needs_grad = local.requires_grad and _grad_enabled()
         if explicit:
-            check_explicit_move(decision.name, route.plan.source, route.target)
-            if needs_grad and route.summed:
-                check_explicit_reduction(decision.name, route.target, route.summed)
+            check_move(decision.name, route, needs_grad)
         moved = move(local, route) if needs_grad else run_plan(local, route.plan)
         values[position] = kept_order(moved, route.target, given[position])
     for index, hooks, axes in decision.reductions:
@@ -316,7 +315,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         local = values[position]
         if local.requires_grad:
             if explicit:
-                check_explicit_reduction(decision.name, given[position]._spec, axes)
+                check_reduction(decision.name, given[position]._spec, axes)
             values[position] = reduce_gradient(given[position], local, hooks)
 
 

@@ -23,7 +23,6 @@ from phalanx.tensor._execute import (
     entered_gradient,
     exposed_gradient,
     follow,
-    redistribute_local,
     run_plan,
 )
 from phalanx.tensor._names import first_by_position
@@ -277,10 +276,13 @@ class DTensor(torch.Tensor):
             raise RuntimeError(
                 f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
             )
-        with torch.no_grad():
-            local = redistribute_local(
-                value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
-            )
+        if value._spec is self._spec.cotangent:
+            local = value._local
+        else:
+            from phalanx.tensor._autograd import brought_gradient
+
+            with torch.no_grad():
+                local = brought_gradient("assigning .grad", value, self._spec)
         self._local.grad = kept = entered_gradient(local, self._spec)
         if kept is value._local:
             self._grads = (local, value)
