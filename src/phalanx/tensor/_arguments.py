@@ -211,25 +211,37 @@ def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
     return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
 
 
-def on_mesh_of(op: str, tensor: DTensor, spec: Spec) -> DTensor:
-    """``tensor`` on the mesh of ``spec``, which is its own or contains it."""
-    if tensor._spec.mesh == spec.mesh:
-        return tensor
-    if _axes_in(tensor._spec.mesh, spec.mesh) is None:
-        raise ValueError(
-            f"{op} got {tensor._spec!r} on {tensor._spec.mesh!r} for {spec!r} on {spec.mesh!r}, which is not a part "
-            f"of it (at {user_line()}); put them on one mesh first"
-        )
-    return _on_root(tensor, spec.mesh)
+def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
+    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    axes = _axes_in(spec.mesh, root)
+    if axes is None:
+        return None
+    placements: list[Placement] = [REPLICATE] * root.ndim
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        placements[axis] = placement
+    return Spec.of(root, placements, spec.shape, spec.dtype)
+
+
+def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """Both layouts on the larger of their meshes."""
+    if source.mesh == target.mesh:
+        return source, target
+    lifted = on_root(source, target.mesh)
+    if lifted is not None:
+        return lifted, target
+    lifted = on_root(target, source.mesh)
+    if lifted is not None:
+        return source, lifted
+    raise ValueError(
+        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
+        f"another (at {user_line()}); put them on one mesh first"
+    )
 
 
 def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
-    axes = _axes_in(tensor._spec.mesh, root)
-    assert axes is not None, "the common mesh contains every other"
-    placements: list[Placement] = [REPLICATE] * root.ndim
-    for axis, placement in zip(axes, tensor._spec.placements, strict=True):
-        placements[axis] = placement
-    lifted = wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))
+    spec = on_root(tensor._spec, root)
+    assert spec is not None, "the common mesh contains every other"
+    lifted = wrap(tensor._local, spec)
     if tensor._stale is not None:
         lifted._stale = tensor._stale.read_only()
     return lifted

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.tensor._arguments import on_mesh_of
+from phalanx.tensor._arguments import on_one_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import (
     LINEAR_OPS,
@@ -60,11 +60,11 @@ def _seed(output: Any, given: Any) -> Any:
 
 
 def brought_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
-    """The local of a gradient for a tensor of layout ``spec``, which may come in any layout, or on a sub-mesh."""
-    if given._spec is spec.cotangent:
-        return fresh(given)
-    given = on_mesh_of(op, given, spec)
-    return moved_for(op, fresh(given), given._spec, spec.cotangent.with_dtype(given.dtype))
+    """The local of a gradient for a tensor of layout ``spec``; it may come in any layout, also on a mesh that is a part
+    of the tensor's or that contains it.
+    """
+    source, target = on_one_mesh(op, given._spec, spec.cotangent.with_dtype(given.dtype))
+    return moved_for(op, fresh(given), source, target)
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:

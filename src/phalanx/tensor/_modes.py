@@ -12,10 +12,10 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
 from phalanx.tensor._log import log_fallback, logger
@@ -82,6 +82,21 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         settings.implicit_replication = previous
+
+
+def under_these_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` run, whenever and on whichever thread it is called, under the modes that hold now."""
+    modes = (settings.comm, settings.fallback, settings.implicit_replication)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        previous = (settings.comm, settings.fallback, settings.implicit_replication)
+        settings.comm, settings.fallback, settings.implicit_replication = modes
+        try:
+            return function(*args, **kwargs)
+        finally:
+            settings.comm, settings.fallback, settings.implicit_replication = previous
+
+    return run
 
 
 def fallback_counts() -> dict[str, int]:
