@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +361,29 @@ def test_two_simulated_ranks_never_share_a_decision() -> None:
 
     assert on_mesh(body, 2) == [6.0, 6.0]
     assert on_mesh(body, 3) == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 0, math.inf, -math.inf, math.nan, 2.0])
+def test_sums_meet_numbers_that_are_not_finite_as_on_one_device(number: float) -> None:
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: x / number,
+        lambda x: x * number,
+        lambda x: number * x,
+        lambda x: torch.div(x, number),
+        lambda x: x.clone().mul_(number),
+        lambda x: x.clone().div_(number),
+        lambda x: torch.add(x, x, alpha=number),
+        lambda x: torch._foreach_mul([x], number)[0],
+        lambda x: torch._foreach_div([x], [number])[0],
+        lambda x: (x + 2) / number,
+    ]
+
+    def body(mesh: Any) -> None:
+        local = torch.tensor([3.0, -3.0, 1.0]) if mesh.get_rank() else torch.tensor([-1.0, 1.0, 1.0])
+        x = DTensor.from_local(local, mesh, [Partial()])
+        for index, call in enumerate(calls):
+            ours, expected = call(x).full_tensor(), call(torch.tensor([2.0, -2.0, 2.0]))
+            assert torch.allclose(ours, expected, equal_nan=True), (index, ours, expected)
+        assert (x * 2.5).placements == (Partial(),)  # finite ones are not waited for
+
+    on_mesh(body)
