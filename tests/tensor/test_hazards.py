@@ -387,3 +387,27 @@ def test_sums_meet_numbers_that_are_not_finite_as_on_one_device(number: float) -
         assert (x * 2.5).placements == (Partial(),)  # finite ones are not waited for
 
     on_mesh(body)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("indices", [torch.tensor([1, 3]), torch.tensor([[1, 3, 1]])])
+def test_an_embedding_is_differentiated_twice_where_ranks_have_nothing_of_it(
+    indices: torch.Tensor, placement: Any
+) -> None:
+    weight = torch.arange(10.0).view(5, 2)
+
+    def twice(i: Any, w: Any) -> Any:
+        (grad,) = torch.autograd.grad((torch.nn.functional.embedding(i, w) ** 2).sum(), w, create_graph=True)
+        (grad**2).sum().backward()
+        return w.grad
+
+    expected = twice(indices, weight.clone().requires_grad_())
+
+    def body(mesh: Any) -> None:
+        for cut in (Replicate(), Shard(0)):
+            w = distribute_tensor(weight, mesh, [placement]).requires_grad_()
+            found = twice(distribute_tensor(indices, mesh, [cut]), w)
+            assert torch.allclose(found.full_tensor(), expected)
+
+    for size in (2, 3):
+        on_mesh(body, size)
