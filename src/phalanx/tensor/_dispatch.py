@@ -27,6 +27,7 @@ from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._modes import settings
 from phalanx.tensor._names import in_signature_order, op_name
+from phalanx.tensor._numbers import has_numbers, with_numbers
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
@@ -263,7 +264,8 @@ def _learn(
 ) -> Decision:
     """Decide and remember."""
     mesh = tensors[0]._spec.mesh
-    if structure is None and any(t._spec.mesh is not mesh for t in tensors):
+    several_meshes = structure is None and any(t._spec.mesh is not mesh for t in tensors)
+    if several_meshes or (structure is None and len(tensors) > 1 and has_numbers(func, args, kwargs)):
         decision = GENERAL
     else:
         decision = decide(func, args, kwargs, tensors, structure)
@@ -325,6 +327,9 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     if out is not None:
         return write_out(func(*args, **kwargs), out)
+    plain = with_numbers(func, args, kwargs)
+    if plain is not None:
+        return func(*plain[0], **plain[1])
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:

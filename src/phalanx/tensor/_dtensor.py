@@ -71,7 +71,11 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        refuse_below(func)
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
+            from phalanx.tensor._numbers import value_of
+
+            return value_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
+        return refuse_below(func)
 
     # ---- making and unmaking
 
