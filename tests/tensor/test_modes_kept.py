@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from meshes import on_mesh, whole
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor import (
@@ -142,3 +143,24 @@ def test_a_sub_mesh_is_promoted_in_backward_of_a_function() -> None:
         assert torch.equal(whole(sub.grad), T)
 
     on_mesh(body, 2, 2)
+
+
+def test_selective_checkpoints_keep_what_the_users_function_computes() -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def block(a: Any, b: Any) -> Any:
+        return (a @ b.t()).relu() @ b
+
+    def gradient(a: Any, b: Any) -> Any:
+        checkpoint(block, a, b, use_reentrant=False, context_fn=contexts).sum().backward()
+        return a.grad
+
+    expected = gradient(T.clone().requires_grad_(), T.clone().requires_grad_())
+
+    def body(mesh: DeviceMesh) -> None:
+        # without collectives in the block: those of simulated ranks add up tensors, on whichever rank comes last
+        for placement in (Shard(0), Replicate()):
+            x = distribute_tensor(T, mesh, [placement]).requires_grad_()
+            assert torch.equal(whole(gradient(x, distribute_tensor(T, mesh).requires_grad_())), expected)
+
+    on_mesh(body, 2)

@@ -26,7 +26,7 @@ from phalanx.tensor._views import check_fresh, fresh
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
-KEPT_FLOATS = (0.0, 1.0, math.inf, -math.inf)
+KEPT_FLOATS = frozenset({0.0, 1.0, math.inf, -math.inf})
 
 
 class NeedsPromotion(Exception):  # a signal inside this package, not an error

@@ -8,12 +8,14 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.tensor._names import torch_keywords
 from phalanx.tensor._placement import REPLICATE, Placement
@@ -138,7 +140,7 @@ class Call:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
-                with torch.no_grad():
+                with _apart():
                     self._meta = (self.func(*_on_meta(self.args), **_on_meta(self.kwargs)),)
             except AssertionError as error:  # torch's way to refuse arguments on meta tensors
                 raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
@@ -149,12 +151,12 @@ class Call:
         one = self.inputs[0]
         first = torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
         args = tuple(first if arg is one else _on_meta(arg) for arg in self.args)
-        with torch.no_grad():
+        with _apart():
             return first, self.func(*args, **_on_meta(self.kwargs))
 
     def meta_in_order(self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> Any:
         """What the call returns for inputs that are meta tensors with these shapes and strides."""
-        with torch.no_grad():
+        with _apart():
             return self.func(*_on_meta(self.args, shapes, strides), **_on_meta(self.kwargs, shapes, strides))
 
     def output_shapes(self) -> list[torch.Size]:
@@ -164,7 +166,7 @@ class Call:
         """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
         shapes = [spec.local_shape for spec in specs]
         try:
-            with torch.no_grad():
+            with _apart():
                 result = self.func(*_on_meta(self.args, shapes), **_on_meta(self.kwargs, shapes))
         except (
             RuntimeError,
@@ -176,6 +178,13 @@ class Call:
         if result is NotImplemented:  # Python asks the other operand, and compares by identity in the end
             raise TypeError(f"{self.name} of a DTensor and {self.args[1:]!r}")
         return [tuple(t.shape) for t in tensors_in(result)]
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Without gradients, and unseen by dispatch modes: selective checkpoints record what the user's function does."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
 
 
 _DEVICES = ("cpu", "cuda")
