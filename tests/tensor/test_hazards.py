@@ -381,7 +381,12 @@ def test_sums_meet_numbers_that_are_not_finite_as_on_one_device(number: float) -
     def body(mesh: Any) -> None:
         local = torch.tensor([3.0, -3.0, 1.0]) if mesh.get_rank() else torch.tensor([-1.0, 1.0, 1.0])
         x = DTensor.from_local(local, mesh, [Partial()])
-        for index, call in enumerate(calls):
+        numpy_ones: list[Callable[[Any], Any]] = [
+            lambda x: x / np.float64(number),
+            lambda x: x * np.float32(number),
+            lambda x: torch.mul(x, complex(number, 0)).real,
+        ]
+        for index, call in enumerate([*calls, *numpy_ones]):
             ours, expected = call(x).full_tensor(), call(torch.tensor([2.0, -2.0, 2.0]))
             assert torch.allclose(ours, expected, equal_nan=True), (index, ours, expected)
         assert (x * 2.5).placements == (Partial(),)  # finite ones are not waited for

@@ -12,13 +12,14 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
 from phalanx.tensor._log import log_fallback, logger
+from phalanx.tensor._spec import Spec
 
 CommMode = Literal["auto", "warn", "explicit"]
 FallbackPolicy = Literal["auto", "warn", "error"]
@@ -104,12 +105,15 @@ def fallback_counts() -> dict[str, int]:
     return dict(settings.fallbacks)
 
 
-def note_fallback(op: str, layouts: str) -> None:
+def note_fallback(op: str, inputs: Sequence[Spec]) -> None:
     """Count an operation that runs replicated; warn or refuse as the policy says."""
     settings.fallbacks[op] += 1
+    if settings.fallback == "auto" and not logger.isEnabledFor(logging.INFO):
+        return
+    layouts = ", ".join(map(repr, inputs))
     if logger.isEnabledFor(logging.INFO) and (op, layouts) not in settings.logged_fallbacks:
         settings.logged_fallbacks.add((op, layouts))
-        log_fallback(op, layouts, user_line())
+        log_fallback(inputs[0].mesh.get_rank(), op, layouts, user_line())
     if settings.fallback == "auto":
         return
     message = f"{op} on {layouts} has no sharding rule and is computed replicated (at {user_line()})"

@@ -84,6 +84,8 @@ def integers(bits: Words, low: int, high: int) -> npt.NDArray[np.int64]:
 
 def to_tensor(values: npt.NDArray[np.generic], like: Tensor, shape: Sequence[int]) -> Tensor:
     """As a tensor of ``like``'s dtype on its device. Rounding to a narrow dtype must not turn 0.99... into 1."""
+    if not values.size:  # numpy has other strides for nothing
+        return torch.empty(tuple(shape), device=like.device, dtype=like.dtype)
     made = torch.from_numpy(np.ascontiguousarray(values)).reshape(tuple(shape))
     return made.to(device=like.device, dtype=like.dtype)
 

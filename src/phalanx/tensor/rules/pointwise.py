@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Sequence
+from numbers import Number
+from typing import Any
 
 import torch
 
@@ -371,7 +373,7 @@ def _is_linear_in_numbers(call: Call) -> bool:
     """Whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
     infinity that the sum has. Not-a-number is the same either way.
     """
-    numbers = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, (int, float, complex))]
+    numbers: list[Any] = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Number)]
     if call.name in _DIVISIONS and 0 in numbers:
         return False
     return not any(cmath.isinf(number) for number in numbers if not isinstance(number, int))
