@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +361,58 @@ def test_two_simulated_ranks_never_share_a_decision() -> None:
 
     assert on_mesh(body, 2) == [6.0, 6.0]
     assert on_mesh(body, 3) == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 0, math.inf, -math.inf, math.nan, 2.0])
+def test_sums_meet_numbers_that_are_not_finite_as_on_one_device(number: float) -> None:
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: x / number,
+        lambda x: x * number,
+        lambda x: number * x,
+        lambda x: torch.div(x, number),
+        lambda x: x.clone().mul_(number),
+        lambda x: x.clone().div_(number),
+        lambda x: torch.add(x, x, alpha=number),
+        lambda x: torch._foreach_mul([x], number)[0],
+        lambda x: torch._foreach_div([x], [number])[0],
+        lambda x: (x + 2) / number,
+    ]
+
+    def body(mesh: Any) -> None:
+        local = torch.tensor([3.0, -3.0, 1.0]) if mesh.get_rank() else torch.tensor([-1.0, 1.0, 1.0])
+        x = DTensor.from_local(local, mesh, [Partial()])
+        numpy_ones: list[Callable[[Any], Any]] = [
+            lambda x: x / np.float64(number),
+            lambda x: x * np.float32(number),
+            lambda x: torch.mul(x, complex(number, 0)).real,
+        ]
+        for index, call in enumerate([*calls, *numpy_ones]):
+            ours, expected = call(x).full_tensor(), call(torch.tensor([2.0, -2.0, 2.0]))
+            assert torch.allclose(ours, expected, equal_nan=True), (index, ours, expected)
+        assert (x * 2.5).placements == (Partial(),)  # finite ones are not waited for
+
+    on_mesh(body)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("indices", [torch.tensor([1, 3]), torch.tensor([[1, 3, 1]])])
+def test_an_embedding_is_differentiated_twice_where_ranks_have_nothing_of_it(
+    indices: torch.Tensor, placement: Any
+) -> None:
+    weight = torch.arange(10.0).view(5, 2)
+
+    def twice(i: Any, w: Any) -> Any:
+        (grad,) = torch.autograd.grad((torch.nn.functional.embedding(i, w) ** 2).sum(), w, create_graph=True)
+        (grad**2).sum().backward()
+        return w.grad
+
+    expected = twice(indices, weight.clone().requires_grad_())
+
+    def body(mesh: Any) -> None:
+        for cut in (Replicate(), Shard(0)):
+            w = distribute_tensor(weight, mesh, [placement]).requires_grad_()
+            found = twice(distribute_tensor(indices, mesh, [cut]), w)
+            assert torch.allclose(found.full_tensor(), expected)
+
+    for size in (2, 3):
+        on_mesh(body, size)

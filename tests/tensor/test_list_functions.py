@@ -126,3 +126,13 @@ def test_fused_functions_of_single_tensors_are_not_those_of_optimizers() -> None
             torch.testing.assert_close(whole(ours), reference)
 
     on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_negation_of_contributions(op: str) -> None:
+    def body(mesh: Any) -> None:
+        x = DTensor.from_local(torch.tensor([1.0, 2.0]) + mesh.get_rank(), mesh, [Partial(op)])
+        (negated,) = torch._foreach_neg([x])
+        torch.testing.assert_close(negated.full_tensor(), -x.full_tensor())
+
+    on_mesh(body, 2)

@@ -212,8 +212,6 @@ CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
     "as_tensor of another dtype": lambda x: torch.as_tensor(x, dtype=torch.float64),
     "asarray, copied": lambda x: torch.asarray(x, copy=True),
     "new_tensor of a plain one": lambda x: torch.ones(2).new_tensor(x),
-    "full": lambda x: torch.full((2,), x[0]),
-    "arange": lambda x: torch.arange(x[1]),
     "coo": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1, 2, 3]]), x),
     "coo with size": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1, 2, 3]]), x, (9,)),
     "coo by its indices": lambda x: torch.sparse_coo_tensor(x.long().unsqueeze(0), torch.ones(4)),

@@ -7,7 +7,10 @@ axes.
 
 from __future__ import annotations
 
+import cmath
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -20,11 +23,12 @@ from phalanx.tensor._modes import settings, user_line
 from phalanx.tensor._names import OpName
 from phalanx.tensor._placement import REPLICATE, Placement
 from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import check_fresh
+from phalanx.tensor._surprise import moved_for
+from phalanx.tensor._views import check_fresh, fresh
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
-KEPT_FLOATS = (0.0, 1.0)
+KEPT_FLOATS = frozenset({0.0, 1.0, math.inf, -math.inf})
 # Rules for functions that go element by element do not depend on whole numbers either. These few have an entry of their
 # own all the same, which is found sooner.
 KEPT_INTS = frozenset(range(-16, 17))
@@ -121,7 +125,7 @@ def _walk(node: Any, structure: Structure) -> Any:
 
 
 def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A key for these arguments that leaves out the values of numbers.
+    """A key for these arguments that leaves out the values of numbers, except for what sums depend on: zero, infinity.
 
     None if there are no numbers but such as have an entry of their own, or if some argument is not a plain value.
     """
@@ -132,12 +136,13 @@ def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any
         if kind is DTensor:
             key.append(value._spec)
         elif kind is int:
-            key.append(int)
+            key.append((int, value == 0))
             left_out = left_out or value not in KEPT_INTS
         elif kind in _VALUES:
             key.append((kind, value))
         elif isinstance(value, Number):  # a float, complex, or numpy's
-            key.append(kind)
+            told: Any = value  # its type is
+            key.append((kind, told if told in KEPT_FLOATS or cmath.isinf(told) else None))
             left_out = left_out or kind is not float
         else:
             return None
@@ -178,7 +183,8 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
         and not any(t.ndim for t in distributed)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in found))
     ):
-        return walk_tensors((tuple(args), dict(kwargs)), _as_number)  # type: ignore[no-any-return]  # as they were
+        number = partial(_as_number, op)
+        return walk_tensors((tuple(args), dict(kwargs)), number)  # type: ignore[no-any-return]  # as they were
     mesh = _common_mesh(op, distributed)
 
     def lift(tensor: Tensor) -> DTensor:
@@ -200,8 +206,10 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
     return walk_tensors(tuple(args), lift), walk_tensors(dict(kwargs), lift)
 
 
-def _as_number(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _as_number(op: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
 
 
 # Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
@@ -237,13 +245,37 @@ def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
     return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
 
 
-def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
-    axes = _axes_in(tensor._spec.mesh, root)
-    assert axes is not None, "the common mesh contains every other"
+def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
+    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    axes = _axes_in(spec.mesh, root)
+    if axes is None:
+        return None
     placements: list[Placement] = [REPLICATE] * root.ndim
-    for axis, placement in zip(axes, tensor._spec.placements, strict=True):
+    for axis, placement in zip(axes, spec.placements, strict=True):
         placements[axis] = placement
-    lifted = wrap(tensor._local, Spec.of(root, placements, tensor.shape, tensor.dtype))
+    return Spec.of(root, placements, spec.shape, spec.dtype)
+
+
+def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """Both layouts on the larger of their meshes."""
+    if source.mesh == target.mesh:
+        return source, target
+    lifted = on_root(source, target.mesh)
+    if lifted is not None:
+        return lifted, target
+    lifted = on_root(target, source.mesh)
+    if lifted is not None:
+        return source, lifted
+    raise ValueError(
+        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
+        f"another (at {user_line()}); put them on one mesh first"
+    )
+
+
+def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
+    spec = on_root(tensor._spec, root)
+    assert spec is not None, "the common mesh contains every other"
+    lifted = wrap(tensor._local, spec)
     if tensor._stale is not None:
         lifted._stale = tensor._stale.read_only()
     return lifted

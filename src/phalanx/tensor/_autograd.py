@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from phalanx.tensor._arguments import on_one_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import (
     LINEAR_OPS,
     average_parts,
     entered_gradient,
     exposed_gradient,
-    redistribute_local,
 )
 from phalanx.tensor._placement import Partial
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import moved_for
+from phalanx.tensor._views import fresh
 
 
 def _listed(value: Any) -> list[Any]:
@@ -55,8 +57,15 @@ def _seed(output: Any, given: Any) -> Any:
         return torch.ones_like(output._local) * given * scale
     if given.shape != output.shape:
         raise RuntimeError(f"backward of {spec!r} got a gradient of shape {tuple(given.shape)}")
-    local = redistribute_local(given._local, given._spec, spec.cotangent.with_dtype(given.dtype))
-    return entered_gradient(local, spec)
+    return entered_gradient(brought_gradient("backward from a given gradient", given, spec), spec)
+
+
+def brought_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
+    """The local of a gradient for a tensor of layout ``spec``; it may come in any layout, also on a mesh that is a part
+    of the tensor's or that contains it.
+    """
+    source, target = on_one_mesh(op, given._spec, spec.cotangent.with_dtype(given.dtype))
+    return moved_for(op, fresh(given), source, target)
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
@@ -142,8 +151,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
             raise RuntimeError(
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
-        given = redistribute_local(result._local, result._spec, spec.with_dtype(result.dtype))
-        return entered_gradient(given, own)
+        return entered_gradient(brought_gradient("a gradient hook", result, own), own)
 
     return local_hook
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 from phalanx.tensor._candidates import arg_extreme, extreme, topk
 from phalanx.tensor._dispatch import run_first, run_first_two, run_mixed, run_rule
+from phalanx.tensor._distribute import redistribute_input
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated
 from phalanx.tensor._names import op_name, torch_keywords
-from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor._placement import REPLICATE, Placement, Shard
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._through import run_through, through
 from phalanx.tensor._views import fresh
@@ -137,7 +138,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
         or not x.ndim
     ):
         return run_replicated(func, args, kwargs)
-    x = _without_partial(x)
+    x = _without_partial(x, func.__name__)
     spec = x._spec
     dims = given.get("dim")
     chosen = (
@@ -164,15 +165,16 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
         outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in placements]
         return wrap(local, Spec.of(spec.mesh, outer, shape, local.dtype))
     whole = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
-    norms = wrap(local.unsqueeze(0), stacked).redistribute(placements=whole)
+    norms = redistribute_input(
+        wrap(local.unsqueeze(0), stacked), stacked.with_placements(whole), func.__name__
+    )
     outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in whole]
-    return wrap(func(norms._local, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
+    return wrap(func(norms, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
 
 
-def _without_partial(x: DTensor) -> DTensor:
-    if not any(isinstance(p, Partial) for p in x.placements):
-        return x
-    return x.redistribute(placements=[REPLICATE if isinstance(p, Partial) else p for p in x.placements])
+def _without_partial(x: DTensor, op: str) -> DTensor:
+    spec = x._spec.cotangent
+    return x if spec is x._spec else wrap(redistribute_input(x, spec, op), spec)
 
 
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,9 +197,9 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // x.shape[1]
     across = [1, -1, *[1] * (x.ndim - 2)]
-    mean = _without_partial(x.mean(dims, keepdim=True))
+    mean = _without_partial(x.mean(dims, keepdim=True), "batch_norm")
     centred = x - mean
-    var = _without_partial((centred * centred).mean(dims, keepdim=True))
+    var = _without_partial((centred * centred).mean(dims, keepdim=True), "batch_norm")
     with torch.no_grad():
         for running, batch in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
             if running is not None:

@@ -35,12 +35,14 @@ from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, run_plan
 from phalanx.tensor._fallback import run_replicated, write_out
-from phalanx.tensor._modes import check_explicit_move, check_explicit_reduction, settings
+from phalanx.tensor._modes import settings
 from phalanx.tensor._names import in_signature_order, op_name
+from phalanx.tensor._numbers import has_numbers, with_numbers
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._sums import reduce_gradient
+from phalanx.tensor._surprise import check_move, check_reduction
 from phalanx.tensor._views import check_fresh, check_writable
 from phalanx.tensor.rules import RULES
 from phalanx.tensor.rules.pointwise import BINARY, UNARY, pointwise
@@ -283,7 +285,8 @@ def _learn(
             if known is not None:
                 return known
     mesh = tensors[0]._spec.mesh
-    if structure is None and any(t._spec.mesh is not mesh for t in tensors):
+    several_meshes = structure is None and any(t._spec.mesh is not mesh for t in tensors)
+    if several_meshes or (structure is None and len(tensors) > 1 and has_numbers(func, args, kwargs)):
         decision = GENERAL
     else:
         decision = decide(func, args, kwargs, tensors, structure)
@@ -327,9 +330,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         local = values[position]
         needs_grad = local.requires_grad and _grad_enabled()
         if explicit:
-            check_explicit_move(decision.name, route.plan.source, route.target)
-            if needs_grad and route.summed:
-                check_explicit_reduction(decision.name, route.target, route.summed)
+            check_move(decision.name, route, needs_grad)
         moved = move(local, route) if needs_grad else run_plan(local, route.plan)
         values[position] = kept_order(moved, route.target, given[position])
     for index, hooks, axes in decision.reductions:
@@ -337,7 +338,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         local = values[position]
         if local.requires_grad:
             if explicit:
-                check_explicit_reduction(decision.name, given[position]._spec, axes)
+                check_reduction(decision.name, given[position]._spec, axes)
             values[position] = reduce_gradient(given[position], local, hooks)
 
 
@@ -347,6 +348,9 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     if out is not None:
         return write_out(func(*args, **kwargs), out)
+    plain = with_numbers(func, args, kwargs)
+    if plain is not None:
+        return func(*plain[0], **plain[1])
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:

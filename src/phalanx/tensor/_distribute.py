@@ -17,13 +17,13 @@ from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor._log import listening, log_collectives
-from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._parts import Part, gathered_parts, listing
 from phalanx.tensor._pending import pending
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import moved_for
 from phalanx.tensor._ties import keeping_ties
 
 
@@ -187,8 +187,7 @@ def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
     """The local of ``tensor`` laid out as ``target``, because an operation needs it so."""
     if target is tensor._spec:
         return tensor._local
-    check_explicit_move(op, tensor._spec, target)
-    return kept_order(redistribute_local(tensor._local, tensor._spec, target), target, tensor)
+    return kept_order(moved_for(op, tensor._local, tensor._spec, target), target, tensor)
 
 
 def distribute_module(

@@ -23,7 +23,6 @@ from phalanx.tensor._execute import (
     entered_gradient,
     exposed_gradient,
     follow,
-    redistribute_local,
     run_plan,
 )
 from phalanx.tensor._names import first_by_position
@@ -72,7 +71,11 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        refuse_below(func)
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
+            from phalanx.tensor._numbers import value_of
+
+            return value_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
+        return refuse_below(func)
 
     # ---- making and unmaking
 
@@ -276,10 +279,13 @@ class DTensor(torch.Tensor):
             raise RuntimeError(
                 f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
             )
-        with torch.no_grad():
-            local = redistribute_local(
-                value._local, value._spec, self._spec.cotangent.with_dtype(value.dtype)
-            )
+        if value._spec is self._spec.cotangent:
+            local = value._local
+        else:
+            from phalanx.tensor._autograd import brought_gradient
+
+            with torch.no_grad():
+                local = brought_gradient("assigning .grad", value, self._spec)
         self._local.grad = kept = entered_gradient(local, self._spec)
         if kept is value._local:
             self._grads = (local, value)

@@ -14,11 +14,11 @@ from torch import Tensor
 from phalanx.tensor._arguments import NeedsPromotion, flatten, promote, walk_tensors
 from phalanx.tensor._distribute import redistribute_input
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._modes import note_fallback
 from phalanx.tensor._names import op_name
 from phalanx.tensor._placement import REPLICATE
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import moved_for
 from phalanx.tensor._views import check_writable, mark_copied_view, written
 
 # They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
@@ -94,7 +94,7 @@ def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
         written(tensor)
         return
     tensor._local.copy_(
-        redistribute_local(whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
+        moved_for(op, whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
     )
     written(tensor)
 

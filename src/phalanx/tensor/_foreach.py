@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import check_collective, moved_for
 from phalanx.tensor._views import check_writable, fresh, written
 
 # They compute each element of a result from the elements at its place.
@@ -29,8 +29,8 @@ _ELEMENTWISE = frozenset({
     "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt", "_foreach_sub", "_foreach_tan",
     "_foreach_tanh", "_foreach_trunc", "_foreach_zero",
 })  # fmt: skip
-# Linear in every list together: they may run on partial sums.
-_LINEAR = frozenset({"_foreach_neg", "_foreach_zero", "_foreach_copy"})
+# They may run on the contributions to a partial tensor, whatever its reduction.
+_LINEAR = frozenset({"_foreach_zero", "_foreach_copy"})
 _OPTIMIZERS = frozenset({"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"})
 
 
@@ -98,8 +98,8 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     if name.endswith("_"):
         for tensor in first:
             check_writable(tensor, name)
-    local_args = [_locals(arg, specs) for arg in args]
-    local_kwargs = {key: _locals(value, specs) for key, value in kwargs.items()}
+    local_args = [_locals(name, arg, specs) for arg in args]
+    local_kwargs = {key: _locals(name, value, specs) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if name.endswith("_"):
         for tensor in first:
@@ -109,28 +109,33 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _same_shapes(value: Any, first: list[Any]) -> bool:
+    """Whether the DTensors of a list are of the shapes, and on the meshes, of the first list's."""
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
         return True
-    return all(not t.dim() or t.shape == other.shape for t, other in zip(value, first, strict=True))
+    return all(
+        not t.dim()
+        or (t.shape == other.shape and (not isinstance(t, DTensor) or t._spec.mesh == other._spec.mesh))
+        for t, other in zip(value, first, strict=True)
+    )
 
 
-def _locals(value: Any, specs: list[Spec | None]) -> Any:
+def _locals(name: str, value: Any, specs: list[Spec | None]) -> Any:
     """Lists of tensors in the layouts ``specs``; a single tensor (a learning rate) whole."""
     kind = type(value)
     if kind is list or kind is tuple:
         if value and isinstance(value[0], Tensor):
             assert len(value) == len(specs), f"lists of {len(value)} and {len(specs)} tensors"
             return [
-                fresh(t) if type(t) is DTensor and t._spec is spec else _brought(t, spec)
+                fresh(t) if type(t) is DTensor and t._spec is spec else _brought(name, t, spec)
                 for t, spec in zip(value, specs, strict=True)
             ]
         return value
     if isinstance(value, DTensor):
-        return redistribute_local(fresh(value), value._spec, value._spec.replicated)
+        return moved_for(name, fresh(value), value._spec, value._spec.replicated)
     return value
 
 
-def _brought(tensor: Any, spec: Spec | None) -> Any:
+def _brought(name: str, tensor: Any, spec: Spec | None) -> Any:
     assert spec is not None, "checked by the caller"
     if not isinstance(tensor, DTensor):
         if tensor.dim():
@@ -144,10 +149,10 @@ def _brought(tensor: Any, spec: Spec | None) -> Any:
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
         return local
     if not tensor.ndim:
-        return redistribute_local(local, own, own.replicated)
+        return moved_for(name, local, own, own.replicated)
     if own.shape != spec.shape:
         raise RuntimeError(f"a list function got {own!r} beside {spec!r}: shapes differ")
-    return redistribute_local(local, own, spec.with_dtype(own.dtype))
+    return moved_for(name, local, own, spec.with_dtype(own.dtype))
 
 
 def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
@@ -175,7 +180,7 @@ def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
         raise RuntimeError(
             f"{name} got a DTensor, {value._spec!r}, beside a plain tensor: distribute that, or pass d.full_tensor()"
         )
-    return value.full_tensor()
+    return moved_for(name, fresh(value), value._spec, value._spec.replicated)
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
@@ -251,13 +256,15 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in first:
         check_writable(tensor, func.__name__, anywhere=False)
     copies: list[tuple[DTensor, Tensor, Spec]] = []
-    local_kwargs = {key: _fused_arg(value, specs, copies) for key, value in (kwargs or {}).items()}
-    func(*[_fused_arg(value, specs, copies) for value in args], **local_kwargs)
+    local_kwargs = {
+        key: _fused_arg(func.__name__, value, specs, copies) for key, value in (kwargs or {}).items()
+    }
+    func(*[_fused_arg(func.__name__, value, specs, copies) for value in args], **local_kwargs)
     for tensor, local, spec in copies:
-        tensor._local.copy_(redistribute_local(local, spec, tensor._spec))
+        tensor._local.copy_(moved_for(func.__name__, local, spec, tensor._spec))
 
 
-def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor, Spec]]) -> Any:
+def _fused_arg(name: str, value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor, Spec]]) -> Any:
     """Locals in the layouts of the parameters; state of another layout is copied, and noted to be written back."""
     if not isinstance(value, (list, tuple)):
         return value._local if isinstance(value, DTensor) else value
@@ -267,7 +274,7 @@ def _fused_arg(value: Any, specs: list[Spec], copies: list[tuple[DTensor, Tensor
             locals_[place] = tensor._local
         elif isinstance(tensor, Tensor):
             spec = specs[place]
-            locals_[place] = local = _brought(tensor, spec)
+            locals_[place] = local = _brought(name, tensor, spec)
             if isinstance(tensor, DTensor) and local is not tensor._local:
                 copies.append((tensor, local, spec.with_dtype(tensor.dtype)))
     return locals_
@@ -282,7 +289,12 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
         if isinstance(grad, DTensor):
             check_writable(grad, func.__name__, anywhere=False)
     meshes = {g._spec.mesh: None for g in grads if isinstance(g, DTensor)}
+    shared = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
+    if shared:
+        nbytes = len(shared) * local_found.nbytes
+        check_collective(
+            func.__name__, "asks every rank whether it found a gradient that is not finite", nbytes
+        )
     func([g._local if isinstance(g, DTensor) else g for g in grads], local_found, local_scale)
-    for mesh in meshes:
-        for axis in range(mesh.ndim):
-            mesh.get_group(axis).all_reduce(local_found, "max")
+    for group in shared:
+        group.all_reduce(local_found, "max")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.tensor._autograd import brought_gradient
 from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import entered_gradient, exposed_gradient, redistribute_local
+from phalanx.tensor._execute import entered_gradient, exposed_gradient
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import fresh
 
@@ -116,8 +117,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
         raise RuntimeError(
             f"backward of an autograd.Function returned a {type(value).__name__} for {spec!r}; expected a DTensor"
         )
-    local = redistribute_local(value._local, value._spec, spec.cotangent.with_dtype(value.dtype))
-    return entered_gradient(local, spec)
+    return entered_gradient(brought_gradient("backward of an autograd.Function", value, spec), spec)
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:

@@ -12,14 +12,13 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
 from phalanx.tensor._log import log_fallback, logger
-from phalanx.tensor._plan import plan_redistribute
 from phalanx.tensor._spec import Spec
 
 CommMode = Literal["auto", "warn", "explicit"]
@@ -50,7 +49,7 @@ settings = _Settings()
 
 @contextmanager
 def communication_mode(mode: CommMode) -> Iterator[None]:
-    """``explicit``: an operation that would have to redistribute its inputs raises; ``warn``: it warns.
+    """``explicit``: an operation raises that would have to communicate, now or in backward; ``warn``: it warns.
 
     >>> with communication_mode("explicit"):   # doctest: +SKIP
     ...     y = model(x)
@@ -86,32 +85,24 @@ def implicit_replication() -> Iterator[None]:
         settings.implicit_replication = previous
 
 
+def under_these_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` run, whenever and on whichever thread it is called, under the modes that hold now."""
+    modes = (settings.comm, settings.fallback, settings.implicit_replication)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        previous = (settings.comm, settings.fallback, settings.implicit_replication)
+        settings.comm, settings.fallback, settings.implicit_replication = modes
+        try:
+            return function(*args, **kwargs)
+        finally:
+            settings.comm, settings.fallback, settings.implicit_replication = previous
+
+    return run
+
+
 def fallback_counts() -> dict[str, int]:
     """How often each operation ran without a rule on this rank."""
     return dict(settings.fallbacks)
-
-
-def check_explicit_move(op: str, source: Spec, target: Spec) -> None:
-    """Refuse or report the move of an operation's input, as the mode says."""
-    if settings.comm == "auto":
-        return
-    plan = plan_redistribute(source, target)
-    if not plan.communicates:
-        return
-    _object(f"{op} needs its input as {target.layout}, it is {source!r}: {plan!r}")
-
-
-def check_explicit_reduction(op: str, spec: Spec, axes: tuple[int, ...]) -> None:
-    """The same for the sum of a replica's gradient that backward will have to make."""
-    if settings.comm != "auto":
-        _object(f"backward of {op} sums the gradient of {spec!r} over mesh axes {axes}: {spec.local_bytes} B")
-
-
-def _object(what: str) -> None:
-    message = f"{what}; called at {user_line()}. Redistribute by hand where you want it"
-    if settings.comm == "explicit":
-        raise SurpriseCommunication(message)
-    warnings.warn(message, stacklevel=2)
 
 
 def note_fallback(op: str, inputs: Sequence[Spec]) -> None:

@@ -20,6 +20,7 @@ from phalanx.tensor._fallback import write_out
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._random import next_stream
 from phalanx.tensor._spec import Spec
+from phalanx.tensor._surprise import moved_for
 from phalanx.tensor._views import check_writable, fresh, written
 
 REFUSED = frozenset(
@@ -184,11 +185,11 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> DTensor:
     p = _option(args, options, 1, "p", 0.5 if in_place else None)
     draw = uniform_like(tensor)
     if p is None:
-        chance = redistribute_local(fresh(tensor).detach(), tensor._spec, tensor._spec.cotangent)
+        chance = moved_for("bernoulli", fresh(tensor).detach(), tensor._spec, tensor._spec.cotangent)
     elif isinstance(p, DTensor):
         target = tensor._spec.cotangent.with_dtype(p.dtype)
         whole = p.detach().expand(tensor.shape)
-        chance = redistribute_local(whole._local, whole._spec, target)  # type: ignore[attr-defined]  # a DTensor
+        chance = moved_for("bernoulli", whole._local, whole._spec, target)  # type: ignore[attr-defined]  # a DTensor
     else:
         chance = p
     values = (draw < chance).to(tensor.dtype)
@@ -275,7 +276,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     _check_generator(options)
     weights: DTensor = args[0].detach()
     count = _option(args, options, 1, "num_samples", 1)
-    whole = redistribute_local(weights._local, weights._spec, weights._spec.replicated)
+    whole = moved_for("multinomial", weights._local, weights._spec, weights._spec.replicated)
     replicated = wrap(whole, weights._spec.replicated)
     mesh = weights._spec.mesh
     _require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")

@@ -83,13 +83,19 @@ def embedding(call: Call) -> Sharding | None:
     def bind(run: LocalRun) -> Callable[..., Any]:
         spec = run.inputs[0]
         if spec.local_shape[0] == spec.shape[0]:
-            return run.func  # type: ignore[no-any-return]  # torch.embedding
+            empty = 0 in run.outputs[0].local_shape
+            return _nothing_found if empty else run.func
         offset, total = spec.local_offset(0), spec.shape[0]
         return lambda weight, indices, *rest, **options: masked_lookup(
             weight, indices, offset, padding, total
         )
 
     return Sharding(choices, bind=bind)
+
+
+def _nothing_found(weight: Tensor, indices: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """The embedding where it has no elements: torch's cannot be differentiated twice then."""
+    return weight.index_select(0, indices.reshape(-1)).reshape(*indices.shape, weight.shape[1])
 
 
 def embedding_bag(call: Call) -> Sharding | None:
@@ -112,6 +118,8 @@ def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, tota
     missing = (own < 0) | (own >= rows.shape[0])
     if rows.shape[0] == 0:
         return rows.new_zeros((*indices.shape, rows.shape[1])) + rows.sum()  # keeps the graph
+    if not rows.shape[1]:
+        return _nothing_found(rows, own.masked_fill(missing, 0))
     local_padding = padding - offset if 0 <= padding - offset < rows.shape[0] else -1
     found = torch.embedding(rows, own.masked_fill(missing, 0), local_padding)
     return found.masked_fill(missing.unsqueeze(-1), 0.0)

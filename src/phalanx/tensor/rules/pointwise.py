@@ -6,7 +6,10 @@ arguments.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Sequence
+from numbers import Number
+from typing import Any
 
 import torch
 
@@ -276,6 +279,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 # Of these a constant second argument is added: not linear unless both are tensors.
 _NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
+_DIVISIONS = frozenset({"div", "divide", "true_divide"})
 _IDENTITY = frozenset(
     {"clone", "detach", "contiguous", "cpu", "cuda", "positive"}
 )  # whatever is partial stays so
@@ -346,7 +350,7 @@ def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> li
 
 def _linear_choices(call: Call) -> list[Choice]:
     sets = _sets(call)
-    if not sets or (call.name in _NEEDS_TWO and len(call.inputs) < 2):
+    if not sets or not _is_linear_in_numbers(call) or (call.name in _NEEDS_TWO and len(call.inputs) < 2):
         return []
     unchanged = call.name in _CASTS and not call.in_place and _cast_to(call) is call.inputs[0].dtype
     if call.name in _CASTS and not unchanged and not _stays_inexact(call):
@@ -363,6 +367,16 @@ def _linear_choices(call: Call) -> list[Choice]:
             inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
             choices.append(Choice(inputs, (partial,)))
     return choices
+
+
+def _is_linear_in_numbers(call: Call) -> bool:
+    """Whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
+    infinity that the sum has. Not-a-number is the same either way.
+    """
+    numbers: list[Any] = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Number)]
+    if call.name in _DIVISIONS and 0 in numbers:
+        return False
+    return not any(cmath.isinf(number) for number in numbers if not isinstance(number, int))
 
 
 def _sets(call: Call) -> tuple[tuple[int, ...], ...]:
