@@ -8,7 +8,8 @@ rank can make the words of the elements it holds without making the others'.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from phalanx.tensor._spec import Spec
 
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
+Make = Callable[[Words], npt.NDArray[Any]]  # values of words, element by element
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 SHORT_RUN = 64  # below this many neighbouring elements, making the words between the runs too is quicker
 
@@ -69,6 +73,24 @@ def uniform(bits: Words) -> Floats:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def cut_uniform(bits: Words, dtype: torch.dtype) -> Floats:
+    """In [0, 1) with as many digits as ``dtype`` has: rounding must not turn 0.99... into 1."""
+    digits = DIGITS[dtype.to_real()]
+    return (bits >> np.uint64(64 - digits)).astype(np.float64) * 2.0**-digits
+
+
+def open_uniform(bits: Words) -> Floats:
+    """In (0, 1): of which logarithms are finite and not zero."""
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def is_below(bits: Words, chance: float) -> npt.NDArray[np.bool_]:
+    """True with probability ``chance``, to 64 bits."""
+    if chance >= 1:
+        return np.ones(bits.shape, dtype=np.bool_)
+    return bits < np.uint64(int(chance * 2.0**64))
+
+
 def normal(bits: Words) -> Floats:
     """Standard normal, by the method of Box and Muller from the two halves of a word."""
     radius = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
@@ -78,18 +100,25 @@ def normal(bits: Words) -> Floats:
 
 
 def integers(bits: Words, low: int, high: int) -> npt.NDArray[np.int64]:
-    """In [low, high)."""
-    return (bits % np.uint64(high - low)).astype(np.int64) + low
+    """In [low, high), which may be all numbers of 64 bits."""
+    span = high - low
+    offsets = bits if span == 1 << 64 else bits % np.uint64(span)
+    return (offsets + np.uint64(low & 0xFFFFFFFFFFFFFFFF)).view(np.int64)
 
 
-def to_tensor(values: npt.NDArray[np.generic], like: Tensor, shape: Sequence[int]) -> Tensor:
-    """As a tensor of ``like``'s dtype on its device. Rounding to a narrow dtype must not turn 0.99... into 1."""
-    made = torch.from_numpy(np.ascontiguousarray(values)).reshape(tuple(shape))
-    return made.to(device=like.device, dtype=like.dtype)
+def filled(spec: Spec, stream: tuple[int, int], make: Make, device: torch.device) -> Tensor:
+    """This rank's part of a tensor laid out as ``spec`` and filled with ``make(words)``, rounded to its dtype last.
+
+    The real and the imaginary part of a complex number have a word each, side by side in a last dim of two.
+    """
+    if math.prod(spec.local_shape) == 0:
+        return torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
+    if not spec.dtype.is_complex:
+        return _to_tensor(make(element_bits(spec, stream)), spec.dtype, device).reshape(spec.local_shape)
+    pairs = Spec.of(spec.mesh, spec.placements, (*spec.shape, 2), spec.dtype.to_real())
+    made = _to_tensor(make(element_bits(pairs, stream)), pairs.dtype, device)
+    return torch.view_as_complex(made.reshape(*spec.local_shape, 2))
 
 
-def uniform_tensor(spec: Spec, stream: tuple[int, int], like: Tensor) -> Tensor:
-    """Uniform in [0, 1) for the local elements, with as many bits as the dtype resolves."""
-    values = uniform(element_bits(spec, stream))
-    digits = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(like.dtype, 53)
-    return to_tensor(np.floor(values * 2.0**digits) * 2.0**-digits, like, spec.local_shape)
+def _to_tensor(values: npt.NDArray[np.generic], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
