@@ -30,7 +30,10 @@ soak: $(DEV)
 coverage: $(DEV)
 	$(PY) -W ignore tests/tensor/coverage.py
 	$(PY) -W ignore tests/tensor/coverage.py --shape 3
+	$(PY) -W ignore tests/tensor/coverage.py --shape 4
 	$(PY) -W ignore tests/tensor/coverage.py --shape 2x2 --samples 3 --layouts 4
+	$(PY) -W ignore tests/tensor/coverage.py --order reversed
+	$(PY) -W ignore tests/tensor/coverage.py --order channels_last --shape 3
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .

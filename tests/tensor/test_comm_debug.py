@@ -109,6 +109,105 @@ def test_entering_again_starts_from_zero() -> None:
     assert on_mesh(body, 2) == [[1, 1]] * 2
 
 
+def test_a_mode_cannot_be_entered_while_it_is_entered() -> None:
+    def body(mesh: Any) -> Any:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        mode = CommDebugMode()
+        with mode:
+            x.full_tensor()
+            with pytest.raises(RuntimeError, match="make another"), mode:
+                pass
+            x.full_tensor()
+        counts = [mode.get_total_counts()]
+        with mode:
+            x.full_tensor()
+        return [*counts, mode.get_total_counts()]
+
+    assert on_mesh(body, 2) == [[2, 1]] * 2
+
+
+def test_models_of_one_class_are_told_apart() -> None:
+    def body(mesh: Any) -> Any:
+        one, other = (parallelize_module(MLP(6, width), mesh, PLAN) for width in (10, 12))
+        with CommDebugMode() as seen:
+            x = torch.ones(4, 6, requires_grad=True)
+            one(x)
+            other(x).sum().backward()
+            other(x)
+            other.up(x)
+        return seen
+
+    seen = first(body)
+    counts = seen.get_module_counts()
+    assert list(counts) == ["Global", "MLP", "MLP.up", "MLP.down", "MLP#2", "MLP#2.up", "MLP#2.down"]
+    assert counts["MLP.down"] == {"forward": {"all_reduce": 1}, "backward": {}}
+    assert counts["MLP#2.down"] == {"forward": {"all_reduce": 2}, "backward": {}}
+    assert counts["MLP#2.up"]["backward"] == {"all_reduce": 1}
+    layouts = {name: tuple(p.shape) for name, p in seen.get_parameter_info()["MLP#2.up"].items()}
+    assert layouts == {"weight": (12, 6), "bias": (12,)}
+    assert seen.get_sharding_info()["MLP.down.weight"] == seen.get_sharding_info()["MLP#2.down.weight"]
+
+
+def test_modules_outside_of_the_tree_of_their_caller_are_told_apart_if_they_have_parameters() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = (nn.Linear(6, 6), nn.Linear(6, 6))  # a tuple: no submodules of it
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = nn.ReLU()(layer(x))
+            return x
+
+    def body(mesh: Any) -> Any:
+        model = Hidden()
+        for layer in model.layers:
+            parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+        with CommDebugMode() as seen:
+            for _ in range(2):
+                model(torch.ones(4, 6))
+        return list(seen.get_module_counts())
+
+    assert first(body) == ["Global", "Hidden", "Hidden.Linear", "Hidden.ReLU", "Hidden.Linear#2"]
+
+
+def test_parts_of_a_model_without_parameters_go_by_their_paths() -> None:
+    def body(mesh: Any) -> Any:
+        x = torch.ones(4)
+        with CommDebugMode() as seen:
+            for _ in range(2):
+                nn.Sequential(nn.ReLU(), nn.ReLU())(x)
+        return list(seen.get_module_counts())
+
+    assert first(body) == ["Global", "Sequential", "Sequential.0", "Sequential.1"]
+
+
+def test_operations_on_dtensors_in_lists_and_keywords_are_shown_and_our_own_are_not() -> None:
+    def body(mesh: Any) -> Any:
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        plain = torch.ones(4, 6)
+        with CommDebugMode() as outer, CommDebugMode() as inner:
+            torch.cat([x, x], dim=1)
+            torch.stack(tensors=(x, x))
+            nn.functional.linear(input=x, weight=x)
+            x.view(2, 2, 6) + 1
+            x.full_tensor()
+            x.redistribute(placements=[Shard(1)])
+            distribute_tensor(plain, mesh, [Shard(0)])
+            plain.numel()
+        return [mode.generate_comm_debug_tracing_table(level) for mode in (outer, inner) for level in (2, 3)]
+
+    def operations(table: str) -> list[str]:
+        return [line.strip()[2:] for line in table.splitlines() if line.strip().startswith("- ")]
+
+    on_dtensors = [f"{name} x1 on DTensors" for name in ("cat", "stack", "linear", "view", "add")]
+    for tables in on_mesh(body, 2):
+        for table in tables[::2]:
+            assert operations(table) == on_dtensors
+        for table in tables[1::2]:
+            assert operations(table) == [*on_dtensors, "numel x1"]
+
+
 def test_a_forward_that_backward_runs_again_is_backward_of_its_module() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

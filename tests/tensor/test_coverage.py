@@ -40,12 +40,16 @@ def test_no_operator_is_wrong(part: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("shape", "samples", "layouts"), [((3,), 2, 3), ((2, 2), 1, 3)], ids=str)
-def test_families_on_more_ranks(shape: tuple[int, ...], samples: int, layouts: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "samples", "layouts", "order"),
+    [((3,), 2, 3, "rows"), ((4,), 1, 3, "reversed"), ((2, 2), 1, 3, "rows"), ((2,), 1, 3, "channels_last")],
+    ids=str,
+)
+def test_families_on_more_ranks(shape: tuple[int, ...], samples: int, layouts: int, order: str) -> None:
     wrong = []
     for op in op_db:
         if op.name in DEEP:
-            report = cover(op, samples, layouts, shape)
+            report = cover(op, samples, layouts, shape, order)
             wrong += [f"{op.name}: {p}" for p in report.problems if p.startswith("wrong")]
     assert not wrong, "\n".join(wrong)
 

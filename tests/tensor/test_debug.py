@@ -14,8 +14,9 @@ import torch
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh
-from phalanx.tensor import Partial, Replicate, Shard, _log, distribute_tensor, zeros
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, _log, distribute_tensor, zeros
 from phalanx.tensor.experimental import local_map, register_sharding
+from phalanx.tensor.parallel import loss_parallel
 
 pytestmark = pytest.mark.fast
 
@@ -27,36 +28,89 @@ def on_mesh(body: Callable[..., Any], *shape: int) -> list[Any]:
     return comm.simulate(size).run(lambda group: body(init_device_mesh("cpu", shape)))
 
 
-def test_logs_are_switched_by_the_variable(caplog: pytest.LogCaptureFixture) -> None:
-    previous = _log.logger.level
-    _log.configure("+dtensor")
+def logged(caplog: pytest.LogCaptureFixture, body: Callable[..., Any], *shape: int) -> list[str]:
+    """The lines of rank 1."""
+    with caplog.at_level(logging.DEBUG, logger="phalanx.dtensor"):
+        on_mesh(body, *(shape or (2,)))
+    assert all(r.message.startswith("rank ") for r in caplog.records), "every line says whose it is"
+    return [r.message for r in caplog.records if r.message.startswith("rank 1: ")]
+
+
+def test_logs_say_what_is_chosen_moved_and_computed_replicated(caplog: pytest.LogCaptureFixture) -> None:
+    def body(mesh: Any) -> None:
+        a = zeros(5, 7, device_mesh=mesh, placements=[Shard(0)])
+        b = zeros(5, 7, device_mesh=mesh, placements=[Shard(1)])
+        a + b
+        torch.linalg.svdvals(a)
+        torch.linalg.svdvals(a)
+        b.redistribute(placements=[Replicate()])
+        a.square()
+
+    lines = logged(caplog, body)
+    (chosen,) = [line for line in lines if "add(" in line]
+    assert "float32[5, 7] [0:S(1)]" in chosen
+    assert "all_to_all(axis=0, S(" in chosen
+    assert "fewest bytes of" in chosen
+    (moved,) = [line for line in lines if "float32[5, 7] [0:S(1)] -> [0:R]" in line]
+    assert moved.endswith(" B)")
+    (replicated,) = [line for line in lines if "linalg_svdvals(" in line and "test_debug.py:" in line]
+    assert "computed replicated" in replicated
+    assert any("square(" in line and "moves nothing" in line for line in lines)
+
+
+def test_logs_name_every_collective_and_its_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
+    expected: list[Any] = []
+
+    def body(mesh: Any) -> None:
+        with comm.observe(lambda event: expected.append((mesh.get_rank(), event.name, event.nbytes))):
+            x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        weight = distribute_tensor(torch.ones(6, 5), mesh, [Replicate()]).requires_grad_()
+        for _ in range(2):
+            (x @ weight).sum().backward()
+            DTensor.from_local(torch.ones(2, 9), mesh, [Shard(0)])
+            DTensor.from_local(torch.ones(2, 9), mesh, [Shard(0)], shape=(4, 9))
+            DTensor.from_local(torch.ones(2, 8), mesh, [Replicate()], run_check=True)
+            with loss_parallel():
+                logits = distribute_tensor(torch.ones(4, 10), mesh, [Shard(1)], src_data_rank=None)
+                torch.nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+
+    lines = logged(caplog, body)
+
+    def the_line(what: str) -> str:
+        (line,) = [line for line in lines if what in line]
+        return line
+
+    assert the_line("gradient of float32[6, 5] [0:R]").endswith(": all_reduce 120 B")
+    said = "; ".join(f"{name} {nbytes} B" for rank, name, nbytes in expected if rank == 1)
+    assert "scatter" in said
+    assert the_line("distribute_tensor to float32[4, 6] [0:S(0)]").endswith(f": {said}")
+    assert the_line("from_local to float32[4, 9] [0:S(0)]").endswith(": all_gather_into_tensor 32 B")
+    assert "broadcast 64 B" in the_line("from_local to float32[2, 8] [0:R]")
+    assert the_line("loss_parallel of float32[4, 10]").count("all_reduce 16 B") == 3
+
+
+def test_nothing_is_logged_or_listened_to_while_the_log_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    def body(mesh: Any) -> bool:
+        before = _log.listening()
+        DTensor.from_local(torch.ones(2, 9), mesh, [Shard(0)])
+        return before is _log.listening()
+
+    assert on_mesh(body, 2) == [True, True]
+    assert not caplog.records
+
+
+def test_the_variable_gives_the_log_an_outlet_of_its_own() -> None:
+    level = _log.logger.level
     try:
-
-        def body(mesh: Any) -> None:
-            a = zeros(5, 7, device_mesh=mesh, placements=[Shard(0)])
-            b = zeros(5, 7, device_mesh=mesh, placements=[Shard(1)])
-            a + b
-            torch.linalg.svdvals(a)
-            torch.linalg.svdvals(a)
-            b.redistribute(placements=[Replicate()])
-            a.square()
-
-        with caplog.at_level(logging.DEBUG, logger="phalanx.dtensor"):
-            on_mesh(body, 2)
-        lines = [r.message for r in caplog.records if r.message.startswith("rank 1: ")]
-        (chosen,) = [line for line in lines if "add(" in line]
-        assert "float32[5, 7] [0:S(1)]" in chosen
-        assert "all_to_all(axis=0, S(" in chosen
-        assert "fewest bytes of" in chosen
-        (moved,) = [line for line in lines if "float32[5, 7] [0:S(1)] -> [0:R]" in line]
-        assert moved.endswith(" B)")
-        replicated = [r.message for r in caplog.records if r.message.startswith("linalg_svdvals(")]
-        assert len(replicated) == 2, "once on each rank"
-        assert "test_debug.py:" in replicated[0]
-        assert any("square(" in line and "moves nothing" in line for line in lines)
+        _log.configure("other, +dtensor")
+        _log.configure("dtensor")
+        assert len(_log.logger.handlers) == 1
+        assert _log.logger.level == logging.INFO
+        assert not _log.logger.propagate, "or a handler of the program's would write each line once more"
     finally:
-        _log.logger.setLevel(previous)
+        _log.logger.setLevel(level)
         _log.logger.handlers.clear()
+        _log.logger.propagate = True
 
 
 def test_local_map_runs_on_parts() -> None:
@@ -112,6 +166,8 @@ def test_users_can_give_an_operation_a_rule() -> None:
 
 
 PROGRAM = """
+import logging
+logging.basicConfig(format="program: %(message)s")  # as a program under ``phalanx run`` finds it
 import torch
 from phalanx import comm
 from phalanx.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
@@ -125,18 +181,15 @@ comm.simulate(2).run(main)
 """
 
 
-def test_the_environment_turns_the_log_on() -> None:
-    def said(setting: str) -> str:
-        environment = {**os.environ, "PHALANX_LOGS": setting}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=True,
-        )
-        return done.stderr + done.stdout
-
-    assert "all_to_all" in said("dtensor")
-    assert "all_to_all" not in said("")
+def test_the_environment_turns_the_log_on_and_each_line_comes_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PHALANX_LOGS": "dtensor"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    messages = [line[line.index("rank ") :] for line in done.stderr.splitlines() if "all_to_all" in line]
+    assert messages
+    assert len(set(messages)) == len(messages)

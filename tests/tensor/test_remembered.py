@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,15 @@ from torch.overrides import TorchFunctionMode
 from phalanx import comm
 from phalanx.comm import DeviceMesh, init_device_mesh, observe
 from phalanx.errors import GroupAborted
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, communication_mode, distribute_tensor
+from phalanx.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _dispatch,
+    communication_mode,
+    distribute_tensor,
+)
 from phalanx.tensor._dispatch import forget_decisions
 from phalanx.tensor._modes import SurpriseCommunication
 from phalanx.tensor._rule import Choice, Sharding
@@ -57,6 +66,113 @@ def test_arguments_that_are_equal_but_of_different_types_are_told_apart() -> Non
                     result, expected = call(x), call(plain)
                     assert result.dtype is expected.dtype
                     torch.testing.assert_close(whole(result), expected)
+
+    on_mesh(body, 2)
+
+
+NUMBERS: dict[str, Any] = {
+    "times": lambda x, n: x * n,
+    "plus": lambda x, n: x + n,
+    "from the left": lambda x, n: n - x,
+    "method": lambda x, n: x.add(n),
+    "function": lambda x, n: torch.add(x, n),
+    "alpha": lambda x, n: torch.sub(x, x, alpha=n),
+    "in place": lambda x, n: x.clone().mul_(n),
+    "filled": lambda x, n: x.clone().fill_(n),
+    "compared": lambda x, n: x > n,
+    "equal": lambda x, n: x == n,
+    "divided": lambda x, n: x / n,
+    "floor": lambda x, n: x // n,
+    "rounded": lambda x, n: torch.div(x, n, rounding_mode="trunc"),
+    "remainder": lambda x, n: x % n,
+    "clamped": lambda x, n: x.clamp(0, n),
+    "clamped by name": lambda x, n: torch.clamp(x, max=n),
+    "chosen": lambda x, n: torch.where(x > 2, x, n),
+    "masked": lambda x, n: x.masked_fill(x > 2, n),
+    "like": lambda x, n: torch.full_like(x, n),
+    "numpy's": lambda x, n: x * np.int64(n),
+    "complex": lambda x, n: x * complex(1, n),
+    "numpy's fraction": lambda x, n: x.mul(np.float64(n) / 3),
+}
+
+
+@pytest.mark.parametrize("way", NUMBERS)
+def test_numbers_that_change_at_every_step_are_one_decision(way: str) -> None:
+    call = NUMBERS[way]
+
+    def body(mesh: Any) -> None:
+        for dtype in (torch.float32, torch.int64, torch.uint8, torch.bool):
+            plain = (numbers(5, 2) + 3).to(dtype)
+            for placement in (S0, R):
+                x = distribute_tensor(plain, mesh, [placement])
+                for n in (1000, 3, 1, *range(40, 60), 100_000):
+                    if n == 42:
+                        known = len(_dispatch._cache)
+                    try:
+                        expected = call(plain, n)
+                    except RuntimeError as error:
+                        with pytest.raises(type(error)):
+                            call(x, n)
+                        continue
+                    result = call(x, n)
+                    assert result.dtype is expected.dtype
+                    assert result.placements == (placement,)
+                    torch.testing.assert_close(whole(result), expected)
+                assert len(_dispatch._cache) == known
+
+    on_mesh(body, 1)
+    on_mesh(lambda mesh: [check_numbers(call, mesh, placement) for placement in (S0, R)], 2)
+
+
+def check_numbers(call: Any, mesh: Any, placement: Any) -> None:
+    """The same with ranks beside each other, of which one holds less, and with gradients."""
+    plain = numbers(5, 2).requires_grad_(call is not NUMBERS["floor"])  # which has no derivative
+    x = distribute_tensor(plain, mesh, [placement])
+    for n in (40, 2, 41, -3):
+        expected, result = call(plain, n), call(x, n)
+        torch.testing.assert_close(whole(result), expected.detach())
+        if expected.requires_grad:
+            (wanted,) = torch.autograd.grad(expected.abs().sum(), plain)
+            (found,) = torch.autograd.grad(result.abs().sum(), x)
+            torch.testing.assert_close(whole(found), wanted)
+
+
+def test_powers_depend_on_the_number_as_torch_says() -> None:
+    def body(mesh: Any) -> None:
+        for plain in (numbers(4, 2), numbers(4, 2).long()):
+            x = distribute_tensor(plain, mesh, [S0])
+            for n in (20, 0, 2, 1, 21):
+                for call in (lambda t, n=n: t**n, lambda t, n=n: n ** t.abs(), lambda t, n=n: t.pow(n)):
+                    torch.testing.assert_close(whole(call(x)), call(plain))
+        with pytest.raises(RuntimeError, match="negative integer powers"):
+            x**-17
+
+    on_mesh(body, 2)
+
+
+def test_sizes_dims_and_counts_are_told_apart() -> None:
+    def body(mesh: Any) -> None:
+        plain = torch.arange(24 * 20.0).reshape(24, 20)
+        x = distribute_tensor(plain, mesh, [S0])
+        for n in (17, 18, 19):
+            for call in (
+                lambda t, n=n: t[n],
+                lambda t, n=n: t[:, n],
+                lambda t, n=n: t.select(0, n),
+                lambda t, n=n: t.narrow(1, 0, n),
+                lambda t, n=n: t.split(n)[0],
+                lambda t, n=n: t.topk(n).values,
+                lambda t, n=n: t.tril(n),
+                lambda t, n=n: t.roll(n, 0),
+            ):
+                torch.testing.assert_close(whole(call(x)), call(plain))
+        for n in (0, 1):
+            torch.testing.assert_close(whole(x.sum(n)), plain.sum(n))
+        for reduction in (0, 1, 2):
+            expected = torch.hinge_embedding_loss(plain, plain.sign(), 17, reduction)
+            torch.testing.assert_close(
+                whole(torch.hinge_embedding_loss(x, x.sign(), 17, reduction)), expected
+            )
 
     on_mesh(body, 2)
 

@@ -8,6 +8,7 @@ axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from phalanx.tensor._views import check_fresh
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
 KEPT_FLOATS = (0.0, 1.0)
+# Rules for functions that go element by element do not depend on whole numbers either. These few have an entry of their
+# own all the same, which is found sooner.
+KEPT_INTS = frozenset(range(-16, 17))
 
 
 class NeedsPromotion(Exception):  # a signal inside this package, not an error
@@ -114,6 +118,33 @@ def _walk(node: Any, structure: Structure) -> Any:
         except TypeError:
             structure.key = None
     return node
+
+
+def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A key for these arguments that leaves out the values of numbers.
+
+    None if there are no numbers but such as have an entry of their own, or if some argument is not a plain value.
+    """
+    key: list[Any] = [*kwargs]
+    left_out = False
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is DTensor:
+            key.append(value._spec)
+        elif kind is int:
+            key.append(int)
+            left_out = left_out or value not in KEPT_INTS
+        elif kind in _VALUES:
+            key.append((kind, value))
+        elif isinstance(value, Number):  # a float, complex, or numpy's
+            key.append(kind)
+            left_out = left_out or kind is not float
+        else:
+            return None
+    return tuple(key) if left_out else None
+
+
+_VALUES = frozenset({bool, str, type(None), torch.dtype, torch.device, torch.memory_format})
 
 
 def walk_tensors(node: Any, visit: Callable[[Tensor], Any]) -> Any:

@@ -4,6 +4,9 @@ Owns the cache of decisions and their execution. The first call with given layou
 ``Decision`` (``_decision.py``); later ones look it up, move inputs if needed, run torch on the locals and wrap the
 result.
 
+Numbers that are operands of functions which go element by element are left out of the key if the number itself was not
+met: a counter of steps is no new decision at every step.
+
 How a call is looked up is settled once for the types of its arguments: a runner knows where the DTensors are and what
 of the other arguments belongs in the key. Calls on one to three DTensors and nothing else are written out.
 
@@ -20,7 +23,14 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor._arguments import KEPT_FLOATS, NeedsPromotion, Structure, flatten, promote
+from phalanx.tensor._arguments import (
+    KEPT_FLOATS,
+    NeedsPromotion,
+    Structure,
+    flatten,
+    key_of_any_numbers,
+    promote,
+)
 from phalanx.tensor._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import move, run_plan
@@ -32,6 +42,8 @@ from phalanx.tensor._results import finish
 from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor._sums import reduce_gradient
 from phalanx.tensor._views import check_fresh, check_writable
+from phalanx.tensor.rules import RULES
+from phalanx.tensor.rules.pointwise import BINARY, UNARY, pointwise
 
 CACHE_LIMIT = 20_000
 
@@ -45,6 +57,8 @@ SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are eq
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
+# Numbers among the arguments are operands: not devices, nor the ``reduction`` of a loss.
+_ANY_NUMBERS = frozenset((*UNARY, *BINARY)) - {"to", "type", "cpu", "cuda"}
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
@@ -260,7 +274,14 @@ def _learn(
     tensors: Sequence[DTensor],
     structure: Structure | None = None,
 ) -> Decision:
-    """Decide and remember."""
+    """Decide and remember: for any numbers, where these change nothing."""
+    if op_name(func).base in _ANY_NUMBERS and RULES.get(op_name(func).base) is pointwise:
+        general = key_of_any_numbers(args, kwargs)
+        if general is not None:
+            found = (func, general)
+            known = _cache.get(found)
+            if known is not None:
+                return known
     mesh = tensors[0]._spec.mesh
     if structure is None and any(t._spec.mesh is not mesh for t in tensors):
         decision = GENERAL

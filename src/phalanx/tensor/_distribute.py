@@ -17,6 +17,7 @@ from phalanx.comm import DeviceMesh, Group
 from phalanx.comm._mesh import current_mesh
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import GradLayout, move_as, redistribute_local, route_of, run_plan, start_plan
+from phalanx.tensor._log import listening, log_collectives
 from phalanx.tensor._modes import check_explicit_move
 from phalanx.tensor._order import kept_order
 from phalanx.tensor._pending import pending
@@ -84,7 +85,9 @@ def distribute_tensor(
         shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         local = local.clone(memory_format=torch.contiguous_format) if shared else local
     else:
-        local = _spread(local, spec, src_data_rank)
+        with listening() as heard:
+            local = _spread(local, spec, src_data_rank)
+        log_collectives("distribute_tensor to", spec, heard)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)
 
 
@@ -152,10 +155,12 @@ def from_local(
     wanted = _one_for_each_axis(placements, mesh, local)
     if mesh.get_coordinate() is None:
         return wrap(local.new_empty((0,)), Spec.of(mesh, wanted, shape or local.shape, local.dtype))
-    if run_check:
-        local = _same_replicas(local, mesh, wanted)
-    full = tuple(shape) if shape is not None else _gathered_shape(local, mesh, wanted)
+    with listening() as heard:
+        if run_check:
+            local = _same_replicas(local, mesh, wanted)
+        full = tuple(shape) if shape is not None else _gathered_shape(local, mesh, wanted)
     spec = Spec.of(mesh, wanted, full, local.dtype)
+    log_collectives("from_local to", spec, heard)
     if spec.local_shape != tuple(local.shape):
         raise ValueError(
             f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} gives "

@@ -42,7 +42,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):
-        note_fallback(name.base, ", ".join(repr(t._spec) for t in tensors))
+        note_fallback(name.base, [t._spec for t in tensors])
     wholes = [redistribute_input(t, t._spec.replicated, name.base) for t in tensors]
     versions = [_version(whole) for whole in wholes]
     local_args, local_kwargs = structure.rebuild(wholes)

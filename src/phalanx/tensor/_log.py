@@ -1,20 +1,26 @@
 """``PHALANX_LOGS="dtensor"`` (what communicates, fallbacks) and ``"+dtensor"`` (every decision).
 
 Owns the logger, reading the variable and the lines. Costs nothing after a decision is cached: it logs when one is made,
-each redistribution at its first run, each fallback at its first for the layouts it meets.
+each redistribution at its first run, each fallback at its first for the layouts it meets. Collectives that belong to no
+plan (sums of gradients, ``distribute_tensor``, ``from_local``) are listened to, only while the log is on, and logged at
+the first for a layout.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
+
+from phalanx.comm import CommEvent, observe
 
 if TYPE_CHECKING:
     from phalanx.tensor._decision import Decision
     from phalanx.tensor._plan import Plan
     from phalanx.tensor._rule import In
+    from phalanx.tensor._spec import Spec
 
 logger = logging.getLogger("phalanx.dtensor")
 
@@ -31,6 +37,7 @@ def configure(setting: str | None = None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
         logger.addHandler(handler)
+        logger.propagate = False  # whatever handler the program has would write each line once more
 
 
 def log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
@@ -52,8 +59,8 @@ def log_no_layout(name: str, inputs: Sequence[In], why: str) -> None:
         logger.info("%s: %s", _call(name, inputs), why)
 
 
-def log_fallback(name: str, layouts: str, line: str) -> None:
-    logger.info("%s(%s) is computed replicated, at %s", name, layouts, line)
+def log_fallback(rank: int, name: str, layouts: str, line: str) -> None:
+    logger.info("rank %d: %s(%s) is computed replicated, at %s", rank, name, layouts, line)
 
 
 def log_redistribution(plan: Plan) -> None:
@@ -62,6 +69,40 @@ def log_redistribution(plan: Plan) -> None:
         level = logging.INFO if plan.communicates else logging.DEBUG
         rank, steps = source.mesh.get_rank(), "; ".join(map(repr, plan.steps))
         logger.log(level, "rank %d: %r -> %s: %s", rank, source, target.layout, steps)
+
+
+Heard = Sequence[CommEvent]
+
+
+class _Deaf:
+    def __enter__(self) -> Heard:
+        return ()
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_DEAF = _Deaf()
+
+
+def listening() -> AbstractContextManager[Heard]:
+    """The collectives of a block, for ``log_collectives``; none while the log is off."""
+    return _listen() if logger.isEnabledFor(logging.INFO) else _DEAF
+
+
+@contextmanager
+def _listen() -> Iterator[Heard]:
+    heard: list[CommEvent] = []
+    with observe(heard.append):
+        yield heard
+
+
+def log_collectives(what: str, spec: Spec, heard: Heard) -> None:
+    """The first time that there are some for ``what`` and this layout."""
+    if heard and ("logged", what) not in spec.variants:
+        spec.variants["logged", what] = True
+        said = "; ".join(f"{event.name} {event.nbytes} B" for event in heard)
+        logger.info("rank %d: %s %r: %s", spec.mesh.get_rank(), what, spec, said)
 
 
 def _call(name: str, inputs: Sequence[In]) -> str:

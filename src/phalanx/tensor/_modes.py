@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -114,12 +114,15 @@ def _object(what: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def note_fallback(op: str, layouts: str) -> None:
+def note_fallback(op: str, inputs: Sequence[Spec]) -> None:
     """Count an operation that runs replicated; warn or refuse as the policy says."""
     settings.fallbacks[op] += 1
+    if settings.fallback == "auto" and not logger.isEnabledFor(logging.INFO):
+        return
+    layouts = ", ".join(map(repr, inputs))
     if logger.isEnabledFor(logging.INFO) and (op, layouts) not in settings.logged_fallbacks:
         settings.logged_fallbacks.add((op, layouts))
-        log_fallback(op, layouts, user_line())
+        log_fallback(inputs[0].mesh.get_rank(), op, layouts, user_line())
     if settings.fallback == "auto":
         return
     message = f"{op} on {layouts} has no sharding rule and is computed replicated (at {user_line()})"

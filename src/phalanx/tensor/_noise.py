@@ -111,7 +111,7 @@ def filled(spec: Spec, stream: tuple[int, int], make: Make, device: torch.device
 
     The real and the imaginary part of a complex number have a word each, side by side in a last dim of two.
     """
-    if math.prod(spec.local_shape) == 0:
+    if math.prod(spec.local_shape) == 0:  # numpy has other strides for nothing
         return torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
     if not spec.dtype.is_complex:
         return _to_tensor(make(element_bits(spec, stream)), spec.dtype, device).reshape(spec.local_shape)

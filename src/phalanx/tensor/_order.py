@@ -45,11 +45,16 @@ def copied_in_order(local: Tensor, wanted: Strides) -> Tensor:
 
 def part_strides(spec: Spec, strides: Sequence[int]) -> Strides:
     """The strides of this rank's part, without gaps, of a whole that has ``strides``."""
+    return packed(spec.local_shape, spec.shape, strides)
+
+
+def packed(sizes: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Strides:
+    """Strides without gaps for ``sizes``, in the order of a tensor that has ``shape`` and ``strides``."""
     part, extent = [0] * len(strides), 1
-    for dim in sorted(range(len(strides)), key=lambda d: (strides[d], spec.shape[d] > 1, -d)):
-        if strides[dim] or spec.shape[dim] == 1:  # not expanded
+    for dim in sorted(range(len(strides)), key=lambda d: (strides[d], shape[d] > 1, -d)):
+        if strides[dim] or shape[dim] == 1:  # not expanded
             part[dim] = extent
-            extent *= max(1, spec.local_shape[dim])
+            extent *= max(1, sizes[dim])
     return tuple(part)
 
 
@@ -77,7 +82,10 @@ class OrderedCall:
     It is asked of meta tensors once for each order of the inputs.
     """
 
-    __slots__ = ("_call", "_elementwise", "_is_plain", "_is_view", "_known", "_outputs", "_run", "_targets")
+    __slots__ = (
+        "_call", "_elementwise", "_is_nested", "_is_plain", "_is_view", "_known", "_outputs", "_positions",
+        "_run", "_targets",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -94,14 +102,18 @@ class OrderedCall:
         self._call = call
         self._targets = targets
         self._outputs = outputs
+        self._positions = [i for i, arg in enumerate(call.args) if type(arg) is In]
+        self._is_nested = len(self._positions) != len(targets)  # in lists, or among keywords
         self._known: dict[tuple[Strides, ...], list[Strides] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: list[Strides] = []
-        _collect_strides(self._call.args, args, given)
-        if kwargs:
+        if kwargs or self._is_nested:
+            given: list[Strides] = []
+            _collect_strides(self._call.args, args, given)
             _collect_strides(tuple(self._call.kwargs.values()), tuple(kwargs.values()), given)
-        key = tuple(given)
+            key = tuple(given)
+        else:
+            key = tuple([args[i].stride() for i in self._positions])
         result = self._run(*args, **kwargs)
         try:
             wanted = self._known[key]
@@ -122,28 +134,55 @@ class OrderedCall:
         return local if self._is_view or 0 in wanted else copied_in_order(local, wanted)
 
     def _ask(self, parts: Sequence[Strides], results: Sequence[Tensor]) -> list[Strides] | None:
-        """Strides of the results' parts; None if meta tensors cannot tell, or tell another story than the parts."""
+        """Strides of the results' parts; None if nothing can tell them."""
         whole = [whole_strides(spec, part) for spec, part in zip(self._targets, parts, strict=True)]
+        found = None
         try:
-            if self._is_plain:
-                shapes = [spec.local_shape for spec in self._targets]
-                foretold = [t.stride() for t in tensors_in(self._call.meta_in_order(shapes, parts))]
-                if not all(map(self._is_as_foretold, results, foretold)):
-                    return None
-            shapes = [spec.shape for spec in self._targets]
-            found = tensors_in(self._call.meta_in_order(shapes, whole))
-        except (RuntimeError, ValueError, TypeError, AssertionError):  # no such kernel for meta tensors
+            if self._elementwise:
+                found = self._in_small(whole)
+            elif not self._is_plain or self._foretells(parts, results):
+                found = self._on_meta([spec.shape for spec in self._targets], whole)
+        except (RuntimeError, ValueError, TypeError, AssertionError):  # no such kernel, or no such sizes
+            pass
+        if found is None:
             return None
         return [
-            telling_strides(spec, one.stride(), result.stride())
-            for spec, one, result in zip(self._outputs, found, results, strict=True)
+            telling_strides(spec, strides, result.stride())
+            for spec, strides, result in zip(self._outputs, found, results, strict=True)
         ]
 
-    def _is_as_foretold(self, result: Tensor, strides: Strides) -> bool:
-        # of elementwise functions torch has a quick way for parts that are row-major but for free strides
-        return (
-            _fits(result, strides) if self._elementwise else result.stride() == strides or not result.numel()
+    def _in_small(self, whole: Sequence[Strides]) -> list[Strides]:
+        """By the function itself, of tensors with at most two rows in each dim: it works by elements.
+
+        Meta tensors would give some functions another order.
+        """
+        small = []
+        for spec, strides in zip(self._targets, whole, strict=True):
+            sizes = [min(2, size) for size in spec.shape]
+            ones = torch.ones(2 ** len(sizes), dtype=spec.dtype, device=spec.mesh.device_type)
+            small.append(ones.as_strided(sizes, packed(sizes, spec.shape, strides)))
+        made = tensors_in(self._call.on(small))
+        return [_scaled(t, spec) for t, spec in zip(made, self._outputs, strict=True)]
+
+    def _foretells(self, parts: Sequence[Strides], results: Sequence[Tensor]) -> bool:
+        """Whether meta tensors give what the parts gave: some functions have an order of their own on them."""
+        found = self._on_meta([spec.local_shape for spec in self._targets], parts)
+        return all(
+            result.stride() == strides or not result.numel()
+            for result, strides in zip(results, found, strict=True)
         )
+
+    def _on_meta(self, shapes: Any, strides: Sequence[Strides]) -> list[Strides]:
+        given = [
+            torch.empty_strided(shape, one, dtype=spec.dtype, device="meta")
+            for shape, one, spec in zip(shapes, strides, self._targets, strict=True)
+        ]
+        return [t.stride() for t in tensors_in(self._call.on(given))]
+
+
+def _scaled(small: Tensor, spec: Spec) -> Strides:
+    """Strides without gaps of a tensor as large as ``spec`` in the order of ``small``."""
+    return packed(spec.shape, spec.shape, small.stride())
 
 
 def telling_strides(spec: Spec, whole: Strides, part: Strides) -> Strides:

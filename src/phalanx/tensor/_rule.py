@@ -152,10 +152,10 @@ class Call:
         with torch.no_grad():
             return first, self.func(*args, **_on_meta(self.kwargs))
 
-    def meta_in_order(self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> Any:
-        """What the call returns for inputs that are meta tensors with these shapes and strides."""
+    def on(self, tensors: Sequence[Tensor]) -> Any:
+        """What the call returns for these tensors, which are on one device."""
         with torch.no_grad():
-            return self.func(*_on_meta(self.args, shapes, strides), **_on_meta(self.kwargs, shapes, strides))
+            return self.func(*_with_tensors(self.args, tensors), **_with_tensors(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
         return [t.shape for t in tensors_in(self.meta())]
@@ -178,26 +178,32 @@ class Call:
         return [tuple(t.shape) for t in tensors_in(result)]
 
 
+def _on_meta(value: Any, shapes: Sequence[Sequence[int]] | None = None) -> Any:
+    def empty(one: In) -> Tensor:
+        shape = one.shape if shapes is None else shapes[one.index]
+        return torch.empty(shape, dtype=one.dtype, device="meta")
+
+    return _replaced(value, empty, torch.device("meta"))
+
+
+def _with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
+    return _replaced(value, lambda one: tensors[one.index], tensors[0].device)
+
+
 _DEVICES = ("cpu", "cuda")
 
 
-def _on_meta(
-    value: Any,
-    shapes: Sequence[Sequence[int]] | None = None,
-    strides: Sequence[Sequence[int]] | None = None,
-) -> Any:
+def _replaced(value: Any, tensor: Callable[[In], Tensor], device: torch.device) -> Any:
+    """``value`` with tensors in place of ``In``, and ``device`` in place of devices."""
     if isinstance(value, In):
-        shape = value.shape if shapes is None else shapes[value.index]
-        if strides is not None:
-            return torch.empty_strided(shape, strides[value.index], dtype=value.dtype, device="meta")
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        return tensor(value)
     if isinstance(value, (list, tuple)):
-        items = [_on_meta(v, shapes, strides) for v in value]
+        items = [_replaced(v, tensor, device) for v in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
-        return {k: _on_meta(v, shapes, strides) for k, v in value.items()}
+        return {k: _replaced(v, tensor, device) for k, v in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES):
-        return torch.device("meta")
+        return device
     return value
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
+from phalanx.tensor._log import listening, log_collectives
 from phalanx.tensor._plan import Step
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._steps import group_of, reduction_in_place
@@ -62,8 +63,20 @@ def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
     found: Hooks | None = spec.variants.get(("sum", axes))
     if found is None:
         groups = tuple(spec.mesh.get_group(axis) for axis in axes)
-        found = spec.variants["sum", axes] = OrderedDict({0: partial(_sum_gradient, groups)})
+        found = spec.variants["sum", axes] = OrderedDict()
+        found[0] = partial(_first_sum, spec, groups, found)
     return found
+
+
+def _first_sum(spec: Spec, groups: tuple[Group, ...], hooks: Hooks, grad: Tensor | None) -> Tensor | None:
+    """Logs the sum and leaves its place to ``_sum_gradient``."""
+    if grad is None:
+        return None
+    hooks[0] = partial(_sum_gradient, groups)
+    with listening() as heard:
+        total = _sum_gradient(groups, grad)
+    log_collectives("gradient of", spec, heard)
+    return total
 
 
 def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:

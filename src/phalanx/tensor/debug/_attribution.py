@@ -9,9 +9,11 @@ Nodes that were made before the mode began belong to nobody and count for the ro
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from bisect import bisect_right
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +25,15 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.tensor import _operators
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._names import op_name
 from phalanx.tensor.debug._trace import ROOT, Place, Record
 
-_NOT_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_OURS, _TORCHS = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_NOT_USERS = (_OURS, _TORCHS)
+# A program's call passes through these: the methods of ``DTensor``, and a mode inside of this one.
+_PASSING_ON = (_TORCHS, "<", _operators.__file__, __file__)
 KEPT_SPANS = 1_000_000  # so that a mode left on for a whole training run stays bounded
 
 
@@ -56,6 +62,7 @@ class Attribution(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._running: list[Running] = []
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._given: Counter[str] = Counter()  # how many modules were to have the name
         self._op = ""
         self._spans: list[Span] = []
         self._stack = ExitStack()
@@ -94,16 +101,24 @@ class Attribution(TorchFunctionMode):
             self._keep(Span(running.start, _next_node(), running.name, "", ""))
 
     def _name_of(self, module: nn.Module) -> str:
-        """The dotted path below the outermost running module, which goes by its class."""
-        root = type(module).__name__
-        again = (
-            torch._C._current_graph_task_id() != -1 and module in self._names
-        )  # backward runs it once more
-        if not self._running and not again:
-            for path, part in module.named_modules():
-                self._names[part] = f"{root}.{path}" if path else root
+        """The dotted path below the outermost running module, which goes by its class.
+
+        Of several by one name the second is ``MLP#2``. Modules without parameters or buffers may be made anew at every
+        call: they share the name.
+        """
         known = self._names.get(module)
-        return known or f"{self._running[-1].name}.{root}"
+        if known is not None:
+            return known
+        kind = type(module).__name__
+        wanted = f"{self._running[-1].name}.{kind}" if self._running else kind
+        name = wanted
+        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            self._given[wanted] += 1
+            if self._given[wanted] > 1:
+                name = f"{wanted}#{self._given[wanted]}"
+        for path, part in module.named_modules():
+            self._names[part] = f"{name}.{path}" if path else name
+        return name
 
     # ---- operations
 
@@ -111,8 +126,8 @@ class Attribution(TorchFunctionMode):
         name = op_name(func).base
         if name.endswith((".get", ".set", ".delete")):  # attributes
             return func(*args, **(kwargs or {}))
-        distributed = any(isinstance(arg, DTensor) for arg in args)
-        self._record.operations[(self._module(), name, distributed)] += 1
+        if not _is_our_own():
+            self._record.operations[(self._module(), name, _holds_dtensor((args, kwargs)))] += 1
         outer, self._op = self._op, name
         start = _next_node()
         try:
@@ -156,6 +171,25 @@ class Attribution(TorchFunctionMode):
             if span.start <= number:
                 return span
         return None
+
+
+def _holds_dtensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_dtensor, value))
+    if isinstance(value, dict):
+        return any(map(_holds_dtensor, value.values()))
+    return isinstance(value, DTensor)
+
+
+def _is_our_own() -> bool:
+    """Whether the operation that runs now is one of this package's, not one of the program's (or torch's for it)."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PASSING_ON):
+            return bool(name.startswith(_OURS))
+        frame = frame.f_back
+    return False
 
 
 def _next_node() -> int:

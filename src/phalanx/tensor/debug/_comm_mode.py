@@ -27,14 +27,21 @@ class CommDebugMode:
     {'all_reduce': 2}
     >>> print(seen.generate_comm_debug_tracing_table(noise_level=0))    # doctest: +SKIP
 
-    Entering it again starts from zero. What is asked for after the block is what the block did.
+    Entering it again starts from zero. What is asked for after the block is what the block did. Modes nest, but not one
+    in itself (``RuntimeError``): make another.
     """
 
     def __init__(self) -> None:
         self._record = Record()
         self._stack = ExitStack()
+        self._entered = False
 
     def __enter__(self) -> CommDebugMode:
+        if self._entered:
+            raise RuntimeError(
+                "this CommDebugMode is entered already and counts for that block: make another"
+            )
+        self._entered = True
         self._record = record = Record()
         following = self._stack.enter_context(Attribution(record))
 
@@ -45,6 +52,7 @@ class CommDebugMode:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._entered = False
         self._stack.__exit__(*error)
 
     # ---- numbers

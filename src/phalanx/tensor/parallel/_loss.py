@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.comm import Group
 from phalanx.tensor._dtensor import DTensor, wrap
+from phalanx.tensor._log import listening, log_collectives
 from phalanx.tensor._placement import REPLICATE, Placement, Shard
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._views import fresh
@@ -102,7 +103,9 @@ def _cross_entropy(
     _check_target(local_target, spec.shape[dim], ignore_index)
     scale = _row_weights(local_target, weight, ignore_index, exact)
     cut = _Cut(dim, spec.local_offset(dim), _class_groups(spec, dim))
-    losses: Tensor = _RowLoss.apply(fresh(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
+    with listening() as heard:
+        losses: Tensor = _RowLoss.apply(fresh(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
+    log_collectives("loss_parallel of", spec, heard)
     total: Tensor = wrap(losses * scale, rows)
     if reduction != "none":
         total = total.sum() if reduction == "sum" else total.sum() / wrap(scale, rows).sum()
