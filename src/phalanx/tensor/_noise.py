@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx.tensor._placement import Shard
 from phalanx.tensor._spec import Spec
 
 Words = npt.NDArray[np.uint64]
@@ -24,13 +25,21 @@ Make = Callable[[Words], npt.NDArray[Any]]  # values of words, element by elemen
 
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
+_NO_ENTROPY = np.random.SeedSequence(0)
 SHORT_RUN = 64  # below this many neighbouring elements, making the words between the runs too is quicker
 
 
 def words(stream: tuple[int, int], start: int, count: int) -> Words:
     """Words ``start .. start + count`` of the stream."""
-    generator = np.random.Philox(key=np.array(stream, dtype=np.uint64))
-    generator.advance(start // 4)
+    generator = np.random.Philox(
+        _NO_ENTROPY
+    )  # a key given here would not keep it from asking the system for entropy
+    state: Any = generator.state
+    state["state"] = {
+        "counter": np.array([start // 4, 0, 0, 0], dtype=np.uint64),
+        "key": np.array(stream, dtype=np.uint64),
+    }
+    generator.state = state
     skip = start % 4
     drawn = np.asarray(generator.random_raw(count + skip), dtype=np.uint64)
     return drawn[skip:]
@@ -43,7 +52,7 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
     cut = [d for d in range(len(shape)) if spec.cuts(d)]
     if not cut or math.prod(local_shape) == 0:
         return words(stream, 0, math.prod(local_shape)).reshape(local_shape)
-    held = [np.asarray(spec.local_indices(d)) if d in cut else np.arange(n) for d, n in enumerate(shape)]
+    held = [_held(spec, d) if d in cut else np.arange(n) for d, n in enumerate(shape)]
     last = cut[-1]
     inner = math.prod(shape[last + 1 :])
     runs = _runs(held[last])
@@ -60,6 +69,14 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
         for start, length in runs
     ]
     return np.concatenate(pieces).reshape(local_shape)
+
+
+def _held(spec: Spec, dim: int) -> npt.NDArray[np.int64]:
+    """``spec.local_indices(dim)``, without a list of a long dim where plain shards make it one range."""
+    if any(type(placement) is not Shard for placement, _, _ in spec.cuts(dim)):
+        return np.asarray(spec.local_indices(dim), dtype=np.int64)
+    start = spec.local_offset(dim)
+    return np.arange(start, start + spec.local_shape[dim])
 
 
 def _runs(indices: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
