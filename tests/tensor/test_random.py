@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from phalanx.comm import init_device_mesh
 from phalanx.tensor import (
     Replicate,
     Shard,
+    StridedShard,
     distribute_tensor,
     get_rng_state,
     manual_seed,
@@ -72,7 +74,12 @@ def test_the_fast_path_makes_the_words_of_the_naive_one() -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         for shape in ((7, 200), (200, 7), (5, 6, 70)):
             whole = words((3, 4), 0, torch.Size(shape).numel()).reshape(shape)
-            for placements in ((Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+            for placements in (
+                (Shard(0), Shard(0)),
+                (Shard(1), Shard(0)),
+                (Replicate(), Shard(1)),
+                (StridedShard(0, split_factor=2), Shard(0)),
+            ):
                 spec = Spec.of(mesh, placements, shape, torch.float32)
                 part = whole
                 for dim in range(len(shape)):
@@ -80,6 +87,12 @@ def test_the_fast_path_makes_the_words_of_the_naive_one() -> None:
                 assert (element_bits(spec, (3, 4)) == part).all()
 
     comm.simulate(4).run(rank_main)
+
+
+def test_words_are_those_of_numpys_generator_wherever_they_begin() -> None:
+    plain = np.random.Philox(key=np.array([3, 4], dtype=np.uint64)).random_raw(50)
+    for start in range(10):
+        assert (words((3, 4), start, 40) == plain[start : start + 40]).all()
 
 
 def test_distributions_have_the_right_moments() -> None:

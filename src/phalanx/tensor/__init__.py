@@ -3,13 +3,24 @@
 Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors), torch's
 functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
 they refuse DTensors), has nested activation checkpoints keep local tensors, and tells ``torch.load`` which names are
-harmless; see ``_function.py``, ``_random.py``, ``_doors.py``, ``_checkpointing.py`` and ``_loading.py``.
+harmless; see ``_function.py``, ``_random.py``, ``_random_init.py``, ``_doors.py``, ``_checkpointing.py`` and
+``_loading.py``.
 """
 
 from __future__ import annotations
 
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.tensor import _checkpointing, _doors, _function, _grouping, _loading, _log, _operators, _random
+from phalanx.tensor import (
+    _checkpointing,
+    _doors,
+    _function,
+    _grouping,
+    _loading,
+    _log,
+    _operators,
+    _random,
+    _random_init,
+)
 from phalanx.tensor._distribute import distribute_module, distribute_tensor
 from phalanx.tensor._dtensor import DTensor
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
@@ -31,6 +42,7 @@ _grouping.install()
 _loading.install()
 _operators.install()
 _random.install()
+_random_init.install()
 _log.configure()
 
 __all__ = [

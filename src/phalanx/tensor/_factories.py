@@ -16,6 +16,8 @@ from torch import Tensor
 from phalanx.comm import DeviceMesh
 from phalanx.tensor import _noise
 from phalanx.tensor._distribute import distribute_tensor, mesh_or_current
+from phalanx.tensor._distributions import NORMAL, UNIFORM, Distribution
+from phalanx.tensor._draws import FLOATS, INTEGERS, require, require_dtype
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._execute import redistribute_local
 from phalanx.tensor._placement import REPLICATE, Placement
@@ -66,15 +68,11 @@ def _filled(value: complex) -> Make:
     return lambda spec, device: torch.full(spec.local_shape, value, dtype=spec.dtype, device=device)
 
 
-def _uniform(spec: Spec, device: torch.device) -> Tensor:
-    return _noise.uniform_tensor(
-        spec, next_stream(spec.mesh), torch.empty((), dtype=spec.dtype, device=device)
-    )
+def _random(distribution: Distribution, name: str) -> Make:
+    def make(spec: Spec, device: torch.device) -> Tensor:
+        return _noise.filled(spec, next_stream(spec.mesh), distribution.standard(spec.dtype, name), device)
 
-
-def _normal(spec: Spec, device: torch.device) -> Tensor:
-    values = _noise.normal(_noise.element_bits(spec, next_stream(spec.mesh)))
-    return _noise.to_tensor(values, torch.empty((), dtype=spec.dtype, device=device), spec.local_shape)
+    return make
 
 
 zeros = _factory(
@@ -91,8 +89,12 @@ empty = _factory(
     "An uninitialised DTensor; see ``zeros``.",
     lambda spec, device: torch.empty(spec.local_shape, dtype=spec.dtype, device=device),
 )
-rand = _factory("rand", "Uniform in [0, 1); the same values under every layout. See ``zeros``.", _uniform)
-randn = _factory("randn", "Standard normal; the same values under every layout. See ``zeros``.", _normal)
+rand = _factory(
+    "rand", "Uniform in [0, 1); the same values under every layout. See ``zeros``.", _random(UNIFORM, "rand")
+)
+randn = _factory(
+    "randn", "Standard normal; the same values under every layout. See ``zeros``.", _random(NORMAL, "randn")
+)
 
 
 def full(
@@ -115,6 +117,10 @@ def randperm(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:  # fmt: skip
     """A permutation of 0 .. n-1; the same on every rank and under every layout."""
+    require(n >= 0, f"randperm needs n >= 0, got {n}")
+    require_dtype("randperm", dtype, FLOATS | INTEGERS)
+    most = 2 ** _noise.DIGITS[dtype] if dtype in FLOATS else torch.iinfo(dtype).max
+    require(n - 1 <= most, f"randperm({n}) holds numbers up to {n - 1}; {dtype} counts to {most}")
     mesh = mesh_or_current(device_mesh)
     order = torch.from_numpy(_noise.words(next_stream(mesh), 0, n).argsort(kind="stable").copy())
     return distribute_tensor(order.to(dtype), mesh, placements, src_data_rank=None)
