@@ -20,6 +20,7 @@ from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import is_contiguous, strides_of
+from phalanx.tensor._unseen import unseen
 from phalanx.tensor._views import check_writable
 from phalanx.tensor.rules import DIRECT_PYTHON
 
@@ -57,8 +58,9 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     shape, strides = args[0].shape, strides_of(args[0])
     if kwargs or len(args) > 1:  # another memory format
-        whole = torch.empty_strided(shape, strides, dtype=args[0].dtype, device="meta")
-        return bool(func(whole, *args[1:], **(kwargs or {})))
+        with unseen():
+            whole = torch.empty_strided(shape, strides, dtype=args[0].dtype, device="meta")
+            return bool(func(whole, *args[1:], **(kwargs or {})))
     return is_contiguous(shape, strides)
 
 
