@@ -2,8 +2,8 @@
 
 Owns ``anchored``. Of an empty tensor some torch functions return a constant (attention forgets a trained mask), so that
 this rank's backward would not run where the other ranks' does, and they would wait for its part of a gradient. Here
-every input that gets a gradient on the other ranks gets one: zeros, besides what torch's function gives. Which ones
-they are is asked of meta tensors, whose shapes are not empty.
+every input that gets a gradient on the other ranks gets one: zeros. Which ones torch forgets is found by running the
+local call once, and by asking meta tensors whose shapes are not empty.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ def holds_nothing(specs: Sequence[Spec]) -> bool:
     return any(0 in spec.local_shape and spec.num_elements for spec in specs)
 
 
-def anchored(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """``run``, the local call of ``call``, which makes new tensors: with those in the graph of its inputs."""
-    reached = call.reached()
-    if reached is None or not any(reached):
+def anchored(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Callable[..., Any]:
+    """``run``, the local call of ``call``, which makes new tensors: with those in the graph of all its inputs.
+
+    Those that torch keeps in the graph by itself are left alone: their second derivatives are right as they are.
+    """
+    everywhere = call.reached()
+    here = call.reached_here(run, targets) if everywhere is not None and any(everywhere) else None
+    if everywhere is None or here is None or len(here) != len(everywhere):
+        return run
+    forgotten = [whole - part for whole, part in zip(everywhere, here, strict=True)]
+    if not any(forgotten):
         return run
 
     def kept(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +43,7 @@ def anchored(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
             return result
         inputs: list[Tensor] = []
         walk_tensors((args, kwargs), inputs.append)
-        numbers = iter(reached)
+        numbers = iter(forgotten)
 
         def anchor(made: Tensor) -> Tensor:
             return _anchor(made, [inputs[i] for i in sorted(next(numbers)) if inputs[i].requires_grad])

@@ -163,7 +163,7 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         and decision.is_new
         and holds_nothing((*targets, *outputs))
     ):
-        decision.call = anchored(run, call)
+        decision.call = anchored(run, call, targets)
     plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))

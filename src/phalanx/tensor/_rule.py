@@ -151,9 +151,9 @@ class Call:
         papers = [_paper(first, first.shape, strides), *(_paper(one, one.shape) for one in others)]
         return papers[0], self.on(papers)
 
-    def on(self, tensors: Sequence[Tensor], grad: bool = False) -> Any:
+    def on(self, tensors: Sequence[Tensor]) -> Any:
         """What the call returns for these tensors, which are on one device, in place of its inputs."""
-        with torch.set_grad_enabled(grad), unseen():
+        with torch.no_grad(), unseen():
             return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
@@ -175,21 +175,34 @@ class Call:
         """For each tensor that the call returns, which inputs get a gradient through it; None if meta tensors cannot
         tell.
         """
-        papers = self._papers()
-        for paper in papers:
-            paper.requires_grad_(paper.is_floating_point() or paper.is_complex())
+        return self._reached(self.func, self._papers())
+
+    def reached_here(self, run: Callable[..., Any], specs: Sequence[Spec]) -> list[frozenset[int]] | None:
+        """The same of ``run``, the local call of a rank that holds nothing, by running it."""
+        with unseen(), torch.inference_mode(False):
+            parts = [
+                torch.zeros(spec.local_shape, dtype=one.dtype, device=spec.mesh.device_type)
+                for one, spec in zip(self.inputs, specs, strict=True)
+            ]
+        return self._reached(run, parts)
+
+    def _reached(self, run: Callable[..., Any], tensors: list[Tensor]) -> list[frozenset[int]] | None:
+        for tensor in tensors:
+            tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         try:
-            results = tensors_in(self.on(papers, grad=True))
+            with torch.inference_mode(False), torch.enable_grad(), unseen():
+                made = run(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
         except CANNOT_TELL:
             return None
-        return [frozenset(i for i, paper in enumerate(papers) if _leads_to(one, paper)) for one in results]
+        results = tensors_in(made)
+        return [frozenset(i for i, leaf in enumerate(tensors) if _leads_to(one, leaf)) for one in results]
 
     def _papers(self) -> list[Tensor]:
         return [_paper(one, one.shape) for one in self.inputs]
 
 
 # What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
-CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError)
+CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 _DEVICES = ("cpu", "cuda")
 
 
