@@ -277,7 +277,8 @@ def _learn(
     structure: Structure | None = None,
 ) -> Decision:
     """Decide and remember: for any numbers, where these change nothing."""
-    if op_name(func).base in _ANY_NUMBERS and RULES.get(op_name(func).base) is pointwise:
+    name = op_name(func).base
+    if name in _ANY_NUMBERS and RULES.get(name) is pointwise:
         general = key_of_any_numbers(args, kwargs)
         if general is not None:
             found = (func, general)

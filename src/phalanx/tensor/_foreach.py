@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset({
     "_foreach_tanh", "_foreach_trunc", "_foreach_zero",
 })  # fmt: skip
 # They may run on the contributions to a partial tensor, whatever its reduction.
-_LINEAR = frozenset({"_foreach_zero", "_foreach_copy"})
+_ON_CONTRIBUTIONS = frozenset({"_foreach_zero", "_foreach_copy"})
 _OPTIMIZERS = frozenset({"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"})
 
 
@@ -92,7 +92,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     if any(not isinstance(t, DTensor) for t in first):
         return _by_kind(func, args, kwargs)
     specs = [t._spec for t in first]
-    odd = any(spec.is_partial for spec in specs) and base not in _LINEAR
+    odd = any(spec.is_partial for spec in specs) and base not in _ON_CONTRIBUTIONS
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _each(func, args, kwargs)
     if name.endswith("_"):

@@ -25,21 +25,13 @@ Make = Callable[[Words], npt.NDArray[Any]]  # values of words, element by elemen
 
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
-_NO_ENTROPY = np.random.SeedSequence(0)
 SHORT_RUN = 64  # below this many neighbouring elements, making the words between the runs too is quicker
 
 
 def words(stream: tuple[int, int], start: int, count: int) -> Words:
     """Words ``start .. start + count`` of the stream."""
-    generator = np.random.Philox(
-        _NO_ENTROPY
-    )  # a key given here would not keep it from asking the system for entropy
-    state: Any = generator.state
-    state["state"] = {
-        "counter": np.array([start // 4, 0, 0, 0], dtype=np.uint64),
-        "key": np.array(stream, dtype=np.uint64),
-    }
-    generator.state = state
+    generator = np.random.Philox(key=np.array(stream, dtype=np.uint64))
+    generator.advance(start // 4)
     skip = start % 4
     drawn = np.asarray(generator.random_raw(count + skip), dtype=np.uint64)
     return drawn[skip:]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._rule import Call, In, Sharding, tensors_in
+from phalanx.tensor._rule import CANNOT_TELL, Call, In, Sharding, tensors_in
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import strides_of, whole_strides
 from phalanx.tensor._unseen import unseen
@@ -81,7 +81,7 @@ def _fits(local: Tensor, wanted: Strides) -> bool:
 class OrderedCall:
     """A local call whose results have the order in memory that the whole results would have.
 
-    It is asked of meta tensors once for each order of the inputs.
+    It is asked for once for each order of the inputs, by small tensors or by meta tensors.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class OrderedCall:
                 found = self._in_small(whole)
             elif not self._is_plain or self._foretells(parts, results):
                 found = self._on_meta([spec.shape for spec in self._targets], whole)
-        except (RuntimeError, ValueError, TypeError, AssertionError):  # no such kernel, or no such sizes
+        except CANNOT_TELL:
             pass
         if found is None:
             return None

@@ -152,7 +152,7 @@ def _coins(name: str, tensor: DTensor, p: DTensor) -> Tensor:
     whole: Any = p.detach() if p is tensor else p.detach().expand(tensor.shape)
     chance = moved_for(name, fresh(whole), whole._spec, target)
     told = f"{name} on a DTensor needs probabilities between 0 and 1; some are not"
-    require_everywhere((chance >= 0) & (chance <= 1), target, told)
+    require_everywhere(name, (chance >= 0) & (chance <= 1), target, told)
     limits = chance.to(device="cpu", dtype=torch.float64).numpy()
     return drawn(tensor, lambda bits: _noise.uniform(bits) < limits)
 
@@ -172,7 +172,9 @@ def _normal_from(func: Any, args: Any, kwargs: Any) -> Any:
         spread = std.detach()
         whole = spread._spec.cotangent  # type: ignore[attr-defined]  # a DTensor
         parts = moved_for("normal", fresh(spread), spread._spec, whole)  # type: ignore[arg-type,attr-defined]  # as above
-        require_everywhere(parts >= 0, whole, "normal on a DTensor needs std >= 0 everywhere; some are not")
+        require_everywhere(
+            "normal", parts >= 0, whole, "normal on a DTensor needs std >= 0 everywhere; some are not"
+        )
     else:
         require(std >= 0, f"normal on a DTensor needs std >= 0, got {std}")
     wide = torch.complex128 if dtype.is_complex else torch.float64

@@ -1,29 +1,21 @@
 """Element by element: every input sharded alike (where its dim is not broadcast) gives that sharding.
 
-Owns the rules for pointwise functions. Some are linear and pass sums that are still partial: ``LINEAR`` says in which
-arguments.
+Owns the rules for pointwise functions and their names. Some are linear and pass sums that are still partial: see
+``linear.py``.
 """
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Sequence
-from numbers import Number
-from typing import Any
 
 import torch
 
-from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor._placement import REPLICATE, Placement, Shard
 from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
-
-_CAST_NAMES = {
-    "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
-    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128, "bool": torch.bool,
-    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
-}  # fmt: skip
+from phalanx.tensor.rules.linear import CAST_NAMES, linear_choices
 
 UNARY = [
-    *_CAST_NAMES,
+    *CAST_NAMES,
     "abs",
     "absolute",
     "acos",
@@ -261,31 +253,8 @@ LOSSES = [
     "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss", "poisson_nll_loss",
 ]  # fmt: skip
 
-# Linear: for each operation the sets of tensor arguments that may be partial together (the others replicated).
-_ONE = ((0,),)
-LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    **dict.fromkeys(
-        (
-            "clone", "contiguous", "detach", "neg", "negative", "positive", "conj", "conj_physical", "real", "imag",
-            "to", "type", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "zero",
-            "deg2rad", "rad2deg", "resolve_conj", "resolve_neg", *_CAST_NAMES,
-        ),
-        _ONE,
-    ),
-    "add": ((0, 1),), "sub": ((0, 1),), "subtract": ((0, 1),), "rsub": ((0, 1),), "copy": ((0, 1),),
-    "mul": ((0,), (1,)), "multiply": ((0,), (1,)), "div": ((0,),), "divide": ((0,),), "true_divide": ((0,),),
-    "where": (),  # see _sets
-}  # fmt: skip
-
-# Of these a constant second argument is added: not linear unless both are tensors.
-_NEEDS_TWO = frozenset({"add", "sub", "subtract", "rsub", "copy", "where"})
-_DIVISIONS = frozenset({"div", "divide", "true_divide"})
-_IDENTITY = frozenset(
-    {"clone", "detach", "contiguous", "cpu", "cuda", "positive"}
-)  # whatever is partial stays so
 _ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
 _MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
-_CASTS = frozenset({"to", "type", "copy", *_CAST_NAMES})
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -309,7 +278,7 @@ def pointwise(call: Call) -> Sharding | None:
         {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
     )
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
-    choices += _linear_choices(call)
+    choices += linear_choices(call)
     if call.name in _MAKES_ANEW:
         value = (REPLICATE,) * (len(call.inputs) - 1)  # what full_like fills with
         choices += [
@@ -346,63 +315,3 @@ def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> li
             )
         result.append(Choice(tuple(inputs), (way,) * num_outputs))
     return result
-
-
-def _linear_choices(call: Call) -> list[Choice]:
-    sets = _sets(call)
-    if not sets or not _is_linear_in_numbers(call) or (call.name in _NEEDS_TWO and len(call.inputs) < 2):
-        return []
-    unchanged = call.name in _CASTS and not call.in_place and _cast_to(call) is call.inputs[0].dtype
-    if call.name in _CASTS and not unchanged and not _stays_inexact(call):
-        return []
-    ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
-    choices = []
-    for op in sorted(ops if unchanged or call.name in _IDENTITY else ops & {"sum", "avg"}):
-        partial = Partial(op)
-        for together in sets:
-            if max(together) >= len(call.inputs):
-                continue
-            if call.kwargs.get("rounding_mode") is not None:
-                continue
-            inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
-            choices.append(Choice(inputs, (partial,)))
-    return choices
-
-
-def _is_linear_in_numbers(call: Call) -> bool:
-    """Whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
-    infinity that the sum has. Not-a-number is the same either way.
-    """
-    numbers: list[Any] = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Number)]
-    if call.name in _DIVISIONS and 0 in numbers:
-        return False
-    return not any(cmath.isinf(number) for number in numbers if not isinstance(number, int))
-
-
-def _sets(call: Call) -> tuple[tuple[int, ...], ...]:
-    if call.name != "where":
-        return LINEAR.get(call.name, ())
-    # the condition is the first argument of torch.where and the second of Tensor.where
-    values = tuple(i for i, one in enumerate(call.inputs) if one.dtype.is_floating_point)
-    return (values,) if len(call.inputs) == 3 and len(values) == 2 else ()
-
-
-def _stays_inexact(call: Call) -> bool:
-    """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
-    if call.in_place:
-        kinds = {one.dtype for one in call.inputs}
-        return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
-    before, after = call.inputs[0].dtype, _cast_to(call)
-    if after is None or after.itemsize < before.itemsize:
-        return False  # rounding each contribution is not rounding the sum
-    return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
-        before.is_complex and after.is_complex
-    )
-
-
-def _cast_to(call: Call) -> torch.dtype | None:
-    """The dtype of a cast; None if it is given by name."""
-    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
-    if given or call.name == "type":
-        return given[0] if given else None
-    return _CAST_NAMES.get(call.name, call.inputs[-1].dtype)
