@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import multiprocessing
+import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -179,3 +184,34 @@ def test_agent_tells_about_its_workers(tmp_path):
     assert WorkerState.is_running(seen[0].state)
     assert agent.restart_count == 0
     assert time.time() - agent.alive_time() < 600
+
+
+def test_a_forked_function_leaves_alone_what_belongs_to_its_caller(tmp_path):
+    """Exit functions and temporary directories of the caller are not the worker's; queues carry what it puts in."""
+    ended = tmp_path / "ended"
+    queue = multiprocessing.get_context("fork").Queue()
+    queue.put("from the caller")  # starts the thread that feeds it, which no fork has
+    assert queue.get(timeout=90) == "from the caller"
+
+    def draw() -> tuple[float, int]:
+        atexit.register(lambda: ended.open("a").write("own\n"))
+        queue.put(int(os.environ["RANK"]))
+        return numpy.random.rand(), torch.initial_seed()
+
+    def ends_in_caller_only() -> None:
+        ended.open("a").write("caller's\n")
+
+    torch.initial_seed()  # the caller's generator is seeded before the fork
+    atexit.register(ends_in_caller_only)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            drawn = elastic_launch(config(tmp_path, start_method="fork"), draw)()
+            assert Path(directory).exists()
+    finally:
+        atexit.unregister(ends_in_caller_only)
+    assert {queue.get(timeout=90) for _ in range(2)} == {0, 1}
+    assert drawn[0][0] != drawn[1][0]
+    assert len({drawn[0][1], drawn[1][1], torch.initial_seed()}) == 3
+    assert ended.read_text() == "own\nown\n"
+    queue.close()
+    queue.join_thread()

@@ -22,6 +22,7 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.launch import _linux
 from phalanx.launch._messages import receive_message, send_message
+from phalanx.launch._script import interpreter_command
 
 START_TIMEOUT = 120.0
 """Seconds for a zygote to import what it should preload, and for a fork (machines do stall)."""
@@ -116,7 +117,9 @@ class Zygote:
     def execute(cls, preload: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Zygote:
         """Start one in a fresh interpreter: for callers that have threads already."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "phalanx.launch._zygote", str(theirs.fileno()), str(os.getpid())]
+        command = interpreter_command(
+            ["-m", "phalanx.launch._zygote", str(theirs.fileno()), str(os.getpid())]
+        )
         child = subprocess.Popen(
             [*command, *preload], pass_fds=[theirs.fileno()], env=None if env is None else dict(env)
         )
