@@ -6,11 +6,13 @@ import atexit
 import copy
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -28,6 +30,7 @@ from phalanx.launch import (
     WorkerState,
     elastic_launch,
 )
+from phalanx.launch._session import method_that_works, why_only_here
 from phalanx.launch.rendezvous import get_rendezvous_handler
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
@@ -215,3 +218,62 @@ def test_a_forked_function_leaves_alone_what_belongs_to_its_caller(tmp_path):
     assert ended.read_text() == "own\nown\n"
     queue.close()
     queue.join_thread()
+
+
+SESSION = """
+import torch
+from phalanx.launch import LaunchConfig, elastic_launch
+
+class Thing:
+    def __init__(self, value):
+        self.value = value
+
+def train(thing):
+    threads = torch.get_num_threads()
+    product = torch.ones(600, 600) @ torch.ones(600, 600)
+    return Thing((thing.value * product[0, 0].item(), threads))
+
+torch.set_num_threads(2)
+torch.ones(600, 600) @ torch.ones(600, 600)  # starts a pool of threads, which no fork has
+for size in (1, 2):
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size)
+    results = elastic_launch(config, train)(Thing(3.0))
+    print("results", sorted((rank, thing.value) for rank, thing in results.items()))
+"""
+
+
+def test_functions_of_an_interactive_session_are_forked(tmp_path):
+    """As in a notebook: no file holds the function, a class of its arguments or the result, and torch has computed."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-"], input=SESSION, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "results [(0, (1800.0, 2))]\nresults [(0, (1800.0, 1)), (1, (1800.0, 1))]\n" in done.stdout, (
+        done.stdout
+    )
+    assert (
+        done.stderr.count("its workers are forked from this process (start_method='fork', not 'spawn')") == 2
+    )
+
+
+@pytest.mark.fast
+def test_what_no_file_holds_is_recognised(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    source = "def from_file(): pass"
+    script.write_text(source)
+    main = ModuleType("__main__")
+    exec(compile(source, str(script), "exec"), main.__dict__)
+    exec("def typed(): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.__file__ = str(script)
+    assert why_only_here(main.from_file, ()) == ""
+    assert "typed was typed into" in why_only_here(main.typed, ())  # after python -i script.py
+    assert why_only_here(functions.add, (1, 2)) == ""
+    del main.__file__
+    assert "from_file or its arguments are defined in" in why_only_here(main.from_file, ())
+    assert "add or its arguments are defined in" in why_only_here(functions.add, (main.typed, 2))
+    assert method_that_works(main.typed, (), "spawn") == "fork"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(TypeError, match=r"this process has used CUDA.*%%writefile"):
+        method_that_works(main.typed, (), "spawn")

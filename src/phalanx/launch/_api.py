@@ -64,7 +64,7 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run this node's part of a job; return values of its workers by global rank. ``config`` stays as it is."""
     config = config.resolved()
-    plan = Plan(entrypoint=entrypoint, args=tuple(args), method=config.start_method)
+    plan = Plan.choose(entrypoint, tuple(args), config.start_method)
     plan.check()
     zygote = zygote or make_zygote(plan, config.preload, config.nproc_per_node)
     handler: RendezvousHandler | None = None

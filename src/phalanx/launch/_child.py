@@ -106,7 +106,7 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
     if "payload" in fd_of:
         return call_and_store(lambda: load_payload(fd_of["payload"]), fd_of["result"])
-    forget_caller()
+    forget_caller(order["env"])
     return call_and_store(lambda: functions[order["function"]], fd_of["result"])
 
 

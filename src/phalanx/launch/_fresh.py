@@ -10,14 +10,17 @@ does not restore): what is never set up need not be taken back.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib.machinery
 import io
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+_OMP_PAUSE_HARD = 2
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 _ALWAYS_THERE = frozenset({"__main__", "encodings", "phalanx", "site", "sitecustomize", "usercustomize"})
 """Loaded before any script could offer its own; phalanx is what the worker runs in."""
@@ -55,11 +58,12 @@ def forget_zygote() -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def forget_caller() -> None:
+def forget_caller(env: Mapping[str, str]) -> None:
     """Let go of what a copy of the calling process must not do in its place: above all, what that does at its end.
 
     Its exit functions would delete the caller's temporary directories and close its sessions. multiprocessing's own
-    objects (queues, locks) are told that they live in a new process, so that they work in it.
+    objects (queues, locks) are told that they live in a new process, so that they work in it; torch of the number of
+    threads that a fresh interpreter would read from ``env``, which the launcher sets.
     """
     atexit._clear()
     logging = sys.modules.get("logging")
@@ -73,6 +77,30 @@ def forget_caller() -> None:
         util._finalizer_registry.clear()
         util._run_after_forkers()
         atexit.register(util._exit_function)
+    torch, threads = sys.modules.get("torch"), env.get("OMP_NUM_THREADS", "")
+    if torch is not None and threads.isdecimal():
+        torch.set_num_threads(max(1, int(threads)))
+
+
+def prepare_fork() -> None:
+    """Call it in a process that has computed, before it is forked: end the idle threads of GNU OpenMP.
+
+    A fork has none of them, but its libgomp believes that it does, and waits for them for ever in the first operation
+    that uses several threads (seen). Here they come back when next needed.
+    """
+    for path in _loaded_libraries("libgomp"):
+        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+        if pause is not None:
+            pause(_OMP_PAUSE_HARD)
+
+
+def _loaded_libraries(prefix: str) -> set[str]:
+    try:
+        with open("/proc/self/maps") as file:
+            paths = {line.rstrip("\n").partition("/")[2] for line in file}
+    except OSError:
+        return set()  # no Linux: no GNU OpenMP in torch either
+    return {f"/{path}" for path in paths if os.path.basename(path).startswith(prefix)}
 
 
 def _renew_random() -> None:

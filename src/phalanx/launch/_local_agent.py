@@ -55,7 +55,7 @@ class LocalElasticAgent:
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
-        self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
+        self._plan = Plan.choose(spec.entrypoint, spec.args, start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._signals = choose_signals(signals, os.environ)
         self._health = health_check_server or health_server_from(os.environ, self.alive_time)

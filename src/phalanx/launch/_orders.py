@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.launch._call import write_payload
 from phalanx.launch._script import interpreter_command
+from phalanx.launch._session import method_that_works
 from phalanx.launch._spec import Entrypoint, Script
 
 SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
@@ -33,6 +34,13 @@ class Plan:
         allowed = FUNCTION_METHODS if callable(self.entrypoint) else SCRIPT_METHODS
         if self.method not in allowed:
             raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
+
+    @classmethod
+    def choose(cls, entrypoint: Entrypoint, args: tuple[Any, ...], method: str) -> Plan:
+        """The plan for an entrypoint; a function that no other method can bring to its workers is forked."""
+        if callable(entrypoint):
+            method = method_that_works(entrypoint, args, method)
+        return cls(entrypoint=entrypoint, args=args, method=method)
 
     def check(self) -> None:
         """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""

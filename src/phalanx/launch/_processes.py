@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +22,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch import _linux
+from phalanx.launch._fresh import prepare_fork
 from phalanx.launch._messages import receive_message, send_message
 from phalanx.launch._script import interpreter_command
 
@@ -101,7 +103,11 @@ class Zygote:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        if functions:
+            prepare_fork()
+        with warnings.catch_warnings():  # a session's own threads are its business; ours do not exist yet
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             from phalanx.launch._zygote import serve
 
