@@ -87,8 +87,7 @@ class LocalElasticAgent:
         try:
             with handled(self._signals, self._on_signal):
                 self._crew.open()
-                if self._health:
-                    self._health.start()
+                self._start_health_check()
                 result = self._agent.run()
                 return result
         finally:
@@ -99,6 +98,15 @@ class LocalElasticAgent:
             self._observer.close()
             if result is None or not result.is_failed():
                 self._remove_temporary_logs()
+
+    def _start_health_check(self) -> None:
+        if self._health is None:
+            return
+        try:
+            self._health.start()
+        except OSError as error:  # most often its port is another's: the job can do without
+            log.warning("no health check: it cannot listen on port %d: %s", self._health.port, error)
+            self._health = None
 
     def _events_path(self, spec: WorkerSpec) -> str | None:
         specs = self._logs_specs
