@@ -114,7 +114,7 @@ def main() -> None:
     result = int(os.environ.pop("PHALANX_RESULT_FD"))
     for fd in (payload, result):
         os.set_inheritable(fd, False)
-    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""))
+    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""), os.environ.pop("PHALANX_SCRATCH", ""))
     sys.exit(call_and_store(lambda: load_payload(payload), result))
 
 

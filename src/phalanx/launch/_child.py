@@ -21,7 +21,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from phalanx.launch import _linux
-from phalanx.launch._fresh import forget_caller, forget_zygote, open_streams, shadowed_modules
+from phalanx.launch._fresh import (
+    forget_caller,
+    forget_zygote,
+    keep_sockets_in,
+    open_streams,
+    shadowed_modules,
+)
 from phalanx.launch._messages import receive_message
 
 FunctionTable = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -96,7 +102,7 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
         _exec_if_shadowed(order, fd_of, directory_of(order["target"], is_module=order["is_module"]))
     forget_zygote()
-    prepare_python(order.get("stacks", ""))
+    prepare_python(order.get("stacks", ""), order.get("scratch", ""))
     gc.unfreeze()
     if order["kind"] == "script":
         from phalanx.launch._script import run_script
@@ -122,14 +128,15 @@ def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], direct
             f"phalanx: {names} in {directory}: a module of that name is loaded already, so that warm start would hide "
             "it; a fresh interpreter is started instead (rename it for a faster start)\n".encode(),
         )
-    if order["stacks"]:
-        os.environ["PHALANX_STACKS_FILE"] = order["stacks"]
+    os.environ.update({"PHALANX_STACKS_FILE": order["stacks"], "PHALANX_SCRATCH": order["scratch"]})
     _exec(order, fd_of)
 
 
-def prepare_python(stacks: str) -> None:
-    """Streams as a fresh, unbuffered interpreter has them, and stacks that are dumped on a signal."""
+def prepare_python(stacks: str, scratch: str) -> None:
+    """Streams as a fresh, unbuffered interpreter has them, stacks dumped on a signal, a place for what is left over."""
     open_streams()
+    if scratch:
+        keep_sockets_in(scratch)
     if stacks:
         fd = os.open(
             stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644

@@ -102,6 +102,7 @@ class Crew:
         self._parked: list[WorkerProcess] = []
         self._changed = threading.Condition()
         self._hurry = threading.Event()
+        self._scratch = ""
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -111,8 +112,9 @@ class Crew:
         while len(self._parked) < count + self._options.standby:
             self._parked.append(self._zygote.park())
 
-    def open(self) -> None:
-        """Start listening. From now on this process has threads."""
+    def open(self, scratch: str = "") -> None:
+        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave."""
+        self._scratch = scratch
         self._zygote.start(self._on_exit)
         self._zygote.wait_ready()
         self._pump.start()
@@ -141,7 +143,7 @@ class Crew:
         if has_directory:
             with suppress(FileNotFoundError):
                 os.unlink(error_file)
-        order, fds = self._options.plan.order(env, rank, stacks)
+        order, fds = self._options.plan.order(env, rank, stacks, self._scratch)
         order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
         prefix = self._prefix(place, job)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx import membership
 
-STRAY_NAMES = ("PHALANX_STACKS_FILE", "PHALANX_PAYLOAD_FD", "PHALANX_RESULT_FD")
+STRAY_NAMES = ("PHALANX_STACKS_FILE", "PHALANX_SCRATCH", "PHALANX_PAYLOAD_FD", "PHALANX_RESULT_FD")
 
 
 @dataclass(frozen=True, kw_only=True)

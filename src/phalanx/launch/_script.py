@@ -113,7 +113,7 @@ def main() -> None:
     is_module = args[0] == "-m"
     if is_module:
         args = args[1:]
-    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""))
+    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""), os.environ.pop("PHALANX_SCRATCH", ""))
     code = run_script(args[0], tuple(args[1:]), is_module=is_module)
     sys.exit(code)
 
