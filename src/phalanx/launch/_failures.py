@@ -89,7 +89,12 @@ class ProcessFailure:
         >>> min(killed, complains, key=lambda failure: failure.precedence).local_rank
         1
         """
-        return bool(_COMPLAINT.search(self.message)), self.timestamp
+        return self.is_complaint, self.timestamp
+
+    @property
+    def is_complaint(self) -> bool:
+        """Whether it only says that another was lost."""
+        return bool(_COMPLAINT.search(self.message))
 
     def timestamp_isoformat(self) -> str:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
