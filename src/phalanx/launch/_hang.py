@@ -80,6 +80,19 @@ class HangDetector:
         return next((each for each in late if now - self._seen[each].at > 2 * self.timeout), None)
 
 
+def reported_step(report: bytes | None) -> int:
+    """The step of a report; -1 for none, and for one that says nothing of the kind.
+
+    >>> reported_step(b'{"step": 7}'), reported_step(None), reported_step(b"garbage")
+    (7, -1, -1)
+    """
+    try:
+        step = json.loads(report or b"{}")["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):  # a worker may report what it likes
+        return -1
+    return step if isinstance(step, int) else -1
+
+
 class _Reporter:
     """A worker's connection for progress reports; made at the first report, one per process."""
 
@@ -99,6 +112,8 @@ _reporter: list[_Reporter] = []
 def report_progress(step: int, *, at_most_every: float = 0.2) -> None:
     """Tell the agent that this worker is alive and at ``step``. Cheap: most calls only look at the clock.
 
+    Count steps over the whole job, not anew in every epoch: by a step that no worker had reached before the agent knows
+    that the job makes progress.
     Does nothing in a process that no agent started, so a script can call it unconditionally.
 
     >>> report_progress(17)
