@@ -168,6 +168,41 @@ def test_progress_keeps_a_worker_out_of_suspicion():
     assert hang.hanging(now=205) == []
 
 
+def test_a_worker_that_starts_has_a_limit_of_its_own():
+    """Imports, and whatever precedes the second step that it reports."""
+    hang = HangDetector(10, start_timeout=100)
+    hang.observe({"old": b'{"step":4}', "new": None}, now=0)
+    hang.observe({"old": b'{"step":5}', "new": None}, now=1)
+    assert hang.hanging(now=12) == ["old"]
+    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"waits":1}'}, now=50)
+    hang.observe(
+        {"old": b'{"step":6}', "new": b'{"step":6}'}, now=51
+    )  # it has the state, and its first step to make
+    assert hang.hanging(now=70) == ["old"]
+    assert hang.hanging(now=152) == ["old", "new"]
+    hang.observe({"old": b'{"step":7}', "new": b'{"step":7}'}, now=160)
+    assert sorted(hang.hanging(now=171)) == ["new", "old"]
+    assert (hang.limit("new"), hang.limit("unknown")) == (10, 100)
+
+
+def test_one_that_is_stopped_while_it_starts_is_not_given_the_time_to_start():
+    hang = HangDetector(10, start_timeout=1000)
+    hang.observe({"old": b'{"step":4}', "new": None}, now=0)
+    hang.observe({"old": b'{"step":5}', "new": None}, now=100, stopped={"new"})
+    assert hang.hanging(now=109) == []  # it has only just been seen stopped
+    assert hang.hanging(now=111) == ["new", "old"]
+    hang.observe({"old": b'{"step":6}', "new": None}, now=112)  # somebody let it go on
+    assert hang.hanging(now=120) == []
+
+
+def test_a_worker_that_says_that_it_computes_has_started():
+    hang = HangDetector(10, start_timeout=1000)
+    hang.observe({"w": b'{"step":5,"count":0,"waits":3}'}, now=0)
+    assert hang.limit("w") == 1000
+    hang.observe({"w": b'{"step":5,"count":1,"waits":3}'}, now=1)
+    assert hang.limit("w") == 10
+
+
 def test_every_generation_has_one_verdict():
     journal = Journal(MemoryStore())
     first = Verdict(action=Action.RESTART, restarts=1, reason="rank 1")

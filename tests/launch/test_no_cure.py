@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 
 import pytest
@@ -150,3 +151,36 @@ def test_an_endpoint_that_a_stranger_has_is_said_before_the_rendezvous_times_out
         assert [agent.wait() for agent in agents] == [1, 1]
     for agent in agents:
         assert re.search(rf"port {port} .*taken by pid {os.getpid()} ", agent.output), agent.output
+
+
+SLOW_START = """
+import os, signal, sys, time, torch
+import phalanx
+
+if os.environ["PHALANX_GENERATION"] != "0":
+    time.sleep(6)  # as one that imports, or reads its data
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+job = phalanx.Job(model, optimizer, data, num_slots=2, slot_batch_size=4)
+for step in job.steps(max_steps=100_000):
+    for micro in step:
+        micro.backward((model(micro.inputs) - micro.targets).pow(2).mean())
+    if os.environ["PHALANX_GENERATION"] == "0" and job.rank == 1 and step.number == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step.commit()
+    time.sleep(0.02)
+    if os.environ["PHALANX_GENERATION"] != "0":
+        open(sys.argv[1], "w").close()
+"""
+
+
+def test_a_worker_that_starts_slowly_is_not_taken_for_one_that_hangs(launcher, tmp_path, wait_for):
+    script, joined = tmp_path / "slow_start.py", tmp_path / "joined"
+    script.write_text(SLOW_START)
+    agent = launcher.run("--nproc-per-node", 2, *HEAL, "--hang-timeout", 2, script, joined)
+    wait_for(joined.exists, "the slow worker's first step", agent)
+    assert "no progress" not in agent.output, agent.output
+    os.kill(agent.pid, signal.SIGTERM)
+    agent.wait()
+    launcher.wait_until_empty()

@@ -82,7 +82,7 @@ class Agent:
         self._wish = -1
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._hang = HangWatch(crew, options.hang_timeout)
+        self._hang = HangWatch(crew, options.hang_timeout, options.start_timeout)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
