@@ -75,11 +75,11 @@ def bring_level(job: Job, seat: Seat) -> None:
                 "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
             )
     elif seat.rank in behind:
-        job.load_state_dict(receive_state(seat.group, source))
+        job.take_over(receive_state(seat.group, source))
         job.events.emit("received", step=job.step, source=seat.workers[source])
     elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
         # It was cut off from an evaluation that the others completed.
-        job.num_evaluations, job.last_evaluation = max(told, key=_num_evaluations)["evaluations"]
+        job.count_evaluation(max(told, key=_num_evaluations)["evaluations"][1])
     if job.run.verify:
         _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
 

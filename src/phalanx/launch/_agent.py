@@ -215,7 +215,12 @@ class Agent:
         failures = [self._crew.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        verdict = _policy.on_failure(self._situation(), reason=reason, is_incurable=first.is_incurable)
+        verdict = _policy.on_failure(
+            self._situation(),
+            reason=reason,
+            is_incurable=first.is_incurable,
+            ends_job=any(failure.ends_job for failure in failures),
+        )
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)

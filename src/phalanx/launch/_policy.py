@@ -51,13 +51,15 @@ class Situation:
     """Whether this is not the first generation: then workers have started well before."""
 
 
-def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
-    """A worker failed.
+def on_failure(now: Situation, *, reason: str, is_incurable: bool, ends_job: bool = False) -> Verdict:
+    """A worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
     'fail'
     """
+    if ends_job:
+        return Verdict(action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; it stopped the job")
     if is_incurable and now.heals and now.is_under_way and now.survivors:
         return Verdict(
             action=Action.SHRINK,
