@@ -98,7 +98,15 @@ class Job:
         self.pool = Pool(Layout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
         self.guarding = Guarding(self, guard)
         sampler = ElasticBatchSampler(
-            dataset, num_slots, slot_batch_size, slots=(), shuffle=data.shuffle, seed=seed, tail=data.tail
+            dataset,
+            num_slots,
+            slot_batch_size,
+            slots=(),
+            shuffle=data.shuffle,
+            seed=seed,
+            tail=data.tail,
+            order=data.order,
+            block_size=data.block_size,
         )
         self.schedule = Schedule(sampler, data.parts)
         self.loading = Loading(Fetcher(dataset, data.collate_fn, seed), data.num_workers)
@@ -216,6 +224,7 @@ class Job:
                 "num_slots": self.num_slots,
                 "steps_per_epoch": self.schedule.sampler.steps_per_epoch,
                 "num_samples_per_epoch": self.schedule.num_samples_per_epoch,
+                "may_repeat": self.schedule.sampler.order.may_repeat,
             }
         )
         self.events.emit("started", pid=os.getpid())
