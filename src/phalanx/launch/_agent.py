@@ -239,7 +239,13 @@ class Agent:
         if self._heals:
             member = next(member for member in members if member.id == first.worker_id)
             streak = streak.after(self._generation.death_of(member, first))
-        verdict = _policy.on_failure(now, reason=reason, is_incurable=first.is_incurable, streak=streak)
+        verdict = _policy.on_failure(
+            now,
+            reason=reason,
+            is_incurable=first.is_incurable,
+            ends_job=any(failure.ends_job for failure in failures),
+            streak=streak,
+        )
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)

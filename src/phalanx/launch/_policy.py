@@ -85,14 +85,24 @@ def all_can_regroup(workers: Mapping[str, Iterable[str]], declared: Container[st
     return all(any(worker in declared for worker in ids) for ids in workers.values())
 
 
-def on_failure(now: Situation, *, reason: str, is_incurable: bool, streak: Streak | None = None) -> Verdict:
-    """A worker failed; ``streak`` counts its death already.
+def on_failure(
+    now: Situation,
+    *,
+    reason: str,
+    is_incurable: bool,
+    ends_job: bool = False,
+    streak: Streak | None = None,
+) -> Verdict:
+    """A worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors; ``streak``
+    counts its death already.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
     'fail'
     """
     streak = streak or now.streak
+    if ends_job:
+        return _fail(now, f"{reason}; it stopped the job")
     if is_incurable and now.keeps_survivors and now.is_under_way and now.survivors:
         return _shrink(now, f"{reason}; a replacement would fare no better")
     if is_incurable:
