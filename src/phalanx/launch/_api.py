@@ -119,6 +119,7 @@ def _make_agent(
         on_failure=config.on_failure,
         shutdown_timeout=config.shutdown_timeout,
         hang_timeout=config.hang_timeout,
+        start_timeout=config.start_timeout,
     )
     return LocalElasticAgent(
         spec,

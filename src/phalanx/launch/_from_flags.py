@@ -70,6 +70,7 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         on_failure=args.on_failure,
         preload=tuple(args.preload),
         hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
         standby=args.standby,
     )
 

@@ -133,6 +133,10 @@ class StoreRendezvousHandler(RendezvousHandler):
     def set_bootstrap_port(self, port: int | None) -> None:
         self._port = port
 
+    @property
+    def has_fixed_port(self) -> bool:
+        return self._port is not None
+
     # -- forming ---------------------------------------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
