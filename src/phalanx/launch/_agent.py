@@ -21,6 +21,7 @@ from phalanx.errors import StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
+from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._generation import Generation, PortTaken
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
@@ -44,6 +45,7 @@ from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousStateError,
 )
@@ -193,6 +195,8 @@ class Agent:
             self._on_closed(str(error))
             return
         self.state = WorkerState.UNKNOWN
+        if isinstance(error, RendezvousClosedError):
+            raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
         raise error
 
     def _on_exit(self, member: CrewMember) -> None:
@@ -239,6 +243,7 @@ class Agent:
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
+            self._observer.worker_failed(failure)
         self._end_generation(verdict, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
@@ -294,6 +299,7 @@ class Agent:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
             if successor:
+                self._observer.worker_failed(self._crew.failure_of(self._crew.members[worker_id]))
                 self._observer.worker_replaced(self._crew.members[worker_id], successor)
             self._crew.forget(worker_id)
         if self._roster.ids:
@@ -301,17 +307,20 @@ class Agent:
         else:
             self._finish(self._results.node_is_empty())
 
-    def _stop_all(self) -> None:
-        self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
-        self.state = WorkerState.STOPPED
-        for worker_id in list(self._crew.members):
-            self._crew.forget(worker_id)
-
-    def _fail(self, reason: str) -> None:
+    def _stop_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
         told_at = time.time()
         self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
         unheard = self._crew.failures_before(told_at)
-        self._stop_all()
+        for failure in unheard:
+            self._observer.worker_failed(failure)
+        self.state = WorkerState.STOPPED
+        for worker_id in list(self._crew.members):
+            self._crew.forget(worker_id)
+        return unheard
+
+    def _fail(self, reason: str) -> None:
+        unheard = self._stop_all()
         result = self._results.failed(self._generation, reason, unheard)
         self._handler.set_closed()
         self._finish(result)

@@ -29,6 +29,7 @@ from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._records import NodeRecord
+from phalanx.launch.rendezvous._waiting import saying
 from phalanx.membership import job_prefix
 
 DEFAULT_PORT = 29400
@@ -198,9 +199,11 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open"
         )
     url = _tcp_url(host, port)
+    line = f"waiting up to {timeout:g} s for the agent that serves the rendezvous at {host}:{port}; is it started?"
     try:
-        store = stores.TCPStore(host, port, timeout=timeout)
-        store.wait([_SERVED], timeout)
+        with saying(line):
+            store = stores.TCPStore(host, port, timeout=timeout)
+            store.wait([_SERVED], timeout)
     except StoreTimeout as error:
         raise RendezvousConnectionError(
             f"{host}:{port} answers, but no agent of this release serves a rendezvous there: {error}"
