@@ -128,6 +128,7 @@ def _make_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         health_check_server=health,
         options=options,
+        preload=config.preload,
         standby=config.standby,
         zygote=zygote,
         signals=config.signals_to_handle,
