@@ -25,6 +25,9 @@ from __future__ import annotations
 class PhalanxError(Exception):
     """Root of all errors that Phalanx raises on purpose."""
 
+    is_incurable = False
+    """Whether a worker that fails with it would fail so again after a restart."""
+
 
 class CommError(PhalanxError, RuntimeError):
     """Something went wrong between ranks."""

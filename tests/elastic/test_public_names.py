@@ -19,11 +19,13 @@ def test_public_names():
         "Micro",
         "RegroupTimeout",
         "Regrouped",
+        "ResultLost",
         "RunOptions",
         "SaveError",
         "Saves",
         "StateTypeError",
         "Step",
+        "StepsLost",
         "WorkersDiffer",
     ]
     assert all(hasattr(phalanx.elastic, name) for name in phalanx.elastic.__all__)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from phalanx.elastic._codec import StateTypeError
 from phalanx.elastic._job import Job
+from phalanx.elastic._ledger import StepsLost
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
-from phalanx.elastic._roster import Ejected, RegroupTimeout
+from phalanx.elastic._roster import Ejected, RegroupTimeout, ResultLost
 from phalanx.elastic._saves import SaveError
 from phalanx.elastic._step import Micro, Step
 from phalanx.elastic._sync import BitsWarning, WorkersDiffer
@@ -19,10 +20,12 @@ __all__ = [
     "Micro",
     "RegroupTimeout",
     "Regrouped",
+    "ResultLost",
     "RunOptions",
     "SaveError",
     "Saves",
     "StateTypeError",
     "Step",
+    "StepsLost",
     "WorkersDiffer",
 ]

@@ -187,6 +187,9 @@ class Agent:
 
     def _judge_exit(self, member: CrewMember) -> None:
         member.is_judged = True
+        if self._heals and not member.has_succeeded and self._generation.journal.has_ended(member.id):
+            log.warning("worker %s was lost after its script had ended; nothing is missing", member.id)
+            member.has_done_its_part = True
         if self._has_left(member):
             self._roster.drop(member.id)
             self._crew.forget(member.id)
@@ -195,11 +198,19 @@ class Agent:
                 self._end_generation(verdict, (member.id,))
             else:
                 self._finish_if_done()
-        elif member.has_succeeded and self._crew.fetch_value(member):
-            self._results.values[member.place.rank] = member.value
+        elif self._take_success(member):
             self._finish_if_done()
         else:
             self._on_failure()
+
+    def _take_success(self, member: CrewMember) -> bool:
+        """Note that a worker has ended well, with its value; False when it has not."""
+        if not (member.has_succeeded and self._crew.fetch_value(member)):
+            return False
+        self._results.values[member.place.rank] = member.value
+        if self._heals:  # others may wait for the end of its script, of which it need not have told
+            self._generation.journal.say_ended(member.id)
+        return True
 
     def _has_left(self, member: CrewMember) -> bool:
         """Whether its end was agreed: it was asked to go, or said that it would."""
@@ -266,8 +277,11 @@ class Agent:
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
+            member = self._crew.members[worker_id]
             if successor:
-                self._observer.worker_replaced(self._crew.members[worker_id], successor)
+                self._observer.worker_replaced(member, successor)
+            elif not member.is_judged:  # it ended well in the same moment
+                self._take_success(member)
             self._crew.forget(worker_id)
         if self._roster.ids:
             self._join()
@@ -370,6 +384,9 @@ class Agent:
         self._join()
 
     def _resize(self, size: int) -> None:
+        if self._generation.journal.is_finishing():
+            log.warning("all steps are done: this node keeps its %d workers", self._roster.size)
+            return
         log.warning("this node is asked to run %d workers instead of %d", size, self._roster.size)
         if not self._heals:
             self._size = size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx import membership
 
-STRAY_NAMES = ("PHALANX_STACKS_FILE", "PHALANX_PAYLOAD_FD", "PHALANX_RESULT_FD")
+STRAY_NAMES = ("PHALANX_STACKS_FILE", "PHALANX_PAYLOAD_FD", "PHALANX_RESULT_FD", membership.ENV_EXIT_CODE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,7 @@ class Generation:
             min_nodes=spec.min_nodes,
             survivors=survivors,
             is_under_way=self.number > 0,
+            is_finishing=on_failure == "heal" and self.journal.is_finishing(),
         )
 
     def end(self, verdict: Verdict, lost: tuple[str, ...] = (), also: int = -1) -> Verdict:

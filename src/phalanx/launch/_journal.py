@@ -12,7 +12,17 @@ from typing import Any
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
-from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
+from phalanx.membership import (
+    FINISHING,
+    SETBACKS,
+    VERSION,
+    RecordError,
+    Setbacks,
+    ended_key,
+    leaving_key,
+    progress_key,
+    wish_key,
+)
 
 MAX_TEXT = 100_000
 MAX_LINE = 2_000
@@ -74,6 +84,22 @@ class Journal:
 
     def is_leaving(self, generation: int, worker_id: str) -> bool:
         return self._store.get(leaving_key(generation, worker_id)) is not None
+
+    def say_ended(self, worker_id: str) -> None:
+        """A worker's process has ended well; it may not have had the time to say so."""
+        self._store.set(ended_key(worker_id), b"1")
+
+    def has_ended(self, worker_id: str) -> bool:
+        """Whether a worker's script had ended well, whatever became of its process afterwards."""
+        return self._store.get(ended_key(worker_id)) is not None
+
+    def is_finishing(self) -> bool:
+        """Whether the workers have done all steps and only run what follows them."""
+        return bool(self._store.get(FINISHING))
+
+    def setbacks(self) -> Setbacks:
+        data = self._store.get(SETBACKS)
+        return Setbacks() if data is None else Setbacks.from_json(data)
 
     def request_stacks(self, generation: int, reason: str) -> None:
         """Ask every agent to write its workers' stacks to the logs."""

@@ -49,6 +49,8 @@ class Situation:
     """Workers of this node that are still running."""
     is_under_way: bool = False
     """Whether this is not the first generation: then workers have started well before."""
+    is_finishing: bool = False
+    """Whether all steps are done: what a script does after them every worker does itself, so none may be missing."""
 
 
 def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
@@ -58,7 +60,7 @@ def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
     'fail'
     """
-    if is_incurable and now.heals and now.is_under_way and now.survivors:
+    if is_incurable and now.heals and now.is_under_way and now.survivors and not now.is_finishing:
         return Verdict(
             action=Action.SHRINK,
             restarts=now.restarts,
@@ -71,13 +73,15 @@ def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
     if now.restarts < now.max_restarts:
         action = Action.HEAL if now.heals else Action.RESTART
         return Verdict(action=action, restarts=now.restarts + 1, reason=reason)
-    if now.heals and _can_go_on(now):
+    if now.heals and _can_go_on(now) and not now.is_finishing:
         return Verdict(
             action=Action.SHRINK,
             restarts=now.restarts,
             reason=f"{reason}; no restarts left, going on with fewer",
         )
     used = f"all {now.max_restarts} restarts are used" if now.max_restarts else "no restarts are allowed"
+    if now.is_finishing:
+        used += ", and what its script does after the last step may be missing"
     return Verdict(action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; {used}")
 
 

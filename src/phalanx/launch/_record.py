@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx.errors import PhalanxError
+
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _P = ParamSpec("_P")
@@ -56,6 +58,7 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> Non
         _copy_root_cause(error, path)
         return
     is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
+    is_incurable = is_incurable or (isinstance(error, PhalanxError) and error.is_incurable)
     write_error_file(
         path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
     )

@@ -12,6 +12,7 @@ import sys
 import traceback
 from types import ModuleType, TracebackType
 
+from phalanx import membership
 from phalanx.launch._record import record_exception
 
 
@@ -89,6 +90,7 @@ def main() -> None:
         args = args[1:]
     prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""))
     code = run_script(args[0], tuple(args[1:]), is_module=is_module)
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     sys.exit(code)
 
 
