@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 
-from phalanx.errors import StoreLost
+from phalanx.errors import StoreError, StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
@@ -50,6 +50,8 @@ from phalanx.membership import Broken
 
 log = logging.getLogger(__name__)
 
+FOR_OTHERS = 3600.0
+"""Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
 REQUEST_INTERVAL = 0.5
 """Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
@@ -175,7 +177,12 @@ class Agent:
     def _on_join_failed(self, error: BaseException) -> None:
         self._is_joining = False
         if isinstance(error, RendezvousClosedError) and self.current is not None:
-            self._on_closed(str(error))
+            if error.outcome == "succeeded":  # a later generation has done it, without this node
+                log.warning("%s; this node was not needed for it any more", error)
+                self._stop_all()
+                self._finish(RunResult(WorkerState.STOPPED))
+            else:
+                self._on_closed(str(error))
             return
         self.state = WorkerState.UNKNOWN
         raise error
@@ -300,7 +307,7 @@ class Agent:
         unheard = self._crew.failures_before(told_at)
         self._stop_all()
         result = self._results.failed(self._generation, reason, unheard)
-        self._handler.set_closed()
+        self._handler.close_as("failed", reason)
         self._finish(result)
 
     def _on_closed(self, reason: str) -> None:
@@ -310,8 +317,9 @@ class Agent:
         elif self.is_in_exit_barrier:
             self._finish(self._results.succeeded())
         else:
+            log.error("the rendezvous was closed while workers ran (%s); they are stopped", reason)
             self._stop_all()
-            self._finish(RunResult(WorkerState.STOPPED))
+            self._finish(self._results.closed(self._generation, reason))
 
     def _on_lost(self, reason: str) -> None:
         """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
@@ -339,14 +347,26 @@ class Agent:
             self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
 
     def _on_all_done(self, event: AllDone) -> None:
+        if event.is_late and self._generation.is_serving:
+            log.warning("this node serves a store that others need, and stays until they are done")
+            self._sources.wait_all_done(self._generation.info, FOR_OTHERS)
+            return
         if event.error:
             log.warning("not all nodes said that they are done: %s", event.error)
+            self._leave_early()
         else:
             try:
-                self._handler.set_closed()
+                self._handler.close_as("succeeded", "all workers have succeeded")
             except RendezvousConnectionError:
                 pass  # the node that served the store has read that all are done, and gone
         self._finish(self._results.succeeded())
+
+    def _leave_early(self) -> None:
+        """Tell the nodes that are still at work not to count on this one."""
+        try:
+            self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "left")
+        except StoreError:
+            pass  # it is gone, and with it what the others could be told
 
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()

@@ -5,6 +5,7 @@ Owns the way from a ``LaunchConfig`` to a running agent and from its result to v
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousHandler,
     RendezvousParameters,
 )
+
+log = logging.getLogger(__name__)
 
 
 class elastic_launch:
@@ -72,7 +75,8 @@ def launch_agent(
         handler = _make_handler(config)
         agent = _make_agent(config, plan, handler, health_check_server, zygote)
         result = agent.run()
-    except RendezvousGracefulExitError:
+    except RendezvousGracefulExitError as reason:
+        log.warning("%s; this node computes nothing", reason)
         return {}
     finally:
         if handler is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
+from phalanx.launch.rendezvous._records import stage_key
 from phalanx.membership import (
     FINISHING,
     SETBACKS,
@@ -75,12 +76,17 @@ class Journal:
         return found
 
     def say_done(self, generation: int, node_rank: int, stage: str) -> None:
-        self._store.set(f"agents/{stage}/{generation}/{node_rank}", _dump({}))
+        self._store.set(stage_key(stage, generation, node_rank), _dump({}))
 
     def wait_done(self, generation: int, num_nodes: int, stage: str, timeout: float) -> None:
         """Block until every node has said so. ``StoreTimeout`` or ``StoreLost`` when that does not happen."""
-        keys = [f"agents/{stage}/{generation}/{node_rank}" for node_rank in range(num_nodes)]
+        keys = [stage_key(stage, generation, node_rank) for node_rank in range(num_nodes)]
         self._store.wait(keys, timeout)
+
+    def num_left(self, generation: int, num_nodes: int) -> int:
+        """How many nodes of a generation are done and did not wait for the others."""
+        keys = [stage_key("left", generation, node_rank) for node_rank in range(num_nodes)]
+        return sum(value is not None for value in self._store.get_many(keys))
 
     def is_leaving(self, generation: int, worker_id: str) -> bool:
         return self._store.get(leaving_key(generation, worker_id)) is not None

@@ -49,6 +49,8 @@ class Situation:
     """Workers of this node that are still running."""
     is_under_way: bool = False
     """Whether this is not the first generation: then workers have started well before."""
+    num_left: int = 0
+    """Nodes whose workers have all succeeded, and that have left since: no later generation can have them."""
     is_finishing: bool = False
     """Whether all steps are done: what a script does after them every worker does itself, so none may be missing."""
 
@@ -69,6 +71,14 @@ def on_failure(now: Situation, *, reason: str, is_incurable: bool) -> Verdict:
     if is_incurable:
         return Verdict(
             action=Action.FAIL, restarts=now.restarts, reason=f"{reason}; a restart cannot cure that"
+        )
+    if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
+        nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
+        return Verdict(
+            action=Action.FAIL,
+            restarts=now.restarts,
+            reason=f"{reason}; {nodes} finished and left, and without them there are fewer than the "
+            f"{now.min_nodes} that a restart needs",
         )
     if now.restarts < now.max_restarts:
         action = Action.HEAL if now.heals else Action.RESTART
@@ -98,4 +108,4 @@ def on_membership_change(now: Situation, *, reason: str) -> Verdict:
 
 
 def _can_go_on(now: Situation) -> bool:
-    return now.survivors > 0 or now.num_nodes - 1 >= now.min_nodes
+    return now.survivors > 0 or now.num_nodes - now.num_left - 1 >= now.min_nodes
