@@ -46,7 +46,7 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousConnectionError,
     RendezvousInfo,
 )
-from phalanx.membership import Broken
+from phalanx.membership import Broken, Setbacks
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
+        self._setbacks = Setbacks()
         self._hang = HangWatch(crew, options.hang_timeout)
         self._result: RunResult | None = None
 
@@ -370,6 +371,11 @@ class Agent:
 
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
+        try:
+            self._count_setbacks(self._generation.journal.setbacks())
+        except StoreError:
+            pass  # it went with the node that served it: what was heard of before counts
+        result.num_setbacks = self._setbacks.count
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -386,6 +392,7 @@ class Agent:
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
             self._hang.answer(self._generation, request.stacks)
+        self._count_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -393,6 +400,12 @@ class Agent:
             self._wish = request.wish
             if request.wish != self._roster.size:
                 self._resize(request.wish)
+
+    def _count_setbacks(self, setbacks: Setbacks) -> None:
+        """Workers that were all new have begun with an earlier step than the job had reached."""
+        if setbacks.count > self._setbacks.count:
+            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
+            self._setbacks = setbacks
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation while the workers go on with this one until their next step boundary."""

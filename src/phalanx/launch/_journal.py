@@ -104,17 +104,18 @@ class Journal:
         return bool(self._store.get(FINISHING))
 
     def setbacks(self) -> Setbacks:
-        data = self._store.get(SETBACKS)
-        return Setbacks() if data is None else Setbacks.from_json(data)
+        return _parse_setbacks(self._store.get(SETBACKS))
 
     def request_stacks(self, generation: int, reason: str) -> None:
         """Ask every agent to write its workers' stacks to the logs."""
         self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
 
-    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str]:
-        """The wished number of workers here, and why stacks are asked for ("": they are not)."""
-        wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
-        return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
+        """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
+        back to an earlier step."""
+        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), _stacks_key(generation), SETBACKS])
+        reason = str(_load(stacks, "stacks")["reason"]) if stacks else ""
+        return parse_wish(wish), reason, _parse_setbacks(setbacks)
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))
@@ -141,6 +142,14 @@ def parse_wish(data: bytes | None) -> int | None:
     except ValueError:
         return None
     return count if count >= 1 else None
+
+
+def _parse_setbacks(data: bytes | None) -> Setbacks:
+    """What workers have counted; a count that makes no sense is as good as none."""
+    try:
+        return Setbacks() if data is None else Setbacks.from_json(data)
+    except RecordError:
+        return Setbacks()
 
 
 def _verdict_key(generation: int) -> str:

@@ -17,6 +17,7 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
+from phalanx.membership import Setbacks
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Requested:
     generation: int
     wish: int | None
     stacks: str
+    setbacks: Setbacks
     progress: dict[str, bytes | None]
 
 
