@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,16 +83,28 @@ class Launcher:
         self.agents: list[AgentProcess] = []
         self._nursery = nursery
 
-    def run(self, *words: object, cold: bool = False, **env: str) -> AgentProcess:
-        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``."""
-        return self._start("phalanx", True, ["run", *_resolved(words)], cold=cold, **env)
+    def run(
+        self, *words: object, cold: bool = False, options: Sequence[str] = (), **env: str
+    ) -> AgentProcess:
+        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``.
+
+        ``options`` are those of a cold agent's interpreter.
+        """
+        return self._start("phalanx", True, ["run", *_resolved(words)], cold=cold, options=options, **env)
 
     def script(self, name: str, *words: object) -> AgentProcess:
         """A script of ``workers`` that is an agent itself."""
-        return self._start(str(WORKERS / name), False, _resolved(words), cold=False)
+        return self._start(str(WORKERS / name), False, _resolved(words))
 
     def _start(
-        self, target: str, is_module: bool, args: list[str], *, cold: bool, **env: str
+        self,
+        target: str,
+        is_module: bool,
+        args: list[str],
+        *,
+        cold: bool = False,
+        options: Sequence[str] = (),
+        **env: str,
     ) -> AgentProcess:
         log = self.directory / f"agent{len(self.agents)}.log"
         process = self._nursery.zygote.park()
@@ -110,7 +122,7 @@ class Launcher:
             "stacks": "",
         }
         if cold:
-            order |= {"kind": "exec", "command": [sys.executable, "-m", target, *args]}
+            order |= {"kind": "exec", "command": [sys.executable, *options, "-m", target, *args]}
         fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         copy = os.dup(fd)
         process.order(order, {"stdout": fd, "stderr": copy})

@@ -12,7 +12,7 @@ import time
 from phalanx import membership
 from phalanx.comm.stores import Store
 from phalanx.elastic._keys import Keys
-from phalanx.errors import PhalanxError, StoreError
+from phalanx.errors import JobStopped, StoreError
 
 SHARE = 0.02
 """At most this share of the time goes into writing."""
@@ -20,10 +20,8 @@ EVERY = 0.25
 """Seconds between two writes, at least."""
 
 
-class StepsLost(PhalanxError):
+class StepsLost(JobStopped):
     """All workers were lost, and there is no save to go on from."""
-
-    is_incurable = True
 
 
 class Ledger:

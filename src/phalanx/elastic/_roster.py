@@ -15,7 +15,7 @@ from phalanx.elastic._keys import Keys
 from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._watcher import Signals
-from phalanx.errors import CommError, PhalanxError
+from phalanx.errors import CommError, JobStopped, PhalanxError
 
 if TYPE_CHECKING:
     from phalanx.elastic._keeper import Encoded, Keeper, TakenOver
@@ -40,10 +40,8 @@ class NothingLeft(PhalanxError):
     """All steps are done, and every rank has a worker that runs what follows them, or has run it."""
 
 
-class ResultLost(PhalanxError):
+class ResultLost(JobStopped):
     """A worker was lost after the last step, and nobody can do what its script does after it."""
-
-    is_incurable = True
 
 
 class ToldToLeave(PhalanxError):

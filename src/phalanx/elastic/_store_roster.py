@@ -74,6 +74,7 @@ class StoreRoster:
             timeout=timeout,
             comm_timeout=comm_timeout,
         )
+        self._store.set(membership.regroups_key(worker_id), b"1")
         self._watcher: Watcher | None = None
         self._keeper: Keeper | None = None
         self._has_noted = False
@@ -233,6 +234,10 @@ class StoreRoster:
     # -- the store --------------------------------------------------------------------------------------------
 
     def _declare(self, generation: int, mine: Ready) -> None:
+        if (
+            mine.is_veteran
+        ):  # what it has committed since its last report counts as progress, should workers die again
+            report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
         self._store.add(self.keys.num_ready(generation))
 

@@ -67,7 +67,7 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run this node's part of a job; return values of its workers by global rank. ``config`` stays as it is."""
     config = config.resolved()
-    plan = Plan(entrypoint=entrypoint, args=tuple(args), method=config.start_method)
+    plan = Plan.choose(entrypoint, tuple(args), config.start_method)
     plan.check()
     zygote = zygote or make_zygote(plan, config.preload, config.nproc_per_node)
     handler: RendezvousHandler | None = None
@@ -83,8 +83,8 @@ def launch_agent(
             handler.shutdown()
         zygote.close()
     if result.is_failed():
-        error = ChildFailedError(_get_entrypoint_name(entrypoint, list(args)), result.failures)
-        raise error from error.get_first_failure()[1].exception
+        failed = ChildFailedError(_get_entrypoint_name(entrypoint, list(args)), result.failures)
+        raise failed from failed.get_first_failure()[1].exception
     return result.return_values
 
 
@@ -119,6 +119,7 @@ def _make_agent(
         on_failure=config.on_failure,
         shutdown_timeout=config.shutdown_timeout,
         hang_timeout=config.hang_timeout,
+        start_timeout=config.start_timeout,
     )
     return LocalElasticAgent(
         spec,
