@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from phalanx import membership
 from phalanx.launch import _linux
 from phalanx.launch._fresh import (
     forget_caller,
@@ -149,6 +150,7 @@ def prepare_python(stacks: str, scratch: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End like an interpreter would: exit functions and threads first, then flush; but never hang on them twice."""
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     try:
         import threading
 

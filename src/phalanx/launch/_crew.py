@@ -53,6 +53,8 @@ class CrewMember:
     is_judged: bool = False
     """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
+    has_done_its_part: bool = False
+    """Whether its script had ended well before the process was ended otherwise."""
     is_killed: bool = False
     """Whether it was killed here because it did not stop."""
     note: str = ""
@@ -71,7 +73,8 @@ class CrewMember:
 
     @property
     def has_succeeded(self) -> bool:
-        return self.process.exit_code == 0 and not self.problem
+        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
+        return is_well and not self.problem
 
     @property
     def wants_successor(self) -> bool:
