@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from phalanx import membership
 from phalanx.launch import _linux
 from phalanx.launch._fresh import (
     forget_caller,
@@ -40,11 +41,13 @@ EXIT_CANNOT_START = 127
 def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
     """Wait for the order and carry it out; without one (the agent is gone) just end."""
     received = receive_message(orders)
-    orders.close()
-    if received is None:
+    if received is None or not _linux.die_with_peer(orders):
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
+    fd_of["agent"] = (
+        orders.detach()
+    )  # stays open: its other end is closed when the agent ends, however it does
     code = 1
     try:
         become_worker(order, fd_of)
@@ -84,6 +87,7 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
         if name in fd_of:
             os.set_inheritable(fd_of[name], True)
             os.environ[f"PHALANX_{name.upper()}_FD"] = str(fd_of[name])
+    os.set_inheritable(fd_of["agent"], True)
     command = order["command"]
     try:
         os.execvp(command[0], command)
@@ -146,6 +150,7 @@ def prepare_python(stacks: str, scratch: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End like an interpreter would: exit functions and threads first, then flush; but never hang on them twice."""
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     try:
         import threading
 

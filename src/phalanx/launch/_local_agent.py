@@ -23,6 +23,7 @@ from phalanx.launch._processes import Zygote
 from phalanx.launch._signals import choose_signals, handled
 from phalanx.launch._sources import Exited, Signalled, Sources
 from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.launch._zygotes import Zygotes
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,12 @@ class LocalElasticAgent:
             standby=standby,
             cpus_of=_binding(spec),
         )
-        self._crew = Crew(self._zygote, crew_options, lambda member: self._sources.post(Exited(member)))
+        zygotes = Zygotes(
+            self._zygote,
+            successor_maker(self._plan, tuple(preload), spec.local_world_size),
+            is_warm=self._plan.is_warm,
+        )
+        self._crew = Crew(zygotes, crew_options, lambda member: self._sources.post(Exited(member)))
         options = options or AgentOptions(
             shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
         )
@@ -187,6 +193,13 @@ def make_zygote(plan: Plan, preload: tuple[str, ...], local_size: int) -> Zygote
     if plan.is_warm:
         return Zygote.execute((*WARM_IMPORTS, *preload), env)
     return Zygote.execute((), env)
+
+
+def successor_maker(plan: Plan, preload: tuple[str, ...], local_size: int) -> Callable[[bool], Zygote] | None:
+    """How to start another zygote, warm or not, in place of one that was killed; None when there can be none."""
+    if plan.is_function and plan.method == "fork":
+        return None
+    return lambda is_warm: make_zygote(plan if is_warm else plan.cold(), preload, local_size)
 
 
 def _binding(spec: WorkerSpec) -> Callable[[int, int], Sequence[int]]:

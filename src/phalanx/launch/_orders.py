@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch._call import write_payload
@@ -57,6 +57,10 @@ class Plan:
         if isinstance(self.entrypoint, Script):
             return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
         return self.is_function and self.method != "spawn"
+
+    def cold(self) -> Plan:
+        """The same in fresh interpreters: for processes that were forked before anything was imported."""
+        return replace(self, method="spawn" if self.is_function else "exec") if self.is_warm else self
 
     def order(
         self, env: Mapping[str, str], local_rank: int, stacks: str, scratch: str = ""
