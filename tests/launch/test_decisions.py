@@ -70,6 +70,12 @@ def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
     assert _policy.on_failure(now, reason="x", is_incurable=True).action is Action.SHRINK
 
 
+@given(situations, st.booleans())
+def test_a_worker_that_stops_the_job_ends_it_whoever_survives(now, is_incurable):
+    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable, ends_job=True)
+    assert (verdict.action, verdict.restarts) == (Action.FAIL, now.restarts)
+
+
 class Started:
     def __init__(self, *, runs: bool, fails: bool = False) -> None:
         self.is_running = runs

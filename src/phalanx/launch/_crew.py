@@ -53,6 +53,8 @@ class CrewMember:
     is_judged: bool = False
     """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
+    has_done_its_part: bool = False
+    """Whether its script had ended well before the process was ended otherwise."""
     is_killed: bool = False
     """Whether it was killed here because it did not stop."""
     note: str = ""
@@ -71,7 +73,8 @@ class CrewMember:
 
     @property
     def has_succeeded(self) -> bool:
-        return self.process.exit_code == 0 and not self.problem
+        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
+        return is_well and not self.problem
 
     @property
     def wants_successor(self) -> bool:
@@ -106,6 +109,7 @@ class Crew:
         """Each with whether it is warm."""
         self._changed = threading.Condition()
         self._hurry = threading.Event()
+        self._scratch = ""
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -115,8 +119,9 @@ class Crew:
         while len(self._parked) < count + self._options.standby:
             self._parked.append(self._zygotes.park())
 
-    def open(self) -> None:
-        """Start listening. From now on this process has threads."""
+    def open(self, scratch: str = "") -> None:
+        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave."""
+        self._scratch = scratch
         self._zygotes.start(self._on_exit)
         self._pump.start()
 
@@ -146,7 +151,7 @@ class Crew:
             with suppress(FileNotFoundError):
                 os.unlink(error_file)
         plan = self._options.plan if is_warm else self._options.plan.cold()
-        order, fds = plan.order(env, rank, stacks)
+        order, fds = plan.order(env, rank, stacks, self._scratch)
         order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
         prefix = self._prefix(place, job)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)

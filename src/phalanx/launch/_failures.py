@@ -51,6 +51,8 @@ class ProcessFailure:
     generation: int = 0
     stderr_tail: tuple[str, ...] = ()
     is_incurable: bool = False
+    ends_job: bool = False
+    """Whether the worker stopped the whole job on purpose: the survivors would come to the same point."""
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
@@ -69,6 +71,7 @@ class ProcessFailure:
             traceback=stack,
             timestamp=seconds or ended_at,
             is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
+            ends_job=bool(data.get("phalanx", {}).get("ends_job")),
             **fields,
         )
         if not failure.message:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.launch._agent import Agent
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._environment import thread_defaults
+from phalanx.launch._folders import OwnedFolder, RunningJob, open_agent_folder, register_job, sweep
 from phalanx.launch._health import HealthCheckServer, health_server_from
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.launch._observer import Observer
@@ -90,9 +90,11 @@ class LocalElasticAgent:
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; the values or failures of this node's workers. Once per agent."""
         result: RunResult | None = None
+        folder: OwnedFolder | None = None
         try:
             with handled(self._signals, self._on_signal):
-                self._crew.open()
+                folder = self._open_folder()
+                self._crew.open(folder.path if folder else "")
                 self._start_health_check()
                 result = self._agent.run()
                 return result
@@ -102,8 +104,25 @@ class LocalElasticAgent:
             self._crew.close()
             self._agent.observe_last_exits()
             self._observer.close()
-            if result is None or not result.is_failed():
-                self._remove_temporary_logs()
+            if isinstance(self._logs_specs, DefaultLogsSpecs):
+                self._logs_specs.close(keep=result is not None and result.is_failed())
+            if folder is not None:
+                folder.remove()
+
+    def _open_folder(self) -> OwnedFolder | None:
+        """This agent's own folder, with the job's name in it; also removes those of agents that were killed."""
+        handler = self._agent.spec.rdzv_handler
+        job = RunningJob(
+            run_id=handler.get_run_id(), store_url=handler.store_url, secret_file=handler.secret_file
+        )
+        try:
+            sweep()
+            folder = open_agent_folder()
+            register_job(folder, job)
+        except OSError as error:  # a full disk: workers then make folders of their own where they can
+            log.warning("no folder for this agent, so that phalanx scale must be told of the job: %s", error)
+            return None
+        return folder
 
     def _start_health_check(self) -> None:
         if self._health is None:
@@ -119,10 +138,6 @@ class LocalElasticAgent:
         if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
             return None
         return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
-
-    def _remove_temporary_logs(self) -> None:
-        if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
-            shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """A snapshot of the workers and their state."""
