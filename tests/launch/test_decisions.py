@@ -175,15 +175,15 @@ def test_progress_keeps_a_worker_out_of_suspicion():
 
 
 def test_a_worker_that_starts_has_a_limit_of_its_own():
-    """Imports, and whatever precedes the second step that it reports."""
+    """Imports, and whatever precedes the first step that it computes."""
     hang = HangDetector(10, start_timeout=100)
     hang.observe({"old": b'{"step":4}', "new": None}, now=0)
     hang.observe({"old": b'{"step":5}', "new": None}, now=1)
     assert hang.hanging(now=12) == ["old"]
-    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"waits":1}'}, now=50)
+    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"count":0}'}, now=50)
     hang.observe(
-        {"old": b'{"step":6}', "new": b'{"step":6}'}, now=51
-    )  # it has the state, and its first step to make
+        {"old": b'{"step":6}', "new": b'{"step":6,"count":0}'}, now=51
+    )  # has the state, has its first to make
     assert hang.hanging(now=70) == ["old"]
     assert hang.hanging(now=152) == ["old", "new"]
     hang.observe({"old": b'{"step":7}', "new": b'{"step":7}'}, now=160)
