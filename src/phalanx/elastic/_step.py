@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_faults import check_fused
 from phalanx.elastic._layout import SCALARS, Flat
 from phalanx.elastic._loading import Ticket
 from phalanx.elastic._partials import Partials
@@ -207,6 +208,7 @@ class Step:
             job.scaler.unscale_(job.optimizer)
         if max_grad_norm is not None:
             self.grad_norm = float(torch.nn.utils.clip_grad_norm_(job.params, max_grad_norm))
+        check_fused(job.optimizer, "Job")  # again: a loaded state may have brought other options
         if job.scaler is not None:
             job.scaler.step(job.optimizer)
             job.scaler.update()
