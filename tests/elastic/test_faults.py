@@ -49,6 +49,19 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
     assert cluster.digests() == {undisturbed}
 
 
+def test_who_misses_the_end_of_a_step_that_others_have_applied_takes_it_over(start, undisturbed):
+    cluster = start(3)
+    cluster.wait_step(10)
+    _, second, third = cluster.pids()
+    for what, worker in (("miss", second), ("die", third)):
+        (cluster.directory / f"{what}-{worker}").write_text(str(HOLD + 2))
+    cluster.release()
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+    received = [(e["worker"], e["step"]) for e in cluster.events("received") if e["step"] == HOLD + 3]
+    assert (second, HOLD + 3) in received
+
+
 @pytest.mark.parametrize(
     "kind", ["raise", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("segv", "exit"))]
 )
@@ -90,7 +103,7 @@ def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
     cluster.release()
     cluster.finish()
     assert cluster.digests() == {undisturbed}
-    assert "no progress" in cluster.text()
+    assert "it is stopped (by SIGSTOP" in cluster.text()
 
 
 def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):

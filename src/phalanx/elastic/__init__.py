@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from phalanx.elastic._codec import StateTypeError
+from phalanx.elastic._guard import Guard, NonFinite
 from phalanx.elastic._job import Job
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
+from phalanx.elastic._outcome import Outcome
 from phalanx.elastic._roster import Ejected, RegroupTimeout
 from phalanx.elastic._saves import SaveError
 from phalanx.elastic._step import Micro, Step
@@ -15,8 +17,11 @@ __all__ = [
     "Callbacks",
     "DataOptions",
     "Ejected",
+    "Guard",
     "Job",
     "Micro",
+    "NonFinite",
+    "Outcome",
     "RegroupTimeout",
     "Regrouped",
     "RunOptions",

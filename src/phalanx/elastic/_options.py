@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.comm import Group
+from phalanx.data._source import check_shuffle
+from phalanx.data._wrapped_orders import OrderLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,11 @@ class DataOptions:
 
     ``parts`` cuts each slot's batch into that many micro-batches (gradient accumulation inside a slot).
     ``num_workers`` loader processes read ahead; the samples' bits do not depend on it.
+    ``shuffle="block"`` keeps reads local in blocks of ``block_size``; ``order`` brings any other order (indices, a
+    sampler, an ``Order`` of ``phalanx.data``), which then decides alone.
+
+    >>> DataOptions(shuffle="block", block_size=4096).block_size
+    4096
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -23,10 +30,13 @@ class DataOptions:
     shuffle: bool | Literal["block"] = True
     tail: Literal["uneven", "drop"] = "uneven"
     parts: int = 1
+    order: OrderLike | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"parts is {self.parts}; expected at least 1")
+        check_shuffle(self.shuffle, self.order, self.block_size)
         if self.tail not in ("uneven", "drop"):
             raise ValueError(
                 f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples"

@@ -19,7 +19,7 @@ from phalanx.elastic._exchange import Exchange
 from phalanx.elastic._layout import SCALARS
 from phalanx.elastic._leave import LeaveRequest
 from phalanx.elastic._options import Regrouped
-from phalanx.elastic._roster import JobOver, Roster, ToldToLeave
+from phalanx.elastic._roster import EvaluationKnown, JobOver, Roster, ToldToLeave
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._sync import bring_level, fingerprint
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
@@ -71,12 +71,16 @@ class Team:
             raise self.roster.signals.broken
 
     def wishes(self) -> Tensor:
-        """This worker's part of the numbers that ride along: whether it wants to regroup, whether it leaves."""
+        """This worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes again."""
         leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
         if leaves and self.leave.announced_in != self.seat.generation:
             self.roster.announce_leaving(self.seat)
             self.leave.announced_in = self.seat.generation
-        values = {"wish": float(self.roster.signals.wish or leaves), "leaving": float(leaves)}
+        values = {
+            "wish": float(self.roster.signals.wish or leaves),
+            "leaving": float(leaves),
+            "again": float(self._job.guarding.is_again),
+        }
         return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
 
     # -- when it changes --------------------------------------------------------------------------------------
@@ -87,7 +91,14 @@ class Team:
     def recover(self, cause: CommError) -> None:
         """The group is gone: take a seat in a later generation."""
         self._job.events.emit("lost", generation=self.seat.generation, step=self._job.step, reason=str(cause))
-        self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
+        while True:
+            try:
+                self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
+                return
+            except EvaluationKnown as known:
+                if self.is_evaluating:
+                    raise
+                self._job.count_evaluation(known.result)  # it was on its way to that evaluation
 
     def cross_boundary(self, step: Step) -> None:
         """Between two steps: leave or regroup if the reduction said that someone wants it."""
@@ -134,7 +145,7 @@ class Team:
         return Ready(
             step=self._job.step,
             evaluations=self._job.num_evaluations,
-            evaluating=self.is_evaluating,
+            evaluating=self.is_evaluating or self._job.boundary.is_evaluating,
             peers=self.seat.workers,
         )
 
