@@ -40,6 +40,8 @@ situations = st.builds(
     min_nodes=st.integers(1, 4),
     survivors=st.integers(0, 4),
     is_under_way=st.booleans(),
+    num_left=st.integers(0, 1),
+    is_finishing=st.booleans(),
     can_regroup=st.booleans(),
     streak=st.builds(Streak, errors=st.integers(0, 5), step=st.integers(-1, 1)),
 )
@@ -58,6 +60,7 @@ def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
         assert verdict.action in (Action.RESTART, Action.FAIL)
     if verdict.action is Action.SHRINK:
         assert now.survivors or now.num_nodes - 1 >= now.min_nodes
+        assert not now.is_finishing, "what the lost one does after the last step would be missing"
         assert now.can_regroup
     if verdict.action is not Action.FAIL:
         assert verdict.starts_anew is not now.keeps_survivors
