@@ -18,7 +18,7 @@ import socket
 import time
 
 from phalanx.errors import StoreLost
-from phalanx.launch import _policy
+from phalanx.launch import _linux, _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
 from phalanx.launch._generation import Generation
@@ -35,6 +35,7 @@ from phalanx.launch._sources import (
     Exited,
     Formed,
     JoinFailed,
+    Parted,
     Requested,
     Signalled,
     Sources,
@@ -129,6 +130,8 @@ class Agent:
             self._on_end(event.end)
         elif isinstance(event, Requested):
             self._on_request(event)
+        elif isinstance(event, Parted):
+            self._on_parted(event)
         elif isinstance(event, AllDone):
             self._on_all_done(event)
 
@@ -263,7 +266,25 @@ class Agent:
             self._roster.renew(self._size)
             self._join()
 
+    def _on_parted(self, event: Parted) -> None:
+        """Workers lost contact, and nobody died of it: whoever is to blame is replaced, the others regroup."""
+        if not self._heals:
+            return  # they cannot regroup: what they raise ends them, and that is dealt with
+        stopped = [m.id for m in self._crew.running if _linux.process_state(m.process.pid) in ("T", "t")]
+        judgement = self._generation.judge_lost_contact(event.words, stopped)
+        here = any(worker_id in self._roster.ids for worker_id in judgement.replace)
+        verdict = _policy.on_lost_contact(self._situation(), judgement, here)
+        self._end_generation(verdict, verdict.replace)
+
+    def _kill_the_replaced(self, verdict: Verdict) -> None:
+        for member in [m for m in self._crew.running if m.id in verdict.replace]:
+            log.error("worker %s (rank %d) is killed: %s", member.id, member.place.rank, verdict.reason)
+            member.is_judged, member.note = True, verdict.reason
+            if self._crew.kill(member):
+                self._results.add_failure(self._crew.failure_of(member), self._generation)
+
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
+        self._kill_the_replaced(verdict)
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
             if successor:

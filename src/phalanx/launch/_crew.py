@@ -283,6 +283,12 @@ class Crew:
         """Stop all workers: the signal to their process groups, after ``patience`` seconds SIGKILL."""
         self._stop(self.running, signum, patience)
 
+    def kill(self, member: CrewMember) -> bool:
+        """End one worker at once; False when the kernel does not let it die."""
+        member.is_killed = True
+        member.process.send_signal(signal.SIGKILL)
+        return self._wait([member], KILL_PATIENCE, can_hurry=False)
+
     def _stop(self, members: Sequence[CrewMember], signum: int, patience: float) -> None:
         for member in members:
             member.process.send_signal(signum)

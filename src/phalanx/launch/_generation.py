@@ -7,14 +7,16 @@ generation is ended: first the verdict, so that all agents will do the same, the
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 
 from phalanx.comm import stores
+from phalanx.launch._contact import Judgement, judge
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._journal import Journal
 from phalanx.launch._policy import Situation, Verdict
 from phalanx.launch._spec import WorkerSpec
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
-from phalanx.membership import Broken
+from phalanx.membership import Broken, LostContact
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Generation:
         self.number = info.generation
         self.journal = Journal(info.store)
         self.restarts = self.journal.restarts_before(info.generation)
+        self.worker_ids = tuple(worker_id for node in info.nodes for worker_id in node.worker_ids)
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
@@ -98,13 +101,19 @@ class Generation:
             is_under_way=self.number > 0,
         )
 
+    def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
+        """Whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
+        before = self.journal.verdict(self.number - 1) if self.number > 0 else None
+        row = None if before is None else before.lost_contact
+        return judge(words, self.worker_ids, before=row, stopped=stopped)
+
     def end(self, verdict: Verdict, lost: tuple[str, ...] = (), also: int = -1) -> Verdict:
         """Propose a verdict and tell everybody that the generation is over; the standing verdict is returned.
 
         ``also`` is the generation before, when workers may still be on their way out of it.
         """
         verdict = self.journal.decide(self.number, verdict)
-        broken = Broken(reason=verdict.reason, workers=lost)
+        broken = Broken(reason=verdict.reason, workers=lost, at_once=verdict.lost_contact is not None)
         self._handler.break_generation(self.number, broken)
         if also >= 0:
             self._handler.break_generation(also, broken)

@@ -7,12 +7,27 @@ written by compare-and-set, so two agents that see two deaths at once cannot cou
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.comm.stores._interface import Store
+from phalanx.launch._contact import Row
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
-from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
+from phalanx.membership import (
+    VERSION,
+    LostContact,
+    RecordError,
+    any_contact_key,
+    contact_key,
+    leaving_key,
+    progress_key,
+    wish_key,
+)
+
+log = logging.getLogger(__name__)
 
 MAX_TEXT = 100_000
 MAX_LINE = 2_000
@@ -28,7 +43,7 @@ class Journal:
     def decide(self, generation: int, verdict: Verdict) -> Verdict:
         """Propose how a generation ends; the verdict that counts is returned."""
         key = _verdict_key(generation)
-        body = {"action": verdict.action.value, "restarts": verdict.restarts, "reason": verdict.reason}
+        body = {**asdict(verdict), "action": verdict.action.value}
         if self._store.compare_and_set(key, None, _dump(body)):
             return verdict
         standing = self.verdict(generation)
@@ -40,7 +55,14 @@ class Journal:
         if data is None:
             return None
         record = _load(data, "verdict")
-        return Verdict(action=Action(record["action"]), restarts=record["restarts"], reason=record["reason"])
+        row = record.get("lost_contact")
+        return Verdict(
+            action=Action(record["action"]),
+            restarts=record["restarts"],
+            reason=record["reason"],
+            replace=tuple(record.get("replace", ())),
+            lost_contact=None if row is None else Row(**row),
+        )
 
     def restarts_before(self, generation: int) -> int:
         """How many restarts the job had used when ``generation`` formed."""
@@ -83,6 +105,25 @@ class Journal:
         """The wished number of workers here, and why stacks are asked for ("": they are not)."""
         wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
         return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+
+    def has_lost_contact(self, generation: int) -> bool:
+        """Whether a worker of the generation says that it lost contact with others."""
+        return self._store.get(any_contact_key(generation)) is not None
+
+    def read_lost_contact(self, generation: int, worker_ids: Sequence[str]) -> list[LostContact]:
+        """What workers of the generation wrote about it; a record that is none is named and ignored."""
+        found = []
+        for worker_id, data in zip(
+            worker_ids, self._store.get_many([contact_key(generation, w) for w in worker_ids]), strict=True
+        ):
+            try:
+                word = None if data is None else LostContact.from_json(data)
+            except RecordError as error:
+                log.warning("ignored what worker %s wrote about lost contact: %s", worker_id, error)
+                continue
+            if word is not None and word.by == worker_id:
+                found.append(word)
+        return found
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))

@@ -7,8 +7,10 @@ replaced, the others keep their processes. Both count against ``max_restarts`` o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from phalanx.launch._contact import Judgement, Row
 
 
 class Action(str, Enum):
@@ -34,6 +36,10 @@ class Verdict:
     restarts: int
     """Restarts used up once this is carried out."""
     reason: str
+    replace: tuple[str, ...] = ()
+    """Workers that run and must not: their agents kill them."""
+    lost_contact: Row | None = None
+    """When workers had lost contact: how often in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,24 @@ def on_leave(now: Situation, *, reason: str) -> Verdict | None:
     if not _can_go_on(now):
         return None
     return Verdict(action=Action.REGROUP, restarts=now.restarts, reason=reason)
+
+
+def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -> Verdict:
+    """Workers lost contact although none has died. ``hosts_culprit``: those to be replaced run on this node.
+
+    >>> now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=1, min_nodes=1, survivors=3)
+    >>> on_lost_contact(now, Judgement(reason="", row=Row(count=1, step=4)), False).action.value
+    'regroup'
+    """
+    if judgement.is_hopeless:
+        return Verdict(action=Action.FAIL, restarts=now.restarts, reason=judgement.reason)
+    if not judgement.replace:
+        verdict = on_membership_change(now, reason=judgement.reason)
+    else:
+        left = now.survivors - len(judgement.replace) if hosts_culprit else now.survivors
+        after = replace(now, survivors=max(0, left))
+        verdict = on_failure(after, reason=judgement.reason, is_incurable=False)
+    return replace(verdict, replace=judgement.replace, lost_contact=judgement.row)
 
 
 def on_membership_change(now: Situation, *, reason: str) -> Verdict:
