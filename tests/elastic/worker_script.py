@@ -91,9 +91,14 @@ def reset(of_store: bool) -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            copy = socket.socket(fileno=os.dup(int(name)))
+            number = os.dup(int(name))
         except OSError:
-            continue  # gone, or no socket
+            continue  # gone
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:
+            os.close(number)
+            continue  # no socket
         with copy:
             try:
                 if copy.family == socket.AF_INET and (copy.getpeername()[1] == port) == of_store:
