@@ -10,6 +10,8 @@ How a heal goes: a worker dies -> its agent sets ``broken_key(g)`` -> survivors 
 ``leaving_key(g, worker_id)``; its agent plans g+1 without it and breaks g once the worker has exited with code 0.
 All this needs workers that take part: one that will says so by ``regroups_key(worker_id)`` before its first step. Where
 nobody of a role has, agents do not heal but start all workers anew.
+Contact that is lost while nobody dies only workers can see: each writes ``contact_key(g, worker_id)``, then
+``any_contact_key(g)``, and the agents decide who, if anybody, is replaced (``phalanx.launch._contact``).
 """
 
 from __future__ import annotations
@@ -75,6 +77,16 @@ def leaving_key(generation: int, worker_id: str) -> str:
 def regroups_key(worker_id: str) -> str:
     """Present when the worker follows ``members_key`` from generation to generation, and so can outlive its peers."""
     return f"regroups/{worker_id}"
+
+
+def contact_key(generation: int, worker_id: str) -> str:
+    """JSON of ``LostContact``: what the worker saw when it lost contact with others of the generation."""
+    return f"gen/{generation}/contact/by/{worker_id}"
+
+
+def any_contact_key(generation: int) -> str:
+    """Present when some worker of the generation has written ``contact_key``; the one key that agents look at."""
+    return f"gen/{generation}/contact/any"
 
 
 def progress_key(worker_id: str) -> str:
@@ -144,10 +156,14 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """Why a generation ends, and which workers are known to be gone."""
+    """Why a generation ends, and which workers are known to be gone.
+
+    ``at_once``: the step under way cannot be finished, although nobody is known to be gone.
+    """
 
     reason: str
     workers: tuple[str, ...] = ()
+    at_once: bool = False
 
     def to_json(self) -> bytes:
         return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
@@ -155,7 +171,46 @@ class Broken:
     @classmethod
     def from_json(cls, data: bytes) -> Broken:
         record = _parse(data, "broken")
-        return cls(reason=record["reason"], workers=tuple(record["workers"]))
+        return cls(
+            reason=record["reason"],
+            workers=tuple(record["workers"]),
+            at_once=bool(record.get("at_once", False)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostContact:
+    """One worker's word that it lost contact with others, in a group of ``peers`` (itself included)."""
+
+    by: str
+    reason: str
+    of: tuple[str, ...] = ()
+    """Those whom it could not reach, as far as it knows."""
+    late: bool = False
+    """Whether it waited for the whole timeout of the group; else a connection ended."""
+    peers: tuple[str, ...] = ()
+    step: int = -1
+    """How many steps it has committed."""
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LostContact:
+        record = _parse(data, "lost contact")
+        try:
+            found = cls(**{**record, "of": _ids(record["of"]), "peers": _ids(record["peers"])})
+        except (TypeError, KeyError) as error:
+            raise RecordError(f"lost contact record has unexpected fields: {error}") from error
+        if not (isinstance(found.by, str) and isinstance(found.reason, str) and type(found.step) is int):
+            raise RecordError(f"lost contact record has fields of other types: {data[:80]!r}")
+        return found
+
+
+def _ids(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise RecordError(f"expected a list of worker ids, got {str(value)[:80]!r}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +251,7 @@ class Setbacks:
 def _parse(data: bytes, kind: str) -> dict[str, Any]:
     try:
         record = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
     if not isinstance(record, dict) or record.pop("v", None) != VERSION:
         raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")

@@ -46,7 +46,7 @@ class Cluster:
         flags = [
             f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
         ]
-        script_flag = options["script_flag"].split() if "script_flag" in options else []
+        script_flag = options.get("script_flag", "").split()
         self.output = (directory / "output").open("wb")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}", "--on-failure=heal",
@@ -126,6 +126,11 @@ class Cluster:
 
     def signal(self, worker: str, signum: int = signal.SIGKILL) -> None:
         os.kill(self.pids()[worker], signum)
+
+    def tell(self, worker: str, wish: str) -> None:
+        """Have a worker do something to itself before its next step; see ``fail`` in its script."""
+        (self.directory / f".wish-{worker}").write_text(wish)
+        (self.directory / f".wish-{worker}").rename(self.directory / f"fail-{worker}")
 
     def resize(self, size: int) -> None:
         """Ask the agent to run another number of workers."""

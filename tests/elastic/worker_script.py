@@ -3,7 +3,7 @@
 ``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves. By files in DIR a test
 decides what must not be left to the speed of the machine: ``closed`` keeps workers that start from joining, ``hold``
 names the step that nobody may pass, ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
-whose commit it dies.
+whose commit it dies. ``--save`` saves, ``--gloo`` leaves shared memory alone, ``--timeout=S`` is the group's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from elastic_training import make_job
 from torch.nn import functional as F
 
+from phalanx.comm import _auto
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Job, RunOptions, Saves
 
@@ -27,8 +29,11 @@ def main() -> None:
     while (directory / "closed").exists():
         time.sleep(0.01)
     saves = Saves(directory=directory / "saves", every=5) if "--save" in sys.argv else None
+    if "--gloo" in sys.argv:
+        _auto.choose = lambda identities: _auto.Choice("gloo", "the test says so")
+    timeout = next((float(w.partition("=")[2]) for w in sys.argv if w.startswith("--timeout=")), 120.0)
     job = make_job(
-        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=120),
+        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=timeout),
         saves=saves,
     )
     for name in ("store", "job"):
@@ -93,6 +98,32 @@ def fail(wish: Path) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         if kind == "exit":
             os._exit(3)
+        if kind in ("reset", "reset store"):
+            reset(of_store=kind == "reset store")
+
+
+def reset(of_store: bool) -> int:
+    """End this process's TCP connections under the feet of those who use them: to the store, or all the others."""
+    port = int(os.environ["PHALANX_STORE"].rpartition(":")[2])
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # gone
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:
+            os.close(number)
+            continue  # no socket
+        with copy:
+            try:
+                if copy.family == socket.AF_INET and (copy.getpeername()[1] == port) == of_store:
+                    copy.shutdown(socket.SHUT_RDWR)
+                    count += 1
+            except OSError:
+                continue  # not connected
+    return count
 
 
 if __name__ == "__main__":

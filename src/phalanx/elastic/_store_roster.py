@@ -29,9 +29,13 @@ from phalanx.elastic._roster import (
 )
 from phalanx.elastic._seats import Ready, Round, Seat, choose_round
 from phalanx.elastic._watcher import PROGRESS_EVERY, Signals, Watcher, report_progress
-from phalanx.errors import CommError
+from phalanx.errors import CommError, PeerTimeout
 from phalanx.world import World
 
+TELL_AFTER = 0.1
+"""Seconds after which a loss that no agent has explained is told to them: a death is noticed sooner."""
+BREAK_AFTER = 3.0
+"""Seconds after which, should the agents not have done so, a worker breaks the generation for the others."""
 LEAVE_AFTER = 2.0
 """Seconds that a worker with a state waits on for a seat when it was told to leave: there it could leave politely, but
 when all workers were told to, no seat comes any more."""
@@ -93,7 +97,7 @@ class StoreRoster:
         self._stop_watching()
         if seat.group is not None:
             seat.group.abort(cause)
-        self._make_sure_broken(seat, cause, evaluating=mine.evaluating)
+        self._make_sure_broken(seat, cause, mine.step, evaluating=mine.evaluating)
         return self._take_seat(seat.generation + 1, mine)
 
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
@@ -174,7 +178,7 @@ class StoreRoster:
                 if not self._void(finish, generation, ids):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
-                seat = self._join(generation, round_, found.workers)
+                seat = self._join(generation, round_, found.workers, mine)
                 if seat is not None:
                     return seat
                 wait.a_little(f"generation {generation} to break")
@@ -207,7 +211,7 @@ class StoreRoster:
             self._store.delete(membership.FINISHING)
         return True
 
-    def _join(self, generation: int, round_: int, workers: tuple[str, ...]) -> Seat | None:
+    def _join(self, generation: int, round_: int, workers: tuple[str, ...], mine: Ready) -> Seat | None:
         """Form the group of a round; None when a worker of it was lost meanwhile."""
         rank = workers.index(self.worker_id)
         group: Group | None = None
@@ -223,7 +227,7 @@ class StoreRoster:
                     interrupt=lambda: self._contact.broken(generation),
                 )
             except CommError as error:
-                self._make_sure_broken(Seat(generation, round_, workers, rank, None), error)
+                self._make_sure_broken(Seat(generation, round_, workers, rank, None), error, mine.step)
                 return None
         seat = Seat(generation, round_, workers, rank, group)
         self.signals = Signals()
@@ -250,18 +254,38 @@ class StoreRoster:
         return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
 
     def _make_sure_broken(
-        self, seat: Seat, cause: CommError, grace: float = 2.0, *, evaluating: bool = False
+        self, seat: Seat, cause: CommError, step: int = -1, *, evaluating: bool = False
     ) -> None:
-        """Agents break a generation when they see a death. What only workers can see, they have to tell."""
+        """Agents break a generation when they see a death. What only workers can see, they have to tell.
+
+        Agents hear it and break the generation. Where they cannot, since they form the next one already, this worker
+        tells the others by itself.
+        """
         key = membership.broken_key(seat.generation)
-        until = time.monotonic() + grace
-        while time.monotonic() < until:
+        began, has_told = time.monotonic(), False
+        while (waited := time.monotonic() - began) < BREAK_AFTER:
             is_broken, is_done = (data is not None for data in self._store.get_many([key, self.keys.done]))
             if is_broken or (is_done and not evaluating):
                 return
+            if waited > TELL_AFTER and not has_told:
+                self._tell_lost_contact(seat, cause, step)
+                has_told = True
             time.sleep(0.005)
-        broken = membership.Broken(reason=f"worker {self.worker_id} lost contact: {cause}")
+        broken = membership.Broken(reason=f"worker {self.worker_id} lost contact: {cause}", at_once=True)
         self._store.compare_and_set(key, None, broken.to_json())
+
+    def _tell_lost_contact(self, seat: Seat, cause: CommError, step: int) -> None:
+        ranks = getattr(cause, "ranks", ()) or getattr(cause, "suspects", ())
+        word = membership.LostContact(
+            by=self.worker_id,
+            of=tuple(seat.workers[rank] for rank in ranks if rank < len(seat.workers)),
+            late=isinstance(cause, PeerTimeout),
+            peers=seat.workers,
+            step=step,
+            reason=str(cause).splitlines()[0][:300],
+        )
+        self._store.set(membership.contact_key(seat.generation, self.worker_id), word.to_json())
+        self._store.set(membership.any_contact_key(seat.generation), b"1")
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 

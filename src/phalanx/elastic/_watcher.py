@@ -91,7 +91,8 @@ class Watcher:
         if broken is not None:
             record = membership.Broken.from_json(broken)
             self._broken_since = self._broken_since or time.monotonic()
-            if record.workers or time.monotonic() - self._broken_since > PATIENCE:
+            is_hopeless = record.workers or record.at_once
+            if is_hopeless or time.monotonic() - self._broken_since > PATIENCE:
                 self._break(record.reason)
                 return True
             self._signals.wish = True  # nobody is gone: the step under way can be finished

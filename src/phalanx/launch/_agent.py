@@ -36,6 +36,7 @@ from phalanx.launch._sources import (
     Exited,
     Formed,
     JoinFailed,
+    Parted,
     Requested,
     Signalled,
     Sources,
@@ -57,6 +58,11 @@ FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
 REQUEST_INTERVAL = 0.5
 """Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
+
+STARTS_ANEW = (
+    "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
+    "cannot), so all workers start anew; so it will be at every failure, without this line"
+)
 
 
 class Agent:
@@ -84,7 +90,7 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._setbacks = Setbacks()
+        self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
         self._hang = HangWatch(crew, options.hang_timeout, options.start_timeout)
@@ -100,9 +106,7 @@ class Agent:
                 if event is not None:
                     self._take(event)
             return self._result
-        except (
-            StoreLost
-        ) as error:  # from a record that this node wrote or read, before the rendezvous noticed
+        except StoreLost as error:  # this node read or wrote a record before the rendezvous noticed
             run_id = self._handler.get_run_id()
             raise RendezvousConnectionError.lost("this node", run_id, error) from error
         finally:
@@ -132,11 +136,13 @@ class Agent:
         elif isinstance(event, Signalled):
             self._on_signal(event.signum)
         elif self._is_joining or self.current is None or event.generation != self.current.number:
-            pass  # about a generation that this node has left already
+            return  # about a generation that this node has left already
         elif isinstance(event, Ended):
             self._on_end(event.end)
         elif isinstance(event, Requested):
             self._on_request(event)
+        elif isinstance(event, Parted):
+            self._on_parted(event)
         elif isinstance(event, AllDone):
             self._on_all_done(event)
 
@@ -306,21 +312,26 @@ class Agent:
         elif not verdict.starts_anew:
             self._go_on_with_survivors(verdict)
         else:
-            self._tell_anew()
+            if self._heals and not self._has_told_anew:
+                self._has_told_anew = True
+                log.warning(STARTS_ANEW)
             self._stop_all()
             self._results.values.clear()
             self._roster.renew(self._size)
             self._join()
 
-    def _tell_anew(self) -> None:
-        if self._heals and not self._has_told_anew:
-            self._has_told_anew = True
-            log.warning(
-                "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; "
-                "plain scripts cannot), so all workers start anew; so it will be at every failure, without this line"
-            )
+    def _on_parted(self, event: Parted) -> None:
+        """Workers lost contact, and nobody died of it: whoever is to blame is replaced, the others regroup."""
+        if not self._heals:
+            return  # they cannot regroup: what they raise ends them, and that is dealt with
+        judgement = self._generation.judge_lost_contact(event.words, self._crew.stopped_ids())
+        here = any(worker_id in self._roster.ids for worker_id in judgement.replace)
+        verdict = _policy.on_lost_contact(self._situation(), judgement, here)
+        self._end_generation(verdict, verdict.replace)
 
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
+        for failure in self._crew.kill_all(verdict.replace, verdict.reason):
+            self._results.add_failure(failure, self._generation)
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
             member = self._crew.members[worker_id]
@@ -444,7 +455,6 @@ class Agent:
                 self._resize(request.wish)
 
     def _count_setbacks(self, setbacks: Setbacks) -> None:
-        """Workers that were all new have begun with an earlier step than the job had reached."""
         if setbacks.count > self._setbacks.count:
             self._observer.went_back(self._generation.number, self._setbacks, setbacks)
             self._setbacks = setbacks
@@ -481,10 +491,9 @@ class Agent:
 
     def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
         found = self._hang.check(progress, self._generation, time.monotonic())
-        if found is None:
-            return
-        member, reason = found
-        log.error("%s; it is killed", reason)
-        self._observer.worker_hung(member, self._options.hang_timeout)
-        member.note = f"{reason}; all stacks are in the logs"
-        member.process.send_signal(signal.SIGKILL)
+        if found is not None:
+            member, reason = found
+            log.error("%s; it is killed", reason)
+            self._observer.worker_hung(member, self._options.hang_timeout)
+            member.note = f"{reason}; all stacks are in the logs"
+            member.process.send_signal(signal.SIGKILL)

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Template
@@ -292,6 +292,21 @@ class Crew:
     def stop(self, signum: int = signal.SIGTERM, patience: float = 30.0) -> None:
         """Stop all workers: the signal to their process groups, after ``patience`` seconds SIGKILL."""
         self._stop(self.running, signum, patience)
+
+    def stopped_ids(self) -> list[str]:
+        """Workers that SIGSTOP or a debugger holds."""
+        return [m.id for m in self.running if _linux.process_state(m.process.pid) in ("T", "t")]
+
+    def kill_all(self, worker_ids: Collection[str], reason: str) -> list[ProcessFailure]:
+        """End those of these workers that run here at once; the failures of those that the kernel lets die."""
+        ended = []
+        for member in [m for m in self.running if m.id in worker_ids]:
+            log.error("worker %s (rank %d) is killed: %s", member.id, member.place.rank, reason)
+            member.is_judged, member.note, member.is_killed = True, reason, True
+            member.process.send_signal(signal.SIGKILL)
+            if self._wait([member], KILL_PATIENCE, can_hurry=False):
+                ended.append(self.failure_of(member))
+        return ended
 
     def _stop(self, members: Sequence[CrewMember], signum: int, patience: float) -> None:
         for member in members:

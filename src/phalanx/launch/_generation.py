@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Collection, Sequence
 
 from phalanx.comm import stores
 from phalanx.launch import _linux
+from phalanx.launch._contact import Judgement, judge
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._failures import ProcessFailure
@@ -21,7 +23,7 @@ from phalanx.launch._policy import Situation, Verdict, all_can_regroup
 from phalanx.launch._spec import WorkerSpec
 from phalanx.launch._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
-from phalanx.membership import Broken
+from phalanx.membership import Broken, LostContact
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Generation:
         self.journal = Journal(info.store)
         self._before = self.journal.verdict_before(info.generation)
         self.restarts = self._before.restarts
+        self.worker_ids = tuple(worker_id for node in info.nodes for worker_id in node.worker_ids)
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
@@ -145,11 +148,13 @@ class Generation:
         by_role: dict[str, list[str]] = {}
         for node in self.info.nodes:
             by_role.setdefault(node.role, []).extend(node.worker_ids)
-        return all_can_regroup(by_role, self.journal.read_regrouping(self._worker_ids()))
+        return all_can_regroup(by_role, self.journal.read_regrouping(list(self.worker_ids)))
 
     def death_of(self, member: CrewMember, failure: ProcessFailure) -> Death:
         """What counts about a worker's end when deaths in a row are counted."""
-        steps = {w: reported_step(data) for w, data in self.journal.read_progress(self._worker_ids()).items()}
+        steps = {
+            w: reported_step(data) for w, data in self.journal.read_progress(list(self.worker_ids)).items()
+        }
         return Death(
             generation=self.number,
             born=member.born,
@@ -159,8 +164,9 @@ class Generation:
             lived=time.monotonic() - member.started_at,
         )
 
-    def _worker_ids(self) -> list[str]:
-        return [worker_id for node in self.info.nodes for worker_id in node.worker_ids]
+    def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
+        """Whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
+        return judge(words, self.worker_ids, before=self._before.lost_contact, stopped=stopped)
 
     def end(self, verdict: Verdict, lost: tuple[str, ...] = (), also: int = -1) -> Verdict:
         """Propose a verdict and tell everybody that the generation is over; the standing verdict is returned.
@@ -168,7 +174,7 @@ class Generation:
         ``also`` is the generation before, when workers may still be on their way out of it.
         """
         verdict = self.journal.decide(self.number, verdict)
-        broken = Broken(reason=verdict.reason, workers=lost)
+        broken = Broken(reason=verdict.reason, workers=lost, at_once=verdict.lost_contact is not None)
         self._handler.break_generation(self.number, broken)
         if also >= 0:
             self._handler.break_generation(also, broken)

@@ -7,9 +7,13 @@ written by compare-and-set, so two agents that see two deaths at once cannot cou
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.comm.stores._interface import Store
+from phalanx.launch._contact import Row
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
 from phalanx.launch._streak import Streak
@@ -18,14 +22,19 @@ from phalanx.membership import (
     FINISHING,
     SETBACKS,
     VERSION,
+    LostContact,
     RecordError,
     Setbacks,
+    any_contact_key,
+    contact_key,
     ended_key,
     leaving_key,
     progress_key,
     regroups_key,
     wish_key,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_TEXT = 100_000
 MAX_LINE = 2_000
@@ -41,7 +50,7 @@ class Journal:
     def decide(self, generation: int, verdict: Verdict) -> Verdict:
         """Propose how a generation ends; the verdict that counts is returned."""
         key = _verdict_key(generation)
-        body = {**vars(verdict), "action": verdict.action.value, "streak": verdict.streak.to_record()}
+        body = {**asdict(verdict), "action": verdict.action.value, "streak": verdict.streak.to_record()}
         if self._store.compare_and_set(key, None, _dump(body)):
             return verdict
         standing = self.verdict(generation)
@@ -54,6 +63,7 @@ class Journal:
             return None
         record = _load(data, "verdict")
         try:
+            row = record["lost_contact"]
             return Verdict(
                 action=Action(record["action"]),
                 restarts=int(record["restarts"]),
@@ -61,6 +71,8 @@ class Journal:
                 starts_anew=bool(record["starts_anew"]),
                 streak=Streak.from_record(record["streak"]),
                 ports_taken=int(record["ports_taken"]),
+                replace=tuple(map(str, record["replace"])),
+                lost_contact=None if row is None else Row(**row),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise RecordError(f"verdict on generation {generation}: {error!r} in {data[:200]!r}") from error
@@ -133,6 +145,25 @@ class Journal:
         """Who of these has said that it can regroup."""
         found = self._store.get_many([regroups_key(worker_id) for worker_id in worker_ids])
         return {worker_id for worker_id, value in zip(worker_ids, found, strict=True) if value is not None}
+
+    def has_lost_contact(self, generation: int) -> bool:
+        """Whether a worker of the generation says that it lost contact with others."""
+        return self._store.get(any_contact_key(generation)) is not None
+
+    def read_lost_contact(self, generation: int, worker_ids: Sequence[str]) -> list[LostContact]:
+        """What workers of the generation wrote about it; a record that is none is named and ignored."""
+        found = []
+        for worker_id, data in zip(
+            worker_ids, self._store.get_many([contact_key(generation, w) for w in worker_ids]), strict=True
+        ):
+            try:
+                word = None if data is None else LostContact.from_json(data)
+            except RecordError as error:
+                log.warning("ignored what worker %s wrote about lost contact: %s", worker_id, error)
+                continue
+            if word is not None and word.by == worker_id:
+                found.append(word)
+        return found
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))

@@ -10,9 +10,10 @@ as long as every node that is needed has one. Replacements that die one after th
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from phalanx.launch._contact import Judgement, Row
 from phalanx.launch._streak import Streak
 
 MAX_PORTS = 5
@@ -47,6 +48,10 @@ class Verdict:
     streak: Streak = field(default_factory=Streak)
     ports_taken: int = 0
     """Generations in a row that ended because the port for the workers' store was taken."""
+    replace: tuple[str, ...] = ()
+    """Workers that run and must not: their agents kill them."""
+    lost_contact: Row | None = None
+    """When workers had lost contact: how often in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,24 @@ def on_leave(now: Situation, *, reason: str) -> Verdict | None:
     if not _can_go_on(now):
         return None
     return on_membership_change(now, reason=reason)
+
+
+def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -> Verdict:
+    """Workers lost contact although none has died. ``hosts_culprit``: those to be replaced run on this node.
+
+    >>> now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=1, min_nodes=1, survivors=3)
+    >>> on_lost_contact(now, Judgement(reason="", row=Row(count=1, step=4)), False).action.value
+    'regroup'
+    """
+    if judgement.is_hopeless:
+        return Verdict(action=Action.FAIL, restarts=now.restarts, reason=judgement.reason)
+    if not judgement.replace:
+        verdict = on_membership_change(now, reason=judgement.reason)
+    else:
+        left = now.survivors - len(judgement.replace) if hosts_culprit else now.survivors
+        after = replace(now, survivors=max(0, left))
+        verdict = on_failure(after, reason=judgement.reason, is_incurable=False)
+    return replace(verdict, replace=judgement.replace, lost_contact=judgement.row)
 
 
 def on_membership_change(now: Situation, *, reason: str) -> Verdict:

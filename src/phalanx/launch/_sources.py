@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,14 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
-from phalanx.membership import Setbacks
+from phalanx.membership import LostContact, Setbacks
+
+CONTACT_INTERVAL = 0.2
+"""Seconds between two looks at the one key that says that workers lost contact."""
+SETTLE = 0.4
+"""Seconds in which the others of a group, whose connections end with the first one's, say the same."""
+AGAIN = 2.0
+"""Seconds until the same is reported once more, should the generation still stand."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,14 @@ class Requested:
 
 
 @dataclass(frozen=True)
+class Parted:
+    """Workers lost contact with one another, and this is what they say."""
+
+    generation: int
+    words: tuple[LostContact, ...]
+
+
+@dataclass(frozen=True)
 class AllDone:
     """Every node has finished (``error`` empty), or not in time (``is_late``), or it cannot be known any more."""
 
@@ -76,7 +92,7 @@ class Signalled:
     signum: signal.Signals
 
 
-Event = Exited | Formed | JoinFailed | Ended | Requested | AllDone | Signalled
+Event = Exited | Formed | JoinFailed | Ended | Requested | Parted | AllDone | Signalled
 
 
 class Sources:
@@ -144,7 +160,23 @@ class Sources:
             except StoreError:
                 return  # the rendezvous notices by itself that the store is gone
 
+        def look_for_contact() -> None:
+            ids = [worker_id for node in info.nodes for worker_id in node.worker_ids]
+            try:
+                with info.store.clone() as store:
+                    journal = Journal(store)
+                    while not stopped.wait(CONTACT_INTERVAL):
+                        if not journal.has_lost_contact(info.generation):
+                            continue
+                        words = _hear_out(journal, info.generation, ids, stopped)
+                        if words:
+                            self.post(Parted(info.generation, tuple(words)))
+                            stopped.wait(AGAIN)  # the verdict may take in what was said later
+            except StoreError:
+                return  # as above
+
         _thread(wait_end, "phalanx-generation")
+        _thread(look_for_contact, "phalanx-contact")
         _thread(poll, "phalanx-requests")
 
     def leave_generation(self) -> None:
@@ -166,6 +198,20 @@ class Sources:
             self.post(AllDone(info.generation, error, is_late))
 
         _thread(wait, "phalanx-exit-barrier")
+
+
+def _hear_out(
+    journal: Journal, generation: int, ids: list[str], stopped: threading.Event
+) -> list[LostContact]:
+    """What workers say about lost contact, once all of the group have spoken or had the time to."""
+    until = time.monotonic() + SETTLE
+    while True:
+        words = journal.read_lost_contact(generation, ids)
+        seated = {peer for word in words for peer in word.peers}
+        if seated and seated <= {word.by for word in words}:
+            return words
+        if time.monotonic() >= until or stopped.wait(0.02):
+            return words
 
 
 def _thread(target: Callable[[], None], name: str) -> None:

@@ -128,7 +128,7 @@ class TorchStore(Store):
 def _raw_items(link: Link, space: str, prefix: str) -> dict[str, bytes]:
     """Raw entries under ``prefix``, in the order of the keys."""
     start = space + prefix
-    keys = sorted(key for key in link.call(link.native.list_keys) if key.startswith(start))
+    keys = sorted(key for key in link.call(lambda: link.native.list_keys()) if key.startswith(start))
     raws = link.read_many(keys)
     return {key[len(space) :]: raw for key, raw in zip(keys, raws, strict=True) if raw is not None}
 

@@ -127,7 +127,7 @@ class Reaper:
         link = self._link
         while link.call(lambda: link.native.queue_len(_NEW)):
             try:
-                lease, ttl = json.loads(link.call(lambda: link.native.queue_pop(_NEW, False)))
+                lease, ttl = json.loads(link.call(lambda: link.native.queue_pop(_NEW, False), repeat=False))
             except dist.QueueEmptyError:
                 break
             self._table.start(lease, ttl, time.monotonic())

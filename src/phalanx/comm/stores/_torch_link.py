@@ -5,15 +5,23 @@ and ``multi_get`` block for absent keys (``read`` does not: a compare-and-set th
 with the current value in one round trip); ``set`` is not acknowledged (``write`` is); a server that hangs
 or whose host vanished blocks a call for ever (the socket gets a receive timeout); after such a timeout
 replies would be read by the wrong call (the connection is given up for good).
+
+A connection that ends while the server is fine (reset by a router, a firewall, a laptop that slept) is made anew, once
+per failure, and the call is repeated: to the same server only, known by the token that ``TCPStore.serve`` leaves there.
+Repeating harms nothing, because entries are distinct: a compare-and-set that was carried out already finds its own
+entry. Calls of which that is not true (``add``, taking from a queue) are not repeated; they raise.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,8 +40,15 @@ HANDSHAKE_TIMEOUT = 30.0
 """Seconds for torch's greeting once the port answers. Torch asks the name server who the peer is, for its log; a
 name server that drops requests costs 5 s each (seen), which must not look like a lost store."""
 
+REOPEN_TIMEOUT = 5.0
+"""Seconds for a new connection to a server whose last one has just ended."""
+
 _NEVER = b"\x00never a stored value"
 _TICK = "p/tick"
+SERVER = "p/server"
+"""Holds what tells one server from another at the same address."""
+
+log = logging.getLogger(__name__)
 
 
 class Link:
@@ -48,16 +63,47 @@ class Link:
         self._fork = fork
         self._batched = batched
         self._lost: str | None = None
+        self._lock = threading.Lock()
+        self._server = self._token() if batched else None
 
-    def call(self, operation: Callable[[], T]) -> T:
-        """Run one native call; a network error loses the link for good."""
+    def call(self, operation: Callable[[], T], *, repeat: bool = True) -> T:
+        """Run one native call. A network error loses the link for good, unless the same server answers again."""
         if self._lost is not None:
             raise StoreLost(self._lost, address=self.address)
+        native = self.native
         try:
             return operation()
         except dist.DistNetworkError as error:
-            self.lose(f"lost the store {self.address}: {str(error).splitlines()[0]}")
-            raise StoreLost(str(self._lost), address=self.address) from error
+            why = f"lost the store {self.address}: {str(error).splitlines()[0]}"
+            if "timeout" in why.lower() or not self._reopen(native):  # a server that hangs would hang again
+                self.lose(why)
+            if self._lost is None and repeat:
+                return self.call(operation, repeat=False)
+            raise StoreLost(self._lost or why, address=self.address) from error
+
+    def _reopen(self, broken: Any) -> bool:
+        """Replace a connection that has ended, unless another thread has; whether it is to the same server."""
+        with self._lock:
+            if self.native is not broken:
+                return True
+            if self._server is None or self._lost is not None:
+                return False
+            other = _within(REOPEN_TIMEOUT, self._fork)
+            if other is None or other._server != self._server:
+                return (
+                    False  # somebody else's store, or a server that was started anew: it knows nothing of us
+                )
+            self.native = other.native
+            log.info("the connection to the store %s had ended; there is a new one", self.address)
+            return True
+
+    def _token(self) -> bytes | None:
+        """What tells this server from every other; None where nobody said."""
+        try:
+            raw = self.native.compare_set(SERVER, _NEVER, _NEVER)
+        except dist.DistNetworkError:
+            return None  # the first real call says so
+        return None if raw == _NEVER else bytes(raw)
 
     def lose(self, why: str) -> None:
         self._lost = self._lost or why
@@ -91,7 +137,7 @@ class Link:
         return self.read(_TICK)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self.call(lambda: self.native.add(key, amount)))
+        return int(self.call(lambda: self.native.add(key, amount), repeat=False))
 
     def delete(self, key: str) -> bool:
         return bool(self.call(lambda: self.native.delete_key(key)))
@@ -103,10 +149,24 @@ class Link:
         return self._fork()
 
 
-def connect_link(host: str, port: int, *, timeout: float) -> Link:
-    """Connect to the TCPStore server at ``host:port``."""
+def _within(seconds: float, connect: Callable[[], Link]) -> Link | None:
+    """The link, unless that fails or takes longer: torch's greeting waits for ever for a server that hangs."""
+    made: list[Link] = []
+
+    def run() -> None:
+        with suppress(StoreLost):
+            made.append(connect())
+
+    thread = threading.Thread(target=run, name="phalanx-reconnect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return made[0] if made else None
+
+
+def connect_link(host: str, port: int, *, timeout: float, is_up: bool = False) -> Link:
+    """Connect to the TCPStore server at ``host:port``. ``is_up``: it was there, so a refusal is its end."""
     address = tcp_address(host, port)
-    _wait_for_server(host, port, timeout, address)
+    _wait_for_server(host, port, timeout, address, is_up)
     try:
         native = TCPStore(
             host,
@@ -120,14 +180,14 @@ def connect_link(host: str, port: int, *, timeout: float) -> Link:
         raise StoreLost(f"cannot connect to the store {address}: {error}", address=address) from error
     native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
     bound_replies(port)
-    return Link(native, address, lambda: connect_link(host, port, timeout=1.0), batched=True)
+    return Link(native, address, lambda: connect_link(host, port, timeout=1.0, is_up=True), batched=True)
 
 
 def tcp_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _wait_for_server(host: str, port: int, timeout: float, address: str) -> None:
+def _wait_for_server(host: str, port: int, timeout: float, address: str, is_up: bool) -> None:
     """Torch's own connecting retries with growing pauses and logs; ask the port first, so both stay short."""
     deadline = time.monotonic() + timeout
     while True:
@@ -136,7 +196,7 @@ def _wait_for_server(host: str, port: int, timeout: float, address: str) -> None
             socket.create_connection((host, port), timeout=max(0.05, left)).close()
             return
         except OSError as error:
-            if left <= 0.02:
+            if left <= 0.02 or (is_up and isinstance(error, ConnectionRefusedError)):
                 raise StoreLost(
                     f"cannot connect to the store {address} in {timeout:g} s: {error}", address=address
                 ) from error

@@ -1,0 +1,90 @@
+"""A connection to a store that ends while the server is fine: the client makes another, to the same server only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.comm.stores import TCPStore, connect
+from phalanx.errors import StoreLost
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def server() -> Iterator[TCPStore]:
+    store = TCPStore.serve()
+    yield store
+    store.close()
+
+
+def port_of(store: TCPStore) -> int:
+    return int(store.address.rpartition(":")[2])
+
+
+def end_connections(port: int) -> int:
+    """End all connections of this process to a port under the feet of those who use them; how many there were."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # gone
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:
+            os.close(number)
+            continue  # no socket
+        with copy:
+            try:
+                if copy.getpeername()[1] == port:
+                    copy.shutdown(socket.SHUT_RDWR)
+                    count += 1
+            except (OSError, IndexError):
+                continue  # not connected
+    return count
+
+
+def test_every_call_goes_on_after_its_connection_has_ended(server: TCPStore) -> None:
+    client = connect(server.address)
+    client.set("a", b"1")
+    lease = client.lease(60.0)
+    calls = [
+        lambda: client.get("a") == b"1",
+        lambda: client.get_many(["a", "b", "c"]) == [b"1", None, None],
+        lambda: client.set("b", b"2") is None and client.get("b") == b"2",
+        lambda: client.compare_and_set("c", None, b"3"),
+        lambda: client.items() == {"a": b"1", "b": b"2", "c": b"3"},
+        lambda: client.wait(["a", "b"], 5.0) == [b"1", b"2"],
+        lease.refresh,
+        lambda: client.set("d", b"4", lease=lease) is None and client.get("d") == b"4",
+        lambda: client.delete("d"),
+        # it looks first, and that finds the connection ended: nothing was added yet
+        lambda: client.add("n") == 1,
+        lambda: client.clone().get("a") == b"1",
+    ]
+    for number, call in enumerate(calls):
+        assert end_connections(port_of(server)) >= 1
+        assert call(), f"call {number}"
+    client.close()
+    with pytest.raises(StoreLost, match="closed by this client"):
+        client.get("a")
+
+
+def test_another_server_at_the_same_address_is_not_taken_for_the_one_that_was_there(server: TCPStore) -> None:
+    client, port = connect(server.address), port_of(server)
+    client.set("a", b"1")
+    server.close()
+    end_connections(port)
+    other = TCPStore.serve(port=port)
+    try:
+        with pytest.raises(StoreLost):
+            client.get("a")
+        with pytest.raises(StoreLost):
+            client.set("a", b"2")
+        assert other.items() == {}
+    finally:
+        other.close()
