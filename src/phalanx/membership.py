@@ -8,6 +8,8 @@ How a heal goes: a worker dies -> its agent sets ``broken_key(g)`` -> survivors 
 ``PHALANX_GENERATION=g+1``) form the group of g+1 in ``group_prefix(job, g + 1)``. A newcomer that can wait sets
 ``wanted_key(g)`` instead: workers regroup at the next step boundary. A worker that leaves politely sets
 ``leaving_key(g, worker_id)``; its agent plans g+1 without it and breaks g once the worker has exited with code 0.
+All this needs workers that take part: one that will says so by ``regroups_key(worker_id)`` before its first step. Where
+nobody of a role has, agents do not heal but start all workers anew.
 """
 
 from __future__ import annotations
@@ -61,8 +63,14 @@ def leaving_key(generation: int, worker_id: str) -> str:
     return f"gen/{generation}/leaving/{worker_id}"
 
 
+def regroups_key(worker_id: str) -> str:
+    """Present when the worker follows ``members_key`` from generation to generation, and so can outlive its peers."""
+    return f"regroups/{worker_id}"
+
+
 def progress_key(worker_id: str) -> str:
-    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; the hang detector reads it."""
+    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; ``n`` counts over the whole job. Agents tell
+    by it who hangs, and whether workers die again and again without a step in between."""
     return f"progress/{worker_id}"
 
 

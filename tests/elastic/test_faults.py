@@ -103,7 +103,7 @@ def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
     cluster.release()
     cluster.finish()
     assert cluster.digests() == {undisturbed}
-    assert "no progress" in cluster.text()
+    assert "it is stopped (by SIGSTOP" in cluster.text()
 
 
 def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,8 +83,13 @@ class Launcher:
         self.agents: list[AgentProcess] = []
         self._nursery = nursery
 
-    def run(self, *words: object, cold: bool = False, **env: str) -> AgentProcess:
-        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``."""
+    def run(
+        self, *words: object, cold: bool = False, options: Sequence[str] = (), **env: str
+    ) -> AgentProcess:
+        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``.
+
+        ``options`` are those of a cold agent's interpreter.
+        """
         resolved = [str(WORKERS / word) if (WORKERS / str(word)).is_file() else str(word) for word in words]
         log = self.directory / f"agent{len(self.agents)}.log"
         process = self._nursery.zygote.park()
@@ -102,7 +107,10 @@ class Launcher:
             "stacks": "",
         }
         if cold:
-            order |= {"kind": "exec", "command": [sys.executable, "-m", "phalanx", "run", *resolved]}
+            order |= {
+                "kind": "exec",
+                "command": [sys.executable, *options, "-m", "phalanx", "run", *resolved],
+            }
         fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         copy = os.dup(fd)
         process.order(order, {"stdout": fd, "stderr": copy})

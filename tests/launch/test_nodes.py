@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,12 @@ import pytest
 from tests.comm.stores.conftest import Server, etcd_cluster
 from tests.launch.conftest import complete_rows as lines
 
+from phalanx.comm.stores import TCPStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.launch._linux import children_of
+from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._leader import write_once
+from phalanx.membership import job_prefix
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -201,3 +207,19 @@ def _leader(servers: list[Server]) -> Server:
             if status["leader"] == status["header"]["member_id"]:
                 return server
     raise AssertionError("no member of the etcd cluster says that it leads")
+
+
+def test_a_node_that_comes_as_the_job_ends_has_nothing_to_do(launcher, tmp_path, endpoint):
+    """The store is served elsewhere, as by the agent of another machine that still waits for the last node to leave."""
+    *_, conf = endpoint
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint[3], "--rdzv-id", "nodes")
+    words = ("--nnodes", "1:2", *where, "--rdzv-conf", f"{conf},is_host=false")
+    host, port = endpoint[3].split(":")
+    with contextlib.closing(TCPStore.serve(host, int(port))) as store:
+        store.set("phalanx/served", b"{}")
+        job = store.namespace(job_prefix("nodes"))
+        assert write_once(job, Signer("nodes", None), records.CLOSED, records.dump("closed by node a"))
+        late = launcher.run(*words, "summing.py", tmp_path, 1)
+        assert late.wait() == 0, late.output
+    assert "came too late to take part" in late.output
+    assert not (tmp_path / "starts").exists()

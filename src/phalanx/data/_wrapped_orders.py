@@ -221,9 +221,9 @@ class WeightedOrder(Order):
 
 
 def _to_unit(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    return np.ldexp(
-        (words >> np.uint64(11)).astype(np.float64), -53
-    )  # the 53 bits that a float64 holds: [0, 1)
+    # The 53 bits that a float64 holds: [0, 1).
+    unit: npt.NDArray[np.float64] = np.ldexp((words >> np.uint64(11)).astype(np.float64), -53)
+    return unit
 
 
 def uniform_at(key: bytes, positions: Indices) -> npt.NDArray[np.float64]:

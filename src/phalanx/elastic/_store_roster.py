@@ -66,6 +66,7 @@ class StoreRoster:
         self._first = generation
         self._root = store
         self._store = job_store(store, job)
+        self._store.set(membership.regroups_key(worker_id), b"1")
         self._watcher: Watcher | None = None
 
     # -- seats ------------------------------------------------------------------------------------------------
@@ -194,6 +195,10 @@ class StoreRoster:
     # -- the store --------------------------------------------------------------------------------------------
 
     def _declare(self, generation: int, mine: Ready) -> None:
+        if (
+            mine.is_veteran
+        ):  # what it has committed since its last report counts as progress, should workers die again
+            report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(_ready_key(generation, self.worker_id), mine.to_json())
         self._store.add(num_ready_key(generation))
 

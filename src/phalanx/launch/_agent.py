@@ -21,7 +21,8 @@ from phalanx.errors import StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
-from phalanx.launch._generation import Generation
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._generation import Generation, PortTaken
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._policy import Action, Situation, Verdict
@@ -44,7 +45,9 @@ from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
+    RendezvousStateError,
 )
 from phalanx.membership import Broken
 
@@ -79,7 +82,9 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._hang = HangWatch(crew, options.hang_timeout)
+        self._has_told_anew = False
+        """Whether it was said that all workers start anew because they cannot regroup."""
+        self._hang = HangWatch(crew, options.hang_timeout, options.start_timeout)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -147,8 +152,10 @@ class Agent:
         if self.current:
             self.current.close()
         self.current = generation = Generation(info, self._handler)
-        if not generation.serve_bootstrap():
-            self._change_members("the bootstrap port was taken")
+        try:
+            generation.serve_bootstrap()
+        except PortTaken as taken:
+            self._on_port_taken(str(taken))
             return
         places = generation.places(self.spec.master_addr)
         self._observer.generation_formed(info)
@@ -162,6 +169,16 @@ class Agent:
         interval = max(self.spec.monitor_interval, REQUEST_INTERVAL)
         self._sources.follow(info, interval, self._hang.watched_ids)
         self._judge_early_exits()
+
+    def _on_port_taken(self, reason: str) -> None:
+        """Without a store of their own no worker could start: another port, or the end."""
+        is_chosen = self._handler.has_fixed_port
+        verdict = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
+        verdict = self._generation.end(verdict, also=self._running_on)
+        if verdict.action is Action.FAIL:
+            self._handler.set_closed()
+            raise RendezvousStateError(verdict.reason)
+        self._obey(verdict)
 
     def _judge_early_exits(self) -> None:
         """Who died while the generation was being agreed upon."""
@@ -178,6 +195,8 @@ class Agent:
             self._on_closed(str(error))
             return
         self.state = WorkerState.UNKNOWN
+        if isinstance(error, RendezvousClosedError):
+            raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
         raise error
 
     def _on_exit(self, member: CrewMember) -> None:
@@ -215,15 +234,22 @@ class Agent:
         failures = [self._crew.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
+        now = self._situation()
+        streak = now.streak
+        if self._heals:
+            member = next(member for member in members if member.id == first.worker_id)
+            streak = streak.after(self._generation.death_of(member, first))
         verdict = _policy.on_failure(
-            self._situation(),
+            now,
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
+            streak=streak,
         )
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
+            self._observer.worker_failed(failure)
         self._end_generation(verdict, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
@@ -241,10 +267,8 @@ class Agent:
     def _on_end(self, end: GenerationEnd) -> None:
         if end.kind == "closed":
             self._on_closed(end.reason)
-        elif end.kind == "wanted" and self._heals:
-            self._want_regroup(end.reason)
         elif end.kind == "wanted":
-            self._change_members(end.reason)
+            self._want_regroup(end.reason)
         elif end.kind == "broken":
             change = _policy.on_membership_change(self._situation(), reason=end.reason)
             self._obey(self._generation.journal.decide(self._generation.number, change))
@@ -260,18 +284,28 @@ class Agent:
         self.is_in_exit_barrier = False
         if verdict.action is Action.FAIL:
             self._fail(verdict.reason)
-        elif self._heals:
+        elif not verdict.starts_anew:
             self._go_on_with_survivors(verdict)
         else:
+            self._tell_anew()
             self._stop_all()
             self._results.values.clear()
             self._roster.renew(self._size)
             self._join()
 
+    def _tell_anew(self) -> None:
+        if self._heals and not self._has_told_anew:
+            self._has_told_anew = True
+            log.warning(
+                "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; "
+                "plain scripts cannot), so all workers start anew; so it will be at every failure, without this line"
+            )
+
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
             if successor:
+                self._observer.worker_failed(self._crew.failure_of(self._crew.members[worker_id]))
                 self._observer.worker_replaced(self._crew.members[worker_id], successor)
             self._crew.forget(worker_id)
         if self._roster.ids:
@@ -279,17 +313,20 @@ class Agent:
         else:
             self._finish(self._results.node_is_empty())
 
-    def _stop_all(self) -> None:
-        self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
-        self.state = WorkerState.STOPPED
-        for worker_id in list(self._crew.members):
-            self._crew.forget(worker_id)
-
-    def _fail(self, reason: str) -> None:
+    def _stop_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
         told_at = time.time()
         self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
         unheard = self._crew.failures_before(told_at)
-        self._stop_all()
+        for failure in unheard:
+            self._observer.worker_failed(failure)
+        self.state = WorkerState.STOPPED
+        for worker_id in list(self._crew.members):
+            self._crew.forget(worker_id)
+        return unheard
+
+    def _fail(self, reason: str) -> None:
+        unheard = self._stop_all()
         result = self._results.failed(self._generation, reason, unheard)
         self._handler.set_closed()
         self._finish(result)
@@ -366,9 +403,12 @@ class Agent:
                 self._resize(request.wish)
 
     def _want_regroup(self, reason: str) -> None:
-        """Form the next generation while the workers go on with this one until their next step boundary."""
+        """Form the next generation; workers that can go on with this one until their next step boundary."""
         change = _policy.on_membership_change(self._situation(), reason=reason)
-        self._generation.journal.decide(self._generation.number, change)
+        change = self._generation.journal.decide(self._generation.number, change)
+        if change.starts_anew or change.action is Action.FAIL:
+            self._end_generation(change)
+            return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
         self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
         self._running_on = self._generation.number
@@ -376,8 +416,8 @@ class Agent:
 
     def _resize(self, size: int) -> None:
         log.warning("this node is asked to run %d workers instead of %d", size, self._roster.size)
-        if not self._heals:
-            self._size = size
+        self._size = size
+        if not self._situation().keeps_survivors:
             self._change_members(f"a node was resized to {size} workers")
         elif size > self._roster.size:
             self._roster.grow(size)

@@ -45,6 +45,8 @@ class CrewMember:
     stacks_file: str = ""
     result_fd: int = -1
     started_at: float = 0.0
+    born: int = 0
+    """The generation that it was started for."""
     is_told: bool = False
     """Whether its end has been passed on."""
     is_judged: bool = False
@@ -137,6 +139,7 @@ class Crew:
             stacks_file=stacks,
             stderr_path=dest.stderrs.get(rank, ""),
             started_at=time.monotonic(),
+            born=place.generation,
         )
         if has_directory:
             with suppress(FileNotFoundError):

@@ -12,7 +12,8 @@ from typing import Any
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
-from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
+from phalanx.launch._streak import Streak
+from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, regroups_key, wish_key
 
 MAX_TEXT = 100_000
 MAX_LINE = 2_000
@@ -28,7 +29,7 @@ class Journal:
     def decide(self, generation: int, verdict: Verdict) -> Verdict:
         """Propose how a generation ends; the verdict that counts is returned."""
         key = _verdict_key(generation)
-        body = {"action": verdict.action.value, "restarts": verdict.restarts, "reason": verdict.reason}
+        body = {**vars(verdict), "action": verdict.action.value, "streak": verdict.streak.to_record()}
         if self._store.compare_and_set(key, None, _dump(body)):
             return verdict
         standing = self.verdict(generation)
@@ -40,12 +41,22 @@ class Journal:
         if data is None:
             return None
         record = _load(data, "verdict")
-        return Verdict(action=Action(record["action"]), restarts=record["restarts"], reason=record["reason"])
+        try:
+            return Verdict(
+                action=Action(record["action"]),
+                restarts=int(record["restarts"]),
+                reason=str(record["reason"]),
+                starts_anew=bool(record["starts_anew"]),
+                streak=Streak.from_record(record["streak"]),
+                ports_taken=int(record["ports_taken"]),
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise RecordError(f"verdict on generation {generation}: {error!r} in {data[:200]!r}") from error
 
-    def restarts_before(self, generation: int) -> int:
-        """How many restarts the job had used when ``generation`` formed."""
+    def verdict_before(self, generation: int) -> Verdict:
+        """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
         previous = self.verdict(generation - 1) if generation > 0 else None
-        return previous.restarts if previous else 0
+        return previous or Verdict(action=Action.REGROUP, restarts=0, reason="")
 
     def report(self, failure: ProcessFailure) -> None:
         record = failure.to_record()
@@ -83,6 +94,11 @@ class Journal:
         """The wished number of workers here, and why stacks are asked for ("": they are not)."""
         wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
         return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+
+    def read_regrouping(self, worker_ids: list[str]) -> set[str]:
+        """Who of these has said that it can regroup."""
+        found = self._store.get_many([regroups_key(worker_id) for worker_id in worker_ids])
+        return {worker_id for worker_id, value in zip(worker_ids, found, strict=True) if value is not None}
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))

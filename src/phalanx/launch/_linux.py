@@ -58,6 +58,35 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def listener_on(port: int) -> str:
+    """The process that listens on a TCP port, as "pid 7 (its command line)"; "" when that is not known.
+
+    A process of another user is not known: its open files are not shown.
+    """
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        listening = "0A"
+        sockets |= {f"socket:[{r[9]}]" for r in rows if r[3] == listening and int(r[1][-4:], 16) == port}
+    for name in os.listdir("/proc") if sockets else ():
+        try:
+            if not name.isdigit() or sockets.isdisjoint(map(os.readlink, _descriptors(name))):
+                continue
+            with open(f"/proc/{name}/cmdline", errors="replace") as file:
+                return f"pid {name} ({file.read().replace(chr(0), ' ').strip()[:200]})"
+        except OSError:
+            continue  # it has ended, or is another user's
+    return ""
+
+
+def _descriptors(pid: str) -> list[str]:
+    return [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+
+
 def process_state(pid: int) -> str:
     """The kernel's one-letter state: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" unknown."""
     try:

@@ -55,7 +55,7 @@ class LocalElasticAgent:
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
-        self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
+        self._plan = Plan.choose(spec.entrypoint, spec.args, start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._signals = choose_signals(signals, os.environ)
         self._health = health_check_server or health_server_from(os.environ, self.alive_time)
@@ -87,8 +87,7 @@ class LocalElasticAgent:
         try:
             with handled(self._signals, self._on_signal):
                 self._crew.open()
-                if self._health:
-                    self._health.start()
+                self._start_health_check()
                 result = self._agent.run()
                 return result
         finally:
@@ -99,6 +98,15 @@ class LocalElasticAgent:
             self._observer.close()
             if result is None or not result.is_failed():
                 self._remove_temporary_logs()
+
+    def _start_health_check(self) -> None:
+        if self._health is None:
+            return
+        try:
+            self._health.start()
+        except OSError as error:  # most often its port is another's: the job can do without
+            log.warning("no health check: it cannot listen on port %d: %s", self._health.port, error)
+            self._health = None
 
     def _events_path(self, spec: WorkerSpec) -> str | None:
         specs = self._logs_specs

@@ -8,12 +8,13 @@ unpickles them in a fork of a clean process that has torch, ``spawn`` in a fresh
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch._call import write_payload
+from phalanx.launch._script import interpreter_command
+from phalanx.launch._session import method_that_works
 from phalanx.launch._spec import Entrypoint, Script
 
 SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
@@ -33,6 +34,13 @@ class Plan:
         allowed = FUNCTION_METHODS if callable(self.entrypoint) else SCRIPT_METHODS
         if self.method not in allowed:
             raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
+
+    @classmethod
+    def choose(cls, entrypoint: Entrypoint, args: tuple[Any, ...], method: str) -> Plan:
+        """The plan for an entrypoint; a function that no other method can bring to its workers is forked."""
+        if callable(entrypoint):
+            method = method_that_works(entrypoint, args, method)
+        return cls(entrypoint=entrypoint, args=args, method=method)
 
     def check(self) -> None:
         """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""
@@ -67,7 +75,7 @@ class Plan:
             if self.method != "fork":
                 fds["payload"] = write_payload(self.entrypoint, self.args)
             if self.method == "spawn":
-                order |= self._executed([sys.executable, "-u", "-m", "phalanx.launch._call"], stacks, env)
+                order |= self._executed(interpreter_command(["-m", "phalanx.launch._call"]), stacks, env)
             else:
                 order |= {"kind": "call", "function": "main"}
             return order, fds
@@ -77,6 +85,7 @@ class Plan:
         elif self.is_warm:
             script = self.entrypoint
             order |= {"kind": "script", "target": script.target, "is_module": script.is_module, "args": words}
+            order["command"] = _interpreter(script, words)  # should warm start turn out not to do
         else:
             order |= self._executed(_interpreter(self.entrypoint, words), stacks, env)
         return order, fds
@@ -91,4 +100,4 @@ def _interpreter(script: Script, words: list[str]) -> list[str]:
     foreign = os.environ.get("PYTHON_EXEC")
     if foreign:  # another interpreter may not have us installed: start the script plainly
         return [foreign, "-u", *flag, script.target, *words]
-    return [sys.executable, "-u", "-m", "phalanx.launch._script", *flag, script.target, *words]
+    return interpreter_command(["-m", "phalanx.launch._script", *flag, script.target, *words])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,7 +22,9 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch import _linux
+from phalanx.launch._fresh import prepare_fork
 from phalanx.launch._messages import receive_message, send_message
+from phalanx.launch._script import interpreter_command
 
 START_TIMEOUT = 120.0
 """Seconds for a zygote to import what it should preload, and for a fork (machines do stall)."""
@@ -100,7 +103,11 @@ class Zygote:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        if functions:
+            prepare_fork()
+        with warnings.catch_warnings():  # a session's own threads are its business; ours do not exist yet
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             from phalanx.launch._zygote import serve
 
@@ -116,7 +123,9 @@ class Zygote:
     def execute(cls, preload: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Zygote:
         """Start one in a fresh interpreter: for callers that have threads already."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "phalanx.launch._zygote", str(theirs.fileno()), str(os.getpid())]
+        command = interpreter_command(
+            ["-m", "phalanx.launch._zygote", str(theirs.fileno()), str(os.getpid())]
+        )
         child = subprocess.Popen(
             [*command, *preload], pass_fds=[theirs.fileno()], env=None if env is None else dict(env)
         )

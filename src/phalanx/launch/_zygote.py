@@ -32,9 +32,14 @@ LATER_IMPORTS = (
     "phalanx.comm._create",
     "phalanx.comm._mesh",
     "phalanx.comm.stores._tcp",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
 )
 """Imported once nothing has been asked for during ``IDLE`` seconds, beside torch: workers that are forked later, to
-replace others, need not do it. The first ones do it themselves if they want it, so that nobody else waits for it."""
+replace others, need not do it. The first ones do it themselves if they want it, so that nobody else waits for it. The
+last three are half as much again as torch itself, and every optimizer imports them when it is made; one by one, so that
+a worker that is wanted meanwhile waits for one of them at most."""
 
 IDLE = 1.0
 

@@ -43,6 +43,7 @@ from phalanx.launch.rendezvous._leader import (
 )
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
+from phalanx.launch.rendezvous._waiting import due_after, waiting_line
 from phalanx.membership import Broken, RecordError
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,10 @@ class StoreRendezvousHandler(RendezvousHandler):
     def set_bootstrap_port(self, port: int | None) -> None:
         self._port = port
 
+    @property
+    def has_fixed_port(self) -> bool:
+        return self._port is not None
+
     # -- forming ---------------------------------------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -153,7 +158,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
         port = self._hold_port() if self._port is None else self._port
-        since = time.monotonic()
+        since, num_lines = time.monotonic(), 0
         self._raise_if_over()
         participant.register(wants, port, time.monotonic())
         self._start_thread()
@@ -167,7 +172,29 @@ class StoreRendezvousHandler(RendezvousHandler):
                 participant.register(wants, port, time.monotonic())
             if waited >= self._options.join_timeout:
                 raise self._timed_out()
-            self._changed.wait(self._options.join_timeout - waited)
+            if waited >= due_after(num_lines):
+                num_lines += 1
+                self._say_for_whom()
+            self._changed.wait(min(self._options.join_timeout, due_after(num_lines)) - waited)
+
+    def _say_for_whom(self) -> None:
+        participant = self._participant
+        log.warning(
+            "%s",
+            waiting_line(
+                self._backend,
+                self._store_url,
+                self._run_id,
+                participant.rules,
+                present=self._present(),
+                fixed_rank=participant.node.fixed_rank,
+                is_spare=participant.is_spare,
+                is_first=participant.facts.latest is None,
+            ),
+        )
+
+    def _present(self) -> list[str]:
+        return [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
 
     def _hold_port(self) -> int:
         """A free port for the workers' bootstrap store, and nobody else's until then.
@@ -211,7 +238,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _timed_out(self) -> RendezvousTimeoutError:
         participant = self._participant
-        present = [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
+        present = self._present()
         participant.leave()
         return RendezvousTimeoutError(
             f"job {self._run_id!r}: no generation with node {self.node_id} within "

@@ -274,6 +274,11 @@ class RendezvousHandler(ABC):
         """The port for the workers' bootstrap store, should this node come first; None: a free one at each
         join."""
 
+    @property
+    def has_fixed_port(self) -> bool:
+        """Whether the workers' bootstrap store must be at one certain port."""
+        return False
+
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the current generation and block until this node is a member of the next one."""
