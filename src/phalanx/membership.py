@@ -33,6 +33,15 @@ ENV_SECRET = "PHALANX_JOB_SECRET"
 ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
 """With either, agents and workers sign all records and refuse those that are not signed."""
 
+ENV_EXIT_CODE = "PHALANX_EXIT_CODE"
+"""Set in a worker when its script has ended, before functions registered with ``atexit`` run: the code it ends with."""
+
+FINISHING = "finishing"
+"""Present, and not empty, when the workers have done all steps and only run what their scripts do after them."""
+
+SETBACKS = "setbacks"
+"""JSON of ``Setbacks``: how often the job went back to an earlier step."""
+
 
 def job_prefix(job: str) -> str:
     return f"phalanx/{job}"
@@ -72,6 +81,11 @@ def progress_key(worker_id: str) -> str:
     """JSON ``{"step": n}``, rewritten by a worker when it makes progress; ``n`` counts over the whole job. Agents tell
     by it who hangs, and whether workers die again and again without a step in between."""
     return f"progress/{worker_id}"
+
+
+def ended_key(worker_id: str) -> str:
+    """Present when a worker's script has ended well; the process may stay for a while to hand over its state."""
+    return f"ended/{worker_id}"
 
 
 def wish_key(node_id: str) -> str:
@@ -142,6 +156,41 @@ class Broken:
     def from_json(cls, data: bytes) -> Broken:
         record = _parse(data, "broken")
         return cls(reason=record["reason"], workers=tuple(record["workers"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setbacks:
+    """How often all workers were lost and the job went back, how many steps were computed again for it, and the
+    last time from which step to which."""
+
+    count: int = 0
+    num_steps: int = 0
+    last_from: int = 0
+    last_to: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Setbacks:
+        record = _parse(data, "setbacks")
+        try:
+            return cls(**{name: int(record[name]) for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"setbacks record has unexpected fields: {data[:80]!r}") from error
+
+    def plus(self, before: int, after: int) -> Setbacks:
+        """One more, from step ``before`` to step ``after``.
+
+        >>> Setbacks().plus(57, 50)
+        Setbacks(count=1, num_steps=7, last_from=57, last_to=50)
+        """
+        return Setbacks(
+            count=self.count + 1,
+            num_steps=self.num_steps + before - after,
+            last_from=before,
+            last_to=after,
+        )
 
 
 def _parse(data: bytes, kind: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class World:
         self.threads: list[threading.Thread] = []
         self.num_steps = 15  # three epochs
         self.saves: Saves | None = None
+        self.hold = 3600.0
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
 
@@ -81,6 +82,7 @@ class World:
             )
             try:
                 self.results[worker] = self.train(on_step, after, on_commit)
+                self.keys.set(ms.ended_key(worker), b"1")  # as its agent would, when it sees code 0
             except (Die, SystemExit, Exception) as error:
                 self.results[worker] = error
 
@@ -97,7 +99,7 @@ class World:
         callbacks = Callbacks(
             on_regroup=self.news.append, on_newcomer=self.newcomers.append, on_leave=self.leavers.append
         )
-        run = RunOptions(progress=False, verify=True, log_dir=self.directory)
+        run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold)
         job = Job(
             model,
             optimizer,

@@ -10,6 +10,8 @@ import sys
 import pytest
 from cluster import NUM_STEPS, Cluster
 
+from phalanx.launch.events import JobWentBack, read_events
+
 pytestmark = pytest.mark.timeout(400)
 
 HOLD = 20
@@ -121,8 +123,8 @@ def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):
     assert verdict.num_dropped == 0, "nobody died: no step had to be computed twice"
 
 
-def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed):
-    cluster = start(2, script_flag="--save")
+def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed, tmp_path):
+    cluster = start(2, script_flag="--save", log_dir=str(tmp_path / "agent"))
     cluster.wait_until(lambda: any(e["step"] >= 10 for e in cluster.events("saved")), "a save")
     cluster.close_door()  # a replacement of the first could otherwise take over from the second
     for worker in cluster.pids():
@@ -131,7 +133,16 @@ def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed):
     cluster.release()
     cluster.finish()
     assert cluster.digests() == {undisturbed}
-    assert [event["step"] >= 10 for event in cluster.events("resumed")] == [True]
+    (resumed,) = [event["step"] for event in cluster.events("resumed")]
+    assert resumed >= 10
+    for event in cluster.events("went_back"):  # unless they died in the moment of a save
+        line = f"the job goes back from step {event['before']} to step {resumed}, its newest save"
+        assert line in cluster.text()
+    (path,) = (tmp_path / "agent").rglob("events.jsonl")
+    counted = [event for event in read_events(path) if isinstance(event, JobWentBack)]
+    assert [(event.from_step, event.to_step) for event in counted] == [
+        (event["before"], event["step"]) for event in cluster.events("went_back")
+    ]
 
 
 def test_sigterm_to_the_job_saves_and_a_later_run_goes_on_with_the_same_bits(start, undisturbed, tmp_path):

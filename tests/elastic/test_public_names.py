@@ -22,11 +22,13 @@ def test_public_names():
         "Outcome",
         "RegroupTimeout",
         "Regrouped",
+        "ResultLost",
         "RunOptions",
         "SaveError",
         "Saves",
         "StateTypeError",
         "Step",
+        "StepsLost",
         "WorkersDiffer",
     ]
     assert all(hasattr(phalanx.elastic, name) for name in phalanx.elastic.__all__)

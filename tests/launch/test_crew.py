@@ -45,7 +45,7 @@ class StuckProcess(WorkerProcess):
     def send_signal(self, signum: int, *, to_group: bool = True) -> None:
         self.got.append(signum)
         if signum == self.dies_by and self.exit_code is None:
-            self.exit_code = -signum
+            self.end(-signum)
             assert self.crew is not None
             self.crew._on_exit(self)
 
@@ -54,8 +54,8 @@ class PretendZygote:
     def __init__(self, *processes: StuckProcess) -> None:
         self._processes = list(processes)
 
-    def park(self) -> StuckProcess:
-        return self._processes.pop(0)
+    def park(self) -> tuple[StuckProcess, bool]:
+        return self._processes.pop(0), True
 
     def close(self) -> None:
         pass

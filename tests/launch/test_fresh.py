@@ -58,6 +58,7 @@ ALLOWED_TO_LAUNCHED = {
     "process/kernel/SigCgt:": "the same",
     "process/kernel/SigIgn:": "the same",
     "streams/stdout/errors": "a print must not end a job",
+    "library/multiprocessing": "its sockets lie in a folder that the agent removes",
     **ALLOWED,
 }
 """The same for an executed worker and ``python script``, as far as phalanx has to do with it."""

@@ -194,6 +194,32 @@ def test_the_job_goes_on_when_the_etcd_leader_is_killed(launcher, tmp_path, wait
     launcher.wait_until_empty()
 
 
+def test_a_job_outlives_the_restart_of_its_only_etcd_member(launcher, tmp_path, wait_for):
+    """Agents and workers wait for it: nobody dies, no generation ends."""
+    (tmp_path / "etcd").mkdir()
+    (tmp_path / "out").mkdir()
+
+    def rows() -> list[list[list[str]]]:
+        return [lines(path) for path in (tmp_path / "out").glob("*.*.*")]
+
+    with etcd_cluster(1, tmp_path / "etcd") as (server,):
+        endpoint = ("--rdzv-endpoint", server.url.removeprefix("etcd://"), "--rdzv-id", "restarting")
+        agent = launcher.run(
+            "--nproc-per-node", 2, "--rdzv-backend", "etcd", *endpoint, "--on-failure", "heal",
+            "healing.py", tmp_path / "out", 100000,
+        )  # fmt: skip
+        wait_for(lambda: len(rows()) == 2 and all(len(each) > 5 for each in rows()), "two workers", agent)
+        server.kill()
+        time.sleep(1.0)  # so long is it away
+        server.start_again()
+        known = max(len(each) for each in rows())
+        wait_for(lambda: all(len(each) > known + 5 for each in rows()), "the workers to go on", agent)
+        (tmp_path / "out" / "end").touch()
+        assert agent.wait() == 0, agent.output
+    assert [each[-1] for each in rows()] == [["finished", "0"]] * 2
+    launcher.wait_until_empty()
+
+
 def _leader(servers: list[Server]) -> Server:
     """The member that leads; during an election there is none for a moment."""
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -63,7 +63,8 @@ def evaluate(
                     job.count_evaluation(_mean(known))
                     job.team.roster.publish_evaluation(number, job.last_evaluation)
                     break
-                for b in missing[job.rank :: job.world_size]:
+                seat = job.team.seat  # not the job's rank, which is another thing after the last step
+                for b in missing[seat.rank :: len(seat.workers)]:
                     job.team.check()
                     indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
                     batch = fetcher[Ticket(number, b, 0, indices)]

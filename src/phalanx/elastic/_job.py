@@ -19,9 +19,12 @@ from torch import nn
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._buffers import Buffers
+from phalanx.elastic._codec import copy_encoded
 from phalanx.elastic._evaluate import evaluate
+from phalanx.elastic._exit import fail_at_exit, has_ended_well
 from phalanx.elastic._guard import Guard
 from phalanx.elastic._guarding import Guarding
+from phalanx.elastic._keeper import Encoded
 from phalanx.elastic._layout import Layout
 from phalanx.elastic._loading import Fetcher, Loading
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
@@ -128,6 +131,7 @@ class Job:
         self.telling = Telling(self)
         self.num_evaluations = 0
         self.last_evaluation: dict[str, float] = {}
+        self._has_looped = False
         self._resumes = 0
         self._read_ahead: tuple[int, int, int] | None = None
 
@@ -148,11 +152,12 @@ class Job:
 
     @property
     def rank(self) -> int:
-        return self.team.seat.rank
+        """This worker's, from 0. Changes at regroups; after the last step it stays, and passes to a replacement."""
+        return self.team.rank
 
     @property
     def world_size(self) -> int:
-        return len(self.team.seat.workers)
+        return self.team.world_size
 
     @property
     def worker_id(self) -> str:
@@ -177,7 +182,7 @@ class Job:
         """
         if epochs is None and max_steps is None:
             raise ValueError("steps() needs epochs or max_steps; expected an end")
-        if self.team.is_over and self.team.roster.can_change:
+        if self._has_looped and self.team.roster.can_change:
             raise RuntimeError(
                 "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
                 "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
@@ -205,12 +210,13 @@ class Job:
                         )
                 self.guarding.check_state()
                 self.team.part()
+                self._has_looped = True
                 self.telling.tell_again()
                 self.events.emit("finished", step=self.step)
                 self.loading.close()
                 self.saving.wait_idle()
                 self.progress.close()
-                atexit.register(self.close)  # not now: an evaluation may follow
+                atexit.register(self._at_exit)  # not now: an evaluation may follow
             except BaseException:
                 self.close()
                 raise
@@ -231,8 +237,11 @@ class Job:
         self.team.begin()
 
     def close(self) -> None:
-        """End threads, files and the group; the state stays in memory and can be looked at and saved."""
-        atexit.unregister(self.close)
+        """End threads, files and the group; the state stays in memory and can be looked at and saved.
+
+        The end of the process does it. Done earlier, a worker that dies later cannot take the state from this one.
+        """
+        atexit.unregister(self._at_exit)
         self.loading.close()
         self.saving.wait_idle()
         self.progress.close()
@@ -240,9 +249,21 @@ class Job:
         self.audit.close()
         self.events.close()
 
+    def _at_exit(self) -> None:
+        """The process ends: after the scripts of all workers, if this one's has ended well."""
+        try:
+            if has_ended_well():
+                self.team.stay(self.run.hold)
+        except BaseException as error:  # what leaves an exit function is printed and forgotten
+            fail_at_exit(error)
+        finally:
+            self.close()
+
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
-        return (epochs is not None and self.epoch >= epochs) or (
-            max_steps is not None and self.step >= max_steps
+        return (
+            (self.team.is_over and self.team.roster.can_change)  # it came after the last step
+            or (epochs is not None and self.epoch >= epochs)
+            or (max_steps is not None and self.step >= max_steps)
         )
 
     def _check_frozen(self) -> None:
@@ -270,6 +291,7 @@ class Job:
         self.boundary.commit()
         self.audit.committed(self.lineage, step.epoch, step.number)
         self.team.roster.report(self.step)
+        self.team.roster.note_commit(self.team.seat, self.step)
 
     def recover_from(self, step: Step, cause: CommError) -> Outcome:
         """The group was lost during a step: form it anew, and say what has become of the step. For ``Step`` only."""
@@ -319,6 +341,11 @@ class Job:
             "seed": self.seed,
             "machine": fingerprint(),
         }
+
+    def copy_state(self) -> Encoded:
+        """A copy of the state in main memory. For ``Team``, after the last step: the gradients' memory is given up."""
+        self.pool.free.clear()
+        return copy_encoded(self.state_dict())
 
     def load_state_dict(self, state: State) -> None:
         """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""

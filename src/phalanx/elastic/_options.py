@@ -71,6 +71,12 @@ class RunOptions:
     """Seconds that a collective may wait for a peer that lives but does not come."""
     verify: bool = False
     """Compare the digests of all workers at every regroup; costs one pass over the state."""
+    begin_again: bool = False
+    """Begin again at step 0 when all workers were lost and the job has no saves, instead of failing."""
+    hold: float = 3600.0
+    """Seconds that a worker whose script has ended stays, with a copy of the final state, for the scripts of the others
+    to end: a worker that dies after the last step is replaced by one that takes this state and runs what follows the
+    loop. 0: nobody stays or keeps a copy, and such a death fails the job."""
     group: Group | None = None
     """Run on this fixed group instead of the one that the environment names."""
 

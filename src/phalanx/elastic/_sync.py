@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from phalanx.elastic._identity import describe_model, identity, tell_apart
+from phalanx.elastic._ledger import check_setback
 from phalanx.elastic._seats import FRESH, Seat, choose_source
 from phalanx.elastic._state import digest
 from phalanx.elastic._stream import receive_state, send_state
@@ -90,11 +91,23 @@ def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()
-    mine = FRESH if saved is None else saved
-    source = choose_source(seat.group.all_gather_values(mine) if seat.group is not None else [mine])
+    mine = [FRESH if saved is None else saved, job.team.roster.ledger.num_committed()]
+    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    source = choose_source([one[0] for one in told])
+    _go_back(job, seat, max(one[1] for one in told), max(0, told[source][0]))
     if source == seat.rank and saved is not None:
         job.load_save()
     return source
+
+
+def _go_back(job: Job, seat: Seat, before: int, after: int) -> None:
+    """The workers are new, but the job may not be: say and count it, or refuse, if they begin before its last step."""
+    # A launcher that restarts all workers does so because its user asked for it.
+    may_begin_again = job.run.begin_again or not job.team.roster.can_change
+    has_saves = job.saving.options is not None
+    if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and seat.rank == 0:
+        job.events.emit("went_back", step=after, before=before)
+        job.team.roster.ledger.go_back(before, after)
 
 
 def _num_evaluations(told: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 
-from phalanx.errors import StoreLost
+from phalanx.errors import StoreError, StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
@@ -49,10 +49,12 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousInfo,
     RendezvousStateError,
 )
-from phalanx.membership import Broken
+from phalanx.membership import Broken, Setbacks
 
 log = logging.getLogger(__name__)
 
+FOR_OTHERS = 3600.0
+"""Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
 REQUEST_INTERVAL = 0.5
 """Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
@@ -82,6 +84,7 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
+        self._setbacks = Setbacks()
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
         self._hang = HangWatch(crew, options.hang_timeout, options.start_timeout)
@@ -192,10 +195,15 @@ class Agent:
     def _on_join_failed(self, error: BaseException) -> None:
         self._is_joining = False
         if isinstance(error, RendezvousClosedError) and self.current is not None:
-            self._on_closed(str(error))
+            if error.outcome == "succeeded":  # a later generation has done it, without this node
+                log.warning("%s; this node was not needed for it any more", error)
+                self._stop_all()
+                self._finish(RunResult(WorkerState.STOPPED))
+            else:
+                self._on_closed(str(error))
             return
         self.state = WorkerState.UNKNOWN
-        if isinstance(error, RendezvousClosedError):
+        if isinstance(error, RendezvousClosedError) and error.outcome != "failed":
             raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
         raise error
 
@@ -206,6 +214,9 @@ class Agent:
 
     def _judge_exit(self, member: CrewMember) -> None:
         member.is_judged = True
+        if self._heals and not member.has_succeeded and self._generation.journal.has_ended(member.id):
+            log.warning("worker %s was lost after its script had ended; nothing is missing", member.id)
+            member.has_done_its_part = True
         if self._has_left(member):
             self._roster.drop(member.id)
             self._crew.forget(member.id)
@@ -214,11 +225,19 @@ class Agent:
                 self._end_generation(verdict, (member.id,))
             else:
                 self._finish_if_done()
-        elif member.has_succeeded and self._crew.fetch_value(member):
-            self._results.values[member.place.rank] = member.value
+        elif self._take_success(member):
             self._finish_if_done()
         else:
             self._on_failure()
+
+    def _take_success(self, member: CrewMember) -> bool:
+        """Note that a worker has ended well, with its value; False when it has not."""
+        if not (member.has_succeeded and self._crew.fetch_value(member)):
+            return False
+        self._results.values[member.place.rank] = member.value
+        if self._heals:  # others may wait for the end of its script, of which it need not have told
+            self._generation.journal.say_ended(member.id)
+        return True
 
     def _has_left(self, member: CrewMember) -> bool:
         """Whether its end was agreed: it was asked to go, or said that it would."""
@@ -304,9 +323,12 @@ class Agent:
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
+            member = self._crew.members[worker_id]
             if successor:
-                self._observer.worker_failed(self._crew.failure_of(self._crew.members[worker_id]))
-                self._observer.worker_replaced(self._crew.members[worker_id], successor)
+                self._observer.worker_failed(self._crew.failure_of(member))
+                self._observer.worker_replaced(member, successor)
+            elif not member.is_judged:  # it ended well in the same moment
+                self._take_success(member)
             self._crew.forget(worker_id)
         if self._roster.ids:
             self._join()
@@ -328,7 +350,7 @@ class Agent:
     def _fail(self, reason: str) -> None:
         unheard = self._stop_all()
         result = self._results.failed(self._generation, reason, unheard)
-        self._handler.set_closed()
+        self._handler.close_as("failed", reason)
         self._finish(result)
 
     def _on_closed(self, reason: str) -> None:
@@ -338,8 +360,9 @@ class Agent:
         elif self.is_in_exit_barrier:
             self._finish(self._results.succeeded())
         else:
+            log.error("the rendezvous was closed while workers ran (%s); they are stopped", reason)
             self._stop_all()
-            self._finish(RunResult(WorkerState.STOPPED))
+            self._finish(self._results.closed(self._generation, reason))
 
     def _on_lost(self, reason: str) -> None:
         """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
@@ -367,17 +390,34 @@ class Agent:
             self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
 
     def _on_all_done(self, event: AllDone) -> None:
+        if event.is_late and self._generation.is_serving:
+            log.warning("this node serves a store that others need, and stays until they are done")
+            self._sources.wait_all_done(self._generation.info, FOR_OTHERS)
+            return
         if event.error:
             log.warning("not all nodes said that they are done: %s", event.error)
+            self._leave_early()
         else:
             try:
-                self._handler.set_closed()
+                self._handler.close_as("succeeded", "all workers have succeeded")
             except RendezvousConnectionError:
                 pass  # the node that served the store has read that all are done, and gone
         self._finish(self._results.succeeded())
 
+    def _leave_early(self) -> None:
+        """Tell the nodes that are still at work not to count on this one."""
+        try:
+            self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "left")
+        except StoreError:
+            pass  # it is gone, and with it what the others could be told
+
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
+        try:
+            self._count_setbacks(self._generation.journal.setbacks())
+        except StoreError:
+            pass  # it went with the node that served it: what was heard of before counts
+        result.num_setbacks = self._setbacks.count
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -394,6 +434,7 @@ class Agent:
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
             self._hang.answer(self._generation, request.stacks)
+        self._count_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -401,6 +442,12 @@ class Agent:
             self._wish = request.wish
             if request.wish != self._roster.size:
                 self._resize(request.wish)
+
+    def _count_setbacks(self, setbacks: Setbacks) -> None:
+        """Workers that were all new have begun with an earlier step than the job had reached."""
+        if setbacks.count > self._setbacks.count:
+            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
+            self._setbacks = setbacks
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
@@ -415,6 +462,9 @@ class Agent:
         self._join()
 
     def _resize(self, size: int) -> None:
+        if self._generation.journal.is_finishing():
+            log.warning("all steps are done: this node keeps its %d workers", self._roster.size)
+            return
         log.warning("this node is asked to run %d workers instead of %d", size, self._roster.size)
         self._size = size
         if not self._situation().keeps_survivors:

@@ -75,8 +75,8 @@ def launch_agent(
         handler = _make_handler(config)
         agent = _make_agent(config, plan, handler, health_check_server, zygote)
         result = agent.run()
-    except RendezvousGracefulExitError as error:
-        log.warning("%s", error)
+    except RendezvousGracefulExitError as reason:
+        log.warning("%s; this node computes nothing", reason)
         return {}
     finally:
         if handler is not None:
@@ -128,6 +128,7 @@ def _make_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         health_check_server=health,
         options=options,
+        preload=config.preload,
         standby=config.standby,
         zygote=zygote,
         signals=config.signals_to_handle,

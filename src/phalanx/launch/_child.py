@@ -20,8 +20,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from phalanx import membership
 from phalanx.launch import _linux
-from phalanx.launch._fresh import forget_caller, forget_zygote, open_streams, shadowed_modules
+from phalanx.launch._fresh import (
+    forget_caller,
+    forget_zygote,
+    keep_sockets_in,
+    open_streams,
+    shadowed_modules,
+)
 from phalanx.launch._messages import receive_message
 
 FunctionTable = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -34,11 +41,13 @@ EXIT_CANNOT_START = 127
 def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
     """Wait for the order and carry it out; without one (the agent is gone) just end."""
     received = receive_message(orders)
-    orders.close()
-    if received is None:
+    if received is None or not _linux.die_with_peer(orders):
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
+    fd_of["agent"] = (
+        orders.detach()
+    )  # stays open: its other end is closed when the agent ends, however it does
     code = 1
     try:
         become_worker(order, fd_of)
@@ -78,6 +87,7 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
         if name in fd_of:
             os.set_inheritable(fd_of[name], True)
             os.environ[f"PHALANX_{name.upper()}_FD"] = str(fd_of[name])
+    os.set_inheritable(fd_of["agent"], True)
     command = order["command"]
     try:
         os.execvp(command[0], command)
@@ -96,7 +106,7 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
         _exec_if_shadowed(order, fd_of, directory_of(order["target"], is_module=order["is_module"]))
     forget_zygote()
-    prepare_python(order.get("stacks", ""))
+    prepare_python(order.get("stacks", ""), order.get("scratch", ""))
     gc.unfreeze()
     if order["kind"] == "script":
         from phalanx.launch._script import run_script
@@ -122,14 +132,15 @@ def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], direct
             f"phalanx: {names} in {directory}: a module of that name is loaded already, so that warm start would hide "
             "it; a fresh interpreter is started instead (rename it for a faster start)\n".encode(),
         )
-    if order["stacks"]:
-        os.environ["PHALANX_STACKS_FILE"] = order["stacks"]
+    os.environ.update({"PHALANX_STACKS_FILE": order["stacks"], "PHALANX_SCRATCH": order["scratch"]})
     _exec(order, fd_of)
 
 
-def prepare_python(stacks: str) -> None:
-    """Streams as a fresh, unbuffered interpreter has them, and stacks that are dumped on a signal."""
+def prepare_python(stacks: str, scratch: str) -> None:
+    """Streams as a fresh, unbuffered interpreter has them, stacks dumped on a signal, a place for what is left over."""
     open_streams()
+    if scratch:
+        keep_sockets_in(scratch)
     if stacks:
         fd = os.open(
             stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -139,6 +150,7 @@ def prepare_python(stacks: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End like an interpreter would: exit functions and threads first, then flush; but never hang on them twice."""
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     try:
         import threading
 

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OMP_PAUSE_HARD = 2
+_LONGEST_FOLDER = 80
+"""Bytes of a folder's name in which the name of a Unix socket (108 in all) can still end, and some to spare."""
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 _ALWAYS_THERE = frozenset({"__main__", "encodings", "phalanx", "site", "sitecustomize", "usercustomize"})
 """Loaded before any script could offer its own; phalanx is what the worker runs in."""
@@ -56,6 +58,15 @@ def forget_zygote() -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
+
+
+def keep_sockets_in(folder: str) -> None:
+    """Where multiprocessing of this process and its forks has its sockets: a killed loader cannot remove its own."""
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        return  # multiprocessing makes one with a shorter name
+    from multiprocessing import process
+
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def forget_caller(env: Mapping[str, str]) -> None:

@@ -75,6 +75,11 @@ class Generation:
             )
         return text
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether workers of other nodes may need a store of this process."""
+        return self.info.world_size > 1 and (self._handler.is_host or self._bootstrap is not None)
+
     def close(self) -> None:
         """Stop serving."""
         if self._bootstrap is not None:
@@ -107,6 +112,7 @@ class Generation:
     def job_facts(self, spec: WorkerSpec, on_failure: str) -> JobFacts:
         return JobFacts(
             run_id=self._handler.get_run_id(),
+            job=self._handler.job,
             role=spec.role,
             restarts=self.restarts,
             max_restarts=spec.max_restarts,
@@ -125,6 +131,10 @@ class Generation:
             min_nodes=spec.min_nodes,
             survivors=survivors,
             is_under_way=self.number > 0,
+            num_left=self.journal.num_left(self.number, self.info.world_size)
+            if self.info.world_size > 1
+            else 0,
+            is_finishing=on_failure == "heal" and self.journal.is_finishing(),
             can_regroup=on_failure == "heal" and self.can_regroup(),
             streak=self._before.streak,
             ports_taken=self._before.ports_taken,

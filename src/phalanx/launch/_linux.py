@@ -7,8 +7,10 @@ socket end-of-file alone, which covers every case but a zygote that is killed to
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ IS_LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_F_SETSIG = 10
 
 
 def die_with_parent(signum: int, parent: int) -> bool:
@@ -29,9 +33,36 @@ def die_with_parent(signum: int, parent: int) -> bool:
     return os.getppid() == parent
 
 
-def adopt_orphans() -> bool:
-    """Become the parent of grandchildren whose parent dies, so that they can be found and reaped."""
-    return IS_LINUX and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(wanted: bool = True) -> bool:
+    """Become the parent of grandchildren whose parent dies, so that they can be found and reaped; or do so no more."""
+    return IS_LINUX and _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+def adopts_orphans() -> bool:
+    """Whether this process does."""
+    answer = ctypes.c_int(0)
+    return IS_LINUX and bool(
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and answer.value
+    )
+
+
+def die_with_peer(sock: socket.socket) -> bool:
+    """Have the kernel kill this process's group when the other end of a Unix socket is closed, or anything is sent.
+
+    It works through ``exec``, if the descriptor is kept, and whoever the parent is. False when the other end is closed
+    already: then no signal ever comes. Elsewhere than on Linux nothing is done.
+    """
+    if not IS_LINUX:
+        return True
+    fcntl.fcntl(sock, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(sock, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def set_process_name(name: str) -> bool:

@@ -19,6 +19,7 @@ from phalanx.launch.events import (
     GenerationEnded,
     GenerationFormed,
     JobRestarted,
+    JobWentBack,
     ShutDown,
     WorkerExited,
     WorkerHung,
@@ -28,6 +29,7 @@ from phalanx.launch.events import (
 )
 from phalanx.launch.metrics import Metrics, make_handler
 from phalanx.launch.rendezvous._interface import RendezvousInfo
+from phalanx.membership import Setbacks
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,12 @@ class Observer:
         where = self._where(member.place.generation)
         self._write(WorkerHung(**where, worker_id=member.id, rank=member.place.rank, seconds=seconds))
         self._metrics.count("workers.hung")
+
+    def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
+        where = self._where(generation)
+        self._write(JobWentBack(**where, from_step=after.last_from, to_step=after.last_to, count=after.count))
+        self._metrics.count("job.went_back", after.count - before.count)
+        self._metrics.count("job.steps_repeated", after.num_steps - before.num_steps)
 
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
         self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))

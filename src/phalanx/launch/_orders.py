@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch._call import write_payload
@@ -58,8 +58,12 @@ class Plan:
             return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
         return self.is_function and self.method != "spawn"
 
+    def cold(self) -> Plan:
+        """The same in fresh interpreters: for processes that were forked before anything was imported."""
+        return replace(self, method="spawn" if self.is_function else "exec") if self.is_warm else self
+
     def order(
-        self, env: Mapping[str, str], local_rank: int, stacks: str
+        self, env: Mapping[str, str], local_rank: int, stacks: str, scratch: str = ""
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """The order and the descriptors that go with it (the caller closes them after sending)."""
         order: dict[str, Any] = {
@@ -69,30 +73,39 @@ class Plan:
             "cwd": os.getcwd(),
             "name": "python",
             "stacks": stacks,
+            "scratch": scratch,
         }
         fds: dict[str, int] = {}
         if callable(self.entrypoint):
             if self.method != "fork":
                 fds["payload"] = write_payload(self.entrypoint, self.args)
             if self.method == "spawn":
-                order |= self._executed(interpreter_command(["-m", "phalanx.launch._call"]), stacks, env)
+                order |= self._executed(
+                    interpreter_command(["-m", "phalanx.launch._call"]), env, stacks, scratch
+                )
             else:
                 order |= {"kind": "call", "function": "main"}
             return order, fds
         words = [str(arg).replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in self.args]
         if isinstance(self.entrypoint, str):
-            order |= self._executed([self.entrypoint, *words], "", env)
+            order |= self._executed([self.entrypoint, *words], env)
         elif self.is_warm:
             script = self.entrypoint
             order |= {"kind": "script", "target": script.target, "is_module": script.is_module, "args": words}
             order["command"] = _interpreter(script, words)  # should warm start turn out not to do
         else:
-            order |= self._executed(_interpreter(self.entrypoint, words), stacks, env)
+            order |= self._executed(_interpreter(self.entrypoint, words), env, stacks, scratch)
         return order, fds
 
-    def _executed(self, command: list[str], stacks: str, env: Mapping[str, str]) -> dict[str, Any]:
-        extra = {"PHALANX_STACKS_FILE": stacks} if stacks else {}
-        return {"kind": "exec", "command": command, "env": {**env, **extra}}
+    def _executed(
+        self, command: list[str], env: Mapping[str, str], stacks: str = "", scratch: str = ""
+    ) -> dict[str, Any]:
+        extra = {"PHALANX_STACKS_FILE": stacks, "PHALANX_SCRATCH": scratch}
+        return {
+            "kind": "exec",
+            "command": command,
+            "env": {**env, **{name: value for name, value in extra.items() if value}},
+        }
 
 
 def _interpreter(script: Script, words: list[str]) -> list[str]:

@@ -62,6 +62,10 @@ class Situation:
     """Workers of this node that are still running."""
     is_under_way: bool = False
     """Whether this is not the first generation: then workers have started well before."""
+    num_left: int = 0
+    """Nodes whose workers have all succeeded, and that have left since: no later generation can have them."""
+    is_finishing: bool = False
+    """Whether all steps are done: what a script does after them every worker does itself, so none may be missing."""
     can_regroup: bool = True
     """Whether workers that stay would find those that come: see ``all_can_regroup``."""
     streak: Streak = field(default_factory=Streak)
@@ -70,6 +74,11 @@ class Situation:
     @property
     def keeps_survivors(self) -> bool:
         return self.heals and self.can_regroup
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the survivors may go on without replacing who was lost."""
+        return self.keeps_survivors and not self.is_finishing
 
 
 def all_can_regroup(workers: Mapping[str, Iterable[str]], declared: Container[str]) -> bool:
@@ -93,25 +102,28 @@ def on_failure(
     ends_job: bool = False,
     streak: Streak | None = None,
 ) -> Verdict:
-    """A worker failed; ``streak`` counts its death already.
-
-    ``is_incurable``: a replacement would fail too; ``ends_job``: so would the survivors.
+    """A worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors; ``streak``
+    counts its death already.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
     'fail'
     """
+    streak = streak or now.streak
     if ends_job:
         return _fail(now, f"{reason}; it stopped the job")
-    streak = streak or now.streak
-    if is_incurable and now.keeps_survivors and now.is_under_way and now.survivors:
+    if is_incurable and now.may_shrink and now.is_under_way and now.survivors:
         return _shrink(now, f"{reason}; a replacement would fare no better")
     if is_incurable:
         return _fail(now, f"{reason}; a restart cannot cure that")
     if now.heals and streak.is_loop:
-        if now.keeps_survivors and streak.others_go_on and _can_go_on(now):
+        if now.may_shrink and streak.others_go_on and _can_go_on(now):
             return _shrink(now, f"{reason}; {streak.describe()}, going on with fewer")
         return _fail(now, f"{reason}; {streak.describe()}: another would fare no better")
+    if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
+        nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
+        missing = f"without them there are fewer than the {now.min_nodes} that a restart needs"
+        return _fail(now, f"{reason}; {nodes} finished and left, and {missing}")
     if now.restarts < now.max_restarts:
         return Verdict(
             action=Action.HEAL if now.keeps_survivors else Action.RESTART,
@@ -120,9 +132,11 @@ def on_failure(
             starts_anew=not now.keeps_survivors,
             streak=streak,
         )
-    if now.keeps_survivors and _can_go_on(now):
+    if now.may_shrink and _can_go_on(now):
         return _shrink(now, f"{reason}; no restarts left, going on with fewer")
     used = f"all {now.max_restarts} restarts are used" if now.max_restarts else "no restarts are allowed"
+    if now.is_finishing:
+        used += ", and what its script does after the last step may be missing"
     return _fail(now, f"{reason}; {used}")
 
 
@@ -175,4 +189,4 @@ def _fail(now: Situation, reason: str) -> Verdict:
 
 
 def _can_go_on(now: Situation) -> bool:
-    return now.survivors > 0 or now.num_nodes - 1 >= now.min_nodes
+    return now.survivors > 0 or now.num_nodes - now.num_left - 1 >= now.min_nodes

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
+from phalanx import membership
 from phalanx.launch._record import record_exception
 
 
@@ -113,8 +114,9 @@ def main() -> None:
     is_module = args[0] == "-m"
     if is_module:
         args = args[1:]
-    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""))
+    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""), os.environ.pop("PHALANX_SCRATCH", ""))
     code = run_script(args[0], tuple(args[1:]), is_module=is_module)
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     sys.exit(code)
 
 

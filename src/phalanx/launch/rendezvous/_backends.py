@@ -29,6 +29,7 @@ from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._records import NodeRecord
+from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.membership import job_prefix
 
@@ -41,11 +42,12 @@ _SERVED_PATIENCE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class OpenStore:
-    """A connected store, where it is, and whether it ends with this process."""
+    """A connected store, where it is, whether it ends with this process, and whether it stays when all agents end."""
 
     store: Store
     url: str
     is_host: bool = False
+    outlives_agents: bool = False
 
 
 def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -63,7 +65,7 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
 def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated."""
     url = f"etcd://{params.endpoint}"
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -71,7 +73,7 @@ def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     directory = Path(params.endpoint.removeprefix("file://")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = directory.as_uri()
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def make_handler(
@@ -80,19 +82,23 @@ def make_handler(
     """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
     machine."""
     secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
-    signer = Signer(params.run_id, read_secret(path=secret_file or None))
+    secret, options = read_secret(path=secret_file or None), options_of(params)
+    job = params.run_id
+    if opened.outlives_agents:
+        job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
     return StoreRendezvousHandler(
         params.backend,
         params.run_id,
-        opened.store.namespace(job_prefix(params.run_id)),
+        opened.store.namespace(job_prefix(job)),
         rules_of(params),
         describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
-        options=options_of(params),
-        signer=signer,
+        options=options,
+        signer=Signer(job, secret),
         store_url=opened.url,
         is_host=opened.is_host,
         close_store=opened.store.close,
         secret_file=secret_file,
+        job=job,
     )
 
 

@@ -77,9 +77,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         close_store: Callable[[], None] | None = None,
         secret_file: str = "",
         master: tuple[str, int] | None = None,
+        job: str = "",
     ) -> None:
         self._backend = backend
         self._run_id = run_id
+        self._job = job or run_id
         self._store = store
         self._agent_store = SealedStore(store.clone(), signer)
         self._signer = signer
@@ -110,6 +112,14 @@ class StoreRendezvousHandler(RendezvousHandler):
     @property
     def store_url(self) -> str:
         return self._store_url
+
+    @property
+    def job(self) -> str:
+        return self._job
+
+    @property
+    def is_host(self) -> bool:
+        return self._is_host
 
     @property
     def secret_file(self) -> str:
@@ -223,11 +233,18 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._stopping:
             raise RendezvousClosedError(f"this handler of job {self._run_id!r} was shut down")
         facts = self._participant.facts
-        if facts.closed or (self._thread is None and self.is_closed()):
-            why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed or 'the job has ended'}"
-            if self._participant.is_spare:
+        if self._thread is None:
+            self._participant.look_closed()
+        if facts.closed:
+            why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed}"
+            if self._generation is None and facts.outcome == "succeeded":
+                raise RendezvousGracefulExitError(
+                    f"job {self._run_id!r} has ended ({facts.closed}); node {self.node_id} came too late to take part. "
+                    f"To run it again use another --rdzv-id, or come {self._options.close_timeout:g} s after its end"
+                )
+            if self._participant.is_spare and facts.outcome != "failed":
                 raise RendezvousGracefulExitError(f"{why}; node {self.node_id} was a spare and not needed")
-            raise RendezvousClosedError(why)
+            raise RendezvousClosedError(why, outcome=facts.outcome)
 
     def _check_fixed_rank(self, waited: float) -> None:
         if (holder := self._participant.holder_of_rank(waited)) is not None:
@@ -295,9 +312,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         return None if value is None else self._signer.open_trusted(key, value)
 
     def set_closed(self) -> None:
-        reason = records.dump(f"closed by node {self.node_id}")
+        self.close_as("", "")
+
+    def close_as(self, outcome: str, reason: str) -> None:
+        text = f"closed by node {self.node_id}" + (f": {reason}" if reason else "")
+        closing = records.Closing(reason=text, outcome=outcome, time=time.time())
         try:
-            if write_once(self._store, self._signer, records.CLOSED, reason):
+            if write_once(self._store, self._signer, records.CLOSED, closing.to_json()):
                 ring(self._store)
         except StoreLost as error:
             raise self._lost(error) from error
