@@ -9,10 +9,13 @@ what follows the loop. Ranks of the others never move: they may have passed the 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.elastic._seats import Seat
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,18 @@ class Finish:
         ).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Finish:
-        generation, round_, step, workers, hosts = json.loads(data)
+    def parse(cls, data: bytes | None) -> Finish | None:
+        """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
+        if data is None:
+            return None
+        try:
+            generation, round_, step, workers, hosts = json.loads(data)
+            numbers, names = (generation, round_, step), (*workers, *hosts)
+            if not all(type(n) is int for n in numbers) or not all(type(name) is str for name in names):
+                raise ValueError("a field has another type")
+        except (ValueError, TypeError) as error:
+            log.warning("the record of the job's end is not one (%s): %r", error, data[:80])
+            return None
         return cls(generation=generation, round=round_, step=step, workers=tuple(workers), hosts=tuple(hosts))
 
 
