@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -155,7 +156,7 @@ class Guarding:
             buffers=facts.buffers,
             slots=slots,
         )
-        job.saving.wait_idle()  # what was good is on the disk before this process may be ended
+        self._finish_save()
         raise NonFinite(message, step=step.number, slots=slots)
 
     def _reports(self, step: Step, root: Flat, facts: Facts) -> list[SlotReport]:
@@ -190,5 +191,10 @@ class Guarding:
         if names:
             step = self._job.step
             self._job.events.emit("nonfinite", step=step - 1, reaction=Reaction.STOP.value, state=names)
-            self._job.saving.wait_idle()
+            self._finish_save()
             raise NonFinite(explain_state(step, names), step=step - 1)
+
+    def _finish_save(self) -> None:
+        """What was good is on the disk before this process may be ended; a disk's trouble is not why the job stops."""
+        with suppress(OSError):
+            self._job.saving.wait_idle()

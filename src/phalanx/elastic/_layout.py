@@ -82,8 +82,8 @@ class Layout:
 
 
 class Flat:
-    """One copy of all buckets. Views of it: ``grads`` per parameter, ``extras`` (``scalars``, ``used`` per parameter,
-    ``notes`` per slot), and ``raw`` bytes per buffer."""
+    """One copy of all buckets. Views of it: ``grads`` per parameter, ``numbers`` (``scalars``, then ``used`` per
+    parameter), ``notes`` per slot, and ``raw`` bytes per buffer."""
 
     def __init__(self, layout: Layout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
         self.layout = layout
@@ -97,9 +97,9 @@ class Flat:
                 self.grads[i] = tensor[offset : offset + shape.numel()].view(shape)
         first = self.tensors[0]
         start = layout.extras_offset
-        sizes = [len(SCALARS), len(layout.shapes), layout.num_slots]
-        self.extras = first[start : start + sum(sizes)]
-        self.scalars, self.used, self.notes = self.extras.split(sizes)
+        self.numbers = first[start : start + len(SCALARS) + len(layout.shapes)]
+        self.scalars, self.used = self.numbers.split([len(SCALARS), len(layout.shapes)])
+        self.notes = first[start + self.numbers.numel() :][: layout.num_slots]
         self.raw: list[Tensor] = []
         offset = layout.buckets[0].num_summed
         for size in layout.raw_sizes:

@@ -74,20 +74,20 @@ class Partials:
     ) -> None:
         """Take in a finished slot: its gradients (None where a parameter was not used), numbers, buffers and note."""
         node = (slot, slot + 1)
-        notes = [0.0] * self.pool.layout.num_slots
-        if note:
-            notes[slot] = float(note)
-        numbers = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
-        extras = torch.tensor(numbers + notes, dtype=torch.float32, device=self.pool.layout.device)
+        values = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
+        numbers = torch.tensor(values, dtype=torch.float32, device=self.pool.layout.device)
         if self.pieces and self.siblings.get(node) == self.pieces[-1][0]:
             left, flat = self.pieces.pop()
             _add_grads(flat.grads, grads)
-            flat.extras.add_(extras)
+            flat.numbers.add_(numbers)
             node = (left[0], node[1])
         else:
             flat = self.pool.take()
             _copy_grads(flat.grads, grads)
-            flat.extras.copy_(extras)
+            flat.numbers.copy_(numbers)
+            flat.notes.zero_()
+        if note:
+            flat.notes[slot] = float(note)
         if buffers is not None:
             flat.put_buffers(buffers)
         self.pieces.append((node, flat))
