@@ -20,11 +20,13 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "membership"}
+VALUES = {"errors", "world", "membership", "_fields", "_signature"}
 LAYERS = {
     "errors": set(),
+    "_fields": set(),
+    "_signature": set(),
     "world": {"errors"},
-    "membership": {"errors"},
+    "membership": {"errors", "_fields"},
     "comm": VALUES,
     "data": VALUES | {"comm"},
     "launch": VALUES | {"comm"},

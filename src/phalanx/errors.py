@@ -21,9 +21,14 @@ Mistakes in arguments are plain ``ValueError`` and ``TypeError``.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class PhalanxError(Exception):
     """Root of all errors that Phalanx raises on purpose."""
+
+    is_incurable: ClassVar[bool] = False
+    """Whether it would come again after a restart: the launcher then ends the job instead of starting it anew."""
 
 
 class CommError(PhalanxError, RuntimeError):

@@ -17,6 +17,8 @@ def test_public_names():
         "Ejected",
         "Job",
         "Micro",
+        "NoReadableSave",
+        "NotSaved",
         "RegroupTimeout",
         "Regrouped",
         "RunOptions",

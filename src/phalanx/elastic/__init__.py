@@ -6,7 +6,7 @@ from phalanx.elastic._codec import StateTypeError
 from phalanx.elastic._job import Job
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
 from phalanx.elastic._roster import Ejected, RegroupTimeout
-from phalanx.elastic._saves import SaveError
+from phalanx.elastic._saves import NoReadableSave, NotSaved, SaveError
 from phalanx.elastic._step import Micro, Step
 from phalanx.elastic._sync import BitsWarning, WorkersDiffer
 
@@ -17,6 +17,8 @@ __all__ = [
     "Ejected",
     "Job",
     "Micro",
+    "NoReadableSave",
+    "NotSaved",
     "RegroupTimeout",
     "Regrouped",
     "RunOptions",

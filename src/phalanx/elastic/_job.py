@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,13 +26,14 @@ from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._partials import Pool
 from phalanx.elastic._progress import Progress
 from phalanx.elastic._records import Audit, Events
-from phalanx.elastic._saving import Saving
+from phalanx.elastic._saving import Saving, no_readable_save
 from phalanx.elastic._schedule import Schedule
 from phalanx.elastic._state import Parts, State, Stateful, digest
 from phalanx.elastic._step import Step
 from phalanx.elastic._store_roster import make_roster
 from phalanx.elastic._sync import BitsWarning, differences, fingerprint
 from phalanx.elastic._team import Team
+from phalanx.elastic._troubles import Troubles
 
 MAX_WORKERS = 1024
 
@@ -96,10 +98,11 @@ class Job:
         roster = make_roster(run.group, comm_timeout=run.timeout)
         logs = None if run.log_dir is None else Path(run.log_dir)
         name = roster.worker_id.replace("/", "_")
-        self.audit = Audit(logs and logs / f"audit-{name}.jsonl")
-        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id)
+        self.troubles = Troubles()
+        self.audit = Audit(logs and logs / f"audit-{name}.jsonl", troubles=self.troubles)
+        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id, troubles=self.troubles)
         self.progress = Progress(run.progress)
-        self.saving = Saving(saves, self.events)
+        self.saving = Saving(saves, self.events, self.troubles)
         self.team = Team(self, roster)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
@@ -108,6 +111,8 @@ class Job:
         self.num_evaluations = 0
         self.last_evaluation: dict[str, float] = {}
         self._resumes = 0
+        self.attempt = 0
+        """The number of this run of the job from its beginning or from a save; see ``Audit``."""
         self._read_ahead: tuple[int, int, int] | None = None
 
     # -- what it is -------------------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ class Job:
     @property
     def lineage(self) -> list[int]:
         """What tells this attempt at a step from earlier ones; later is larger."""
-        return [self._resumes, self.team.seat.generation, self.team.seat.round]
+        return [self.attempt, self.team.seat.generation, self.team.seat.round]
 
     def digest(self) -> str:
         """sha256 over weights, optimizer state, the other objects' state and the data position."""
@@ -178,8 +183,9 @@ class Job:
                         )
                 self.team.part()
                 self.events.emit("finished", step=self.step)
+                self.audit.ended(self.lineage, self.step)
                 self.loading.close()
-                self.saving.wait_idle()
+                self.saving.settle()
                 self.progress.close()
                 atexit.register(self.close)  # not now: an evaluation may follow
             except BaseException:
@@ -204,11 +210,12 @@ class Job:
         """End threads, files and the group; the state stays in memory and can be looked at and saved."""
         atexit.unregister(self.close)
         self.loading.close()
-        self.saving.wait_idle()
+        self.saving.settle()
         self.progress.close()
         self.team.close()
         self.audit.close()
         self.events.close()
+        self.troubles.say_last_words()
 
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
         return (epochs is not None and self.epoch >= epochs) or (
@@ -285,6 +292,7 @@ class Job:
             "parts": self._parts.capture(),
             "sampler": self.schedule.state_dict(),
             "resumes": self._resumes,
+            "attempt": self.attempt,
             "evaluations": [self.num_evaluations, self.last_evaluation],
             "loss": self.loss,
             "seed": self.seed,
@@ -293,24 +301,41 @@ class Job:
 
     def load_state_dict(self, state: State) -> None:
         """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
+        self.take_state(state)
+        self.begin_attempt(parent=self.attempt)
+
+    def take_state(self, state: State) -> None:
+        """As ``load_state_dict``, for the state of another worker of the same attempt."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a job with seed {state['seed']}, this one has {self.seed}")
         self._parts.apply(state["parts"])
         self.schedule.load_state_dict(state["sampler"])
         self._resumes = state["resumes"]
+        self.attempt = state.get("attempt", self._resumes)
         self.num_evaluations, self.last_evaluation = state["evaluations"]
         self.loss = state["loss"]
         self.is_fresh = False
 
     def save(self, *, wait: bool = True) -> None:
-        """Write the state to the saves' directory; without ``wait`` in the background."""
+        """Write the state to the saves' directory; without ``wait`` in the background.
+
+        Raises:
+            OSError: with ``wait``, the disk does not take it. Else it is tried again, and training goes on.
+        """
         self.saving.submit(self.step, self.state_dict())
         if wait:
             self.saving.wait_idle()
 
     def load_save(self) -> bool:
-        """Take the newest readable save, if there is one; the workers' first seat does it by itself."""
+        """Take the newest readable save; False if there is none. The workers' first seat does it by itself.
+
+        Raises:
+            NoReadableSave: there are saves, but none can be read.
+        """
+        problems = self.saving.problems()
         state = self.saving.load()
+        if problems:
+            raise no_readable_save(self.saving.options, {self.worker_id: problems})
         if state is None:
             return False
         if listed := differences(state["machine"], fingerprint()):
@@ -323,6 +348,15 @@ class Job:
         self.load_state_dict({**state, "resumes": state["resumes"] + 1})
         self.events.emit("resumed", step=self.step)
         return True
+
+    def begin_attempt(self, parent: int | None = None) -> None:
+        """Nobody has a state in memory: a new attempt begins, with the state that ``parent`` saved or from nothing.
+
+        Its number is the time, so that it is larger than that of any attempt before, also of one that was begun from
+        another save or whose save is gone.
+        """
+        self.attempt = max((parent or 0) + 1, time.time_ns() // 1_000_000)
+        self.audit.attempt(self.attempt, self.step, parent)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.elastic._saving import no_readable_save
 from phalanx.elastic._seats import FRESH, Seat, choose_source
 from phalanx.elastic._state import digest
 from phalanx.elastic._stream import receive_state, send_state
@@ -58,12 +59,15 @@ def bring_level(job: Job, seat: Seat) -> None:
         "job": _identity(job),
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
+        "attempt": job.attempt,
     }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
     _check_same(seat, told)
     source = _find_source(job, seat, [one["step"] for one in told])
     if seat.group is None:
         return
+    if told[source]["step"] != FRESH:
+        job.attempt = told[source]["attempt"]  # each may have loaded the same state by itself
     behind = [
         rank
         for rank, one in enumerate(told)
@@ -75,7 +79,7 @@ def bring_level(job: Job, seat: Seat) -> None:
                 "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
             )
     elif seat.rank in behind:
-        job.load_state_dict(receive_state(seat.group, source))
+        job.take_state(receive_state(seat.group, source))
         job.events.emit("received", step=job.step, source=seat.workers[source])
     elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
         # It was cut off from an evaluation that the others completed.
@@ -89,10 +93,14 @@ def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()
-    mine = FRESH if saved is None else saved
-    source = choose_source(seat.group.all_gather_values(mine) if seat.group is not None else [mine])
-    if source == seat.rank and saved is not None:
-        job.load_save()
+    mine: dict[str, Any] = {"step": FRESH if saved is None else saved, "problems": job.saving.problems()}
+    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    source = choose_source([one["step"] for one in told])
+    if told[source]["step"] == FRESH and any(one["problems"] for one in told):
+        problems = {worker: one["problems"] for worker, one in zip(seat.workers, told, strict=True)}
+        raise no_readable_save(job.saving.options, problems)
+    if source == seat.rank and not job.load_save():
+        job.begin_attempt()
     return source
 
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx.errors import PhalanxError
+
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _P = ParamSpec("_P")
@@ -46,7 +48,8 @@ def record(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 def record_exception(error: BaseException, *, is_incurable: bool = False) -> None:
     """Write the error file of this process, unless there is none to write or an earlier error is in it.
 
-    ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would.
+    ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would, and
+    an error may say so of itself (``PhalanxError.is_incurable``).
     """
     from phalanx.launch._failures import ChildFailedError
     from phalanx.launch._script import user_traceback
@@ -56,6 +59,7 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> Non
         _copy_root_cause(error, path)
         return
     is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
+    is_incurable = is_incurable or (isinstance(error, PhalanxError) and error.is_incurable)
     write_error_file(
         path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
     )
