@@ -16,6 +16,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx._fields import Fields, load_json
+
 VERSION = 1
 
 ENV_STORE = "PHALANX_STORE"
@@ -99,6 +101,20 @@ class Member:
     host: str
     pid: int = 0
 
+    @classmethod
+    def from_record(cls, value: Any) -> Member:
+        """``RecordError`` when it is none."""
+        record = Fields(value, "member", RecordError)
+        return cls(
+            id=record.text("id"),
+            rank=record.integer("rank", low=0),
+            node_rank=record.integer("node_rank", low=0),
+            local_rank=record.integer("local_rank", low=0),
+            local_size=record.integer("local_size", low=0),
+            host=record.text("host"),
+            pid=record.integer("pid", default=0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
@@ -115,9 +131,15 @@ class Members:
 
     @classmethod
     def from_json(cls, data: bytes) -> Members:
-        record = _parse(data, "members")
-        workers = tuple(Member(**worker) for worker in record.pop("workers"))
-        return cls(workers=workers, **record)
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "members record")
+        return cls(
+            generation=record.integer("generation", low=0),
+            workers=tuple(Member.from_record(worker) for worker in record.items("workers")),
+            num_nodes=record.integer("num_nodes", low=0),
+            master_addr=record.text("master_addr"),
+            master_port=record.integer("master_port", low=0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +154,14 @@ class Broken:
 
     @classmethod
     def from_json(cls, data: bytes) -> Broken:
-        record = _parse(data, "broken")
-        return cls(reason=record["reason"], workers=tuple(record["workers"]))
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "broken record")
+        return cls(reason=record.text("reason"), workers=record.texts("workers", default=[]))
 
 
-def _parse(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
+def parse_record(data: bytes, kind: str) -> Fields:
+    """The fields of a versioned record; ``RecordError`` when it is none of this release."""
+    record = Fields(load_json(data, kind, RecordError), kind, RecordError)
+    if record.get("v") != VERSION:
+        raise RecordError(f"{kind} has an unknown version; expected {VERSION}: {data[:80]!r}")
     return record

@@ -21,8 +21,6 @@ from phalanx.shard._index import BLOCK, CheckpointError, digest, parse_index
 from phalanx.shard._tiling import Intricate, find_fault
 from shard.layouts import chunk, values
 
-pytestmark = pytest.mark.fast
-
 GOOD = {
     "version": 2,
     "files": {"a.safetensors": 100, "b.safetensors": 64},
@@ -75,14 +73,16 @@ def fuzz(given_settings):
     return test
 
 
-test_anything_in_the_place_of_an_index_is_refused_or_sound = fuzz(quick)
+test_anything_in_the_place_of_an_index_is_refused_or_sound = pytest.mark.fast(fuzz(quick))
 test_anything_in_the_place_of_an_index_many_times = pytest.mark.soak(fuzz(long))
 
 
+@pytest.mark.fast
 def test_the_good_one_is_read() -> None:
     assert set(parse_index(seal(GOOD), b"", "").tensors) == {"w", "e", "s"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -109,6 +109,7 @@ def test_what_is_wrong_is_named(change, message) -> None:
         parse_index(seal(inner), b"", "index.json")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "data", [b"\xff\xfe\x00", b"[" * 100_000, b"[]", b'{"body": 7}', b"", b'{"body": "\\ud800"}']
 )
@@ -118,6 +119,7 @@ def test_what_is_no_index_is_refused(tmp_path, data) -> None:
         shard.Checkpoint(tmp_path)
 
 
+@pytest.mark.fast
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path) -> None:
     (tmp_path / "index.json").mkdir()
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -160,6 +162,7 @@ CRAFTED = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("case", CRAFTED)
 def test_ten_thousand_crafted_shards_are_refused(case) -> None:
     """By work that grows with their number; the pairs of them alone would be fifty million."""
@@ -171,6 +174,7 @@ def test_ten_thousand_crafted_shards_are_refused(case) -> None:
     print(f"{case}: {time.process_time() - began:.2f} s")
 
 
+@pytest.mark.fast
 def test_ten_thousand_good_shards_are_read() -> None:
     rows = [Box((i, j), (1, 1)) for i, j in product(range(100), range(100))]
     assert len(parse_index(index_of(rows, (100, 100)), b"", "").tensors["w"].shards) == COUNT
@@ -203,6 +207,7 @@ def boxes(draw):
     return Box(offsets, tuple(draw(st.integers(0, n - o)) for n, o in zip(SIZES, offsets, strict=True)))
 
 
+@pytest.mark.fast
 @settings(max_examples=100, deadline=None)
 @given(st.lists(boxes(), max_size=6), st.integers(0, 1000), st.integers(0, 12))
 def test_a_fault_is_found_exactly_where_a_point_is_not_held_once(extra, seed, count) -> None:
@@ -220,6 +225,7 @@ def test_a_fault_is_found_exactly_where_a_point_is_not_held_once(extra, seed, co
         assert len(fault[1]) != 1
 
 
+@pytest.mark.fast
 def test_tensors_without_dims_or_elements() -> None:
     assert find_fault([Box((), ())], ()) is None
     assert find_fault([], ()) == ((), [])
@@ -228,6 +234,7 @@ def test_tensors_without_dims_or_elements() -> None:
     assert find_fault([Box((1, 0), (2, 0))], (3, 0)) is None
 
 
+@pytest.mark.fast
 def test_a_cut_that_would_take_for_ever_to_check_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(_tiling, "LEAST_WORK", 10)
     monkeypatch.setattr(_tiling, "WORK_PER_BOX", 1)
@@ -235,6 +242,7 @@ def test_a_cut_that_would_take_for_ever_to_check_is_refused(monkeypatch) -> None
         find_fault(random_cut(random.Random(1), Box.whole((9, 9, 9)), 9), (9, 9, 9))
 
 
+@pytest.mark.fast
 def test_values_survive(tmp_path) -> None:
     """The checks of the index leave alone what save writes: uneven cuts, empty shards, no dims."""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from phalanx import membership
+from phalanx._fields import load_json, short
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
 from phalanx.elastic._roster import (
@@ -34,6 +35,7 @@ from phalanx.elastic._watcher import (
     report_progress,
 )
 from phalanx.errors import CommError, PeerLost
+from phalanx.membership import RecordError
 from phalanx.world import World
 
 DONE_KEY = "elastic/done"
@@ -135,7 +137,7 @@ class StoreRoster:
             if done is not None and not mine.evaluating:
                 raise JobOver(f"worker {self.worker_id}: the other workers have finished job {self.job!r}")
             if mine.evaluating and evaluated is not None:
-                raise EvaluationKnown(json.loads(evaluated))
+                raise EvaluationKnown(parse_evaluation(evaluated))
             found = Round.from_json(record) if record is not None else None
             if broken is not None or (found is not None and found.move_to is not None):
                 generation, round_, declared = generation + 1, 0, False
@@ -308,6 +310,14 @@ def make_roster(
         job = environ.get(membership.ENV_JOB) or world.job
         return StoreRoster(connect(url), job, worker_id, world.generation, comm_timeout=comm_timeout)
     return FixedRoster(init(default=False) if world.size > 1 else None, worker_id)
+
+
+def parse_evaluation(data: bytes) -> dict[str, float]:
+    """The result of an evaluation, means by name; ``RecordError`` when it is none. A mean may be infinite or nan."""
+    result = load_json(data, "evaluation record", RecordError)
+    if not isinstance(result, dict) or not all(type(value) in (int, float) for value in result.values()):
+        raise RecordError(f"evaluation record is {short(result)}; expected numbers by name")
+    return result
 
 
 def _ready_key(generation: int, worker: str) -> str:

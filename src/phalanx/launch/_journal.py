@@ -7,12 +7,15 @@ written by compare-and-set, so two agents that see two deaths at once cannot cou
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from phalanx.comm.stores._interface import Store
-from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._failures import ProcessFailure, readable_time
 from phalanx.launch._policy import Action, Verdict
-from phalanx.membership import VERSION, RecordError, leaving_key, progress_key, wish_key
+from phalanx.membership import VERSION, RecordError, leaving_key, parse_record, progress_key, wish_key
+
+log = logging.getLogger(__name__)
 
 MAX_TEXT = 100_000
 MAX_LINE = 2_000
@@ -39,8 +42,7 @@ class Journal:
         data = self._store.get(_verdict_key(generation))
         if data is None:
             return None
-        record = _load(data, "verdict")
-        return Verdict(action=Action(record["action"]), restarts=record["restarts"], reason=record["reason"])
+        return parse_verdict(data)
 
     def restarts_before(self, generation: int) -> int:
         """How many restarts the job had used when ``generation`` formed."""
@@ -60,7 +62,11 @@ class Journal:
         """All failures of a generation, of all nodes, by global rank."""
         found = {}
         for data in self._store.items(f"agents/failures/{generation}/").values():
-            failure = ProcessFailure.from_record(_load(data, "failure"))
+            try:
+                failure = parse_failure(data)
+            except RecordError as error:  # the others are worth telling all the same
+                log.warning("a failure of generation %d cannot be read: %s", generation, error)
+                continue
             found[failure.rank] = failure
         return found
 
@@ -82,7 +88,7 @@ class Journal:
     def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str]:
         """The wished number of workers here, and why stacks are asked for ("": they are not)."""
         wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
-        return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+        return parse_wish(wish), parse_stacks_request(stacks) if stacks else ""
 
     def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
         return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))
@@ -105,10 +111,46 @@ def parse_wish(data: bytes | None) -> int | None:
     if data is None:
         return None
     try:
-        count = int(data)
+        count = int(data) if len(data) < 10 else 0
     except ValueError:
         return None
     return count if count >= 1 else None
+
+
+def parse_verdict(data: bytes) -> Verdict:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "verdict record")
+    try:
+        action = Action(record.text("action"))
+    except ValueError as error:
+        raise RecordError(f"verdict record: {error}") from error
+    return Verdict(action=action, restarts=record.integer("restarts", low=0), reason=record.text("reason"))
+
+
+def parse_failure(data: bytes) -> ProcessFailure:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "failure record")
+    return ProcessFailure(
+        local_rank=record.integer("local_rank"),
+        pid=record.integer("pid"),
+        exitcode=record.integer("exitcode"),
+        error_file=record.text("error_file", default=""),
+        message=record.text("message", default=""),
+        traceback=record.text("traceback", default=""),
+        timestamp=readable_time(record.number("timestamp", default=0.0)),
+        host=record.text("host"),
+        rank=record.integer("rank"),
+        worker_id=record.text("worker_id", default=""),
+        generation=record.integer("generation", low=0, default=0),
+        stderr_tail=record.texts("stderr_tail", default=[]),
+        is_incurable=record.flag("is_incurable", default=False),
+        note=record.text("note", default=""),
+    )
+
+
+def parse_stacks_request(data: bytes) -> str:
+    """Why stacks are asked for; ``RecordError`` when it is no request."""
+    return parse_record(data, "stacks record").text("reason")
 
 
 def _verdict_key(generation: int) -> str:
@@ -121,13 +163,3 @@ def _stacks_key(generation: int) -> str:
 
 def _dump(record: dict[str, Any]) -> bytes:
     return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()
-
-
-def _load(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
-    return record

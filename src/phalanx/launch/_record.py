@@ -84,7 +84,7 @@ def read_error_file(path: str) -> dict[str, Any] | None:
     try:
         with open(path) as file:
             data = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
