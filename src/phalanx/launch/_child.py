@@ -10,15 +10,17 @@ affinity, stack dumps on a signal, fresh random state. Runs in a process that ha
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import io
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from phalanx.launch import _linux
 from phalanx.launch._messages import receive_message
@@ -106,16 +108,54 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 def prepare_python(stacks: str) -> None:
     """Make a forked interpreter behave as a fresh, unbuffered one, and let it dump its stacks on a signal."""
     for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        raw = Output(number, "w", closefd=False)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if stacks:
-        file = open(stacks, "a", buffering=1)  # noqa: SIM115 - must stay open: the handler writes to its descriptor
+    if stacks and (file := _open_stacks(stacks)) is not None:
         faulthandler.register(_linux.stack_signal(), file=file, all_threads=True)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # forks would all draw the zygote's numbers; Python's own module reseeds itself
+
+
+def _open_stacks(path: str) -> IO[str] | None:
+    """A file that stays open, since the handler writes to its descriptor; None on a disk that takes none."""
+    try:
+        return open(path, "a", buffering=1)
+    except OSError as error:
+        os.write(2, f"phalanx: stacks cannot be written to {path}: {error}\n".encode())
+        return None
+
+
+class Output(io.FileIO):
+    """A standard stream that a full disk does not turn against the program that prints.
+
+    A file that takes nothing more loses what is printed, and gets a line that says so once it takes some again.
+    """
+
+    _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+    num_lost = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            if self.num_lost:
+                super().write(
+                    f"\nphalanx: {self.num_lost} bytes of output were lost: the disk was full\n".encode()
+                )
+                self.num_lost = 0
+            rest = view
+            while rest:
+                count: int | None = super().write(rest)
+                if count is None:  # somebody made a console non-blocking
+                    select.select([], [self], [], 1.0)
+                rest = rest[count or 0 :]
+        except OSError as error:
+            if error.errno not in self._FULL:
+                raise
+            self.num_lost += len(view)
+        return len(view)
 
 
 def _leave(code: int) -> NoReturn:

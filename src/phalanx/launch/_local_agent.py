@@ -104,11 +104,14 @@ class LocalElasticAgent:
         specs = self._logs_specs
         if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
             return None
-        return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
+        run_dir = specs.run_log_dir(spec.rdzv_handler.get_run_id())
+        return None if run_dir == os.devnull else os.path.join(run_dir, "events.jsonl")
 
     def _remove_temporary_logs(self) -> None:
         if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
-            shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
+            path = self._logs_specs.run_log_dir("run")
+            if path != os.devnull:
+                shutil.rmtree(path, ignore_errors=True)
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """A snapshot of the workers and their state."""

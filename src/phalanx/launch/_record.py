@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from phalanx.errors import PhalanxError
@@ -99,10 +100,13 @@ def _copy_root_cause(error: Any, path: str) -> None:
 
 
 def _write(path: str, data: dict[str, Any]) -> None:
+    temporary = f"{path}.{os.getpid()}"
     try:
-        temporary = f"{path}.{os.getpid()}"
         with open(temporary, "w") as file:
             json.dump(data, file)
         os.replace(temporary, path)
     except OSError as problem:
-        os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
+        with suppress(OSError):
+            os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
+        with suppress(OSError):
+            os.unlink(temporary)
