@@ -16,8 +16,9 @@ import pytest
 from phalanx.launch import DefaultLogsSpecs, Std
 from phalanx.launch._child import Output
 from phalanx.launch._crew import _open_log
+from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._pump import Sinks, deliver, finish
-from phalanx.launch._record import write_error_file
+from phalanx.launch._record import EXIT_INCURABLE, record_exception, write_error_file
 from phalanx.launch.events import EventLog, ShutDown, read_events
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,6 +166,18 @@ def test_a_handler_that_raises_is_not_the_jobs_problem(caplog):
 @pytest.mark.fast
 def test_an_error_file_that_cannot_be_written_leaves_nothing(tmp_path, capfd):
     (tmp_path / f"error.json.{os.getpid()}").symlink_to("/dev/full")
-    write_error_file(str(tmp_path / "error.json"), "m", "", is_incurable=False)
+    assert not write_error_file(str(tmp_path / "error.json"), "m", "", is_incurable=False)
     assert "cannot write error file" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fast
+def test_what_no_restart_can_cure_is_told_without_a_disk_too(nowhere, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(nowhere / "error.json"))
+    assert record_exception(ValueError("again?")) == 1
+    assert record_exception(ImportError("again")) == EXIT_INCURABLE
+    for code, is_incurable in ((1, False), (EXIT_INCURABLE, True)):
+        failure = ProcessFailure.observe(
+            exitcode=code, error_file=str(nowhere / "error.json"), ended_at=1.0, local_rank=0, pid=1
+        )
+        assert failure.is_incurable is is_incurable

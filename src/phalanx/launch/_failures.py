@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch._record import read_error_file
+from phalanx.launch._record import EXIT_INCURABLE, read_error_file
 
 TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
@@ -63,7 +63,8 @@ class ProcessFailure:
             message=message,
             traceback=stack,
             timestamp=seconds or ended_at,
-            is_incurable=_part(data, "phalanx").get("is_incurable") is True,
+            is_incurable=_part(data, "phalanx").get("is_incurable") is True
+            or (exitcode == EXIT_INCURABLE and not data),
             **fields,
         )
         if not failure.message:
@@ -95,6 +96,8 @@ class ProcessFailure:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
 
     def describe_exit(self) -> str:
+        if self.exitcode == EXIT_INCURABLE:
+            return f"exit code {self.exitcode} (it would fail again, and could not write its error file)"
         if self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         hints = {"SIGKILL": "often the kernel's out-of-memory killer", "SIGSEGV": "a crash in native code"}

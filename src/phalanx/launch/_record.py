@@ -18,6 +18,9 @@ from phalanx.errors import PhalanxError
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+EXIT_INCURABLE = 183
+"""How a process says that it would fail again when it has no error file to say it in."""
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -46,11 +49,12 @@ def record(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return recorded
 
 
-def record_exception(error: BaseException, *, is_incurable: bool = False) -> None:
+def record_exception(error: BaseException, *, is_incurable: bool = False) -> int:
     """Write the error file of this process, unless there is none to write or an earlier error is in it.
 
     ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would, and
-    an error may say so of itself (``PhalanxError.is_incurable``).
+    an error may say so of itself (``PhalanxError.is_incurable``). Returns the exit code of a process that ends by it:
+    1, or ``EXIT_INCURABLE`` when the disk does not take the file, so that nobody restarts what would fail again.
     """
     from phalanx.launch._failures import ChildFailedError
     from phalanx.launch._script import user_traceback
@@ -58,18 +62,19 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> Non
     path = os.environ.get(ENV_ERROR_FILE, "")
     if isinstance(error, ChildFailedError):
         _copy_root_cause(error, path)
-        return
+        return 1
     is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
     is_incurable = is_incurable or (isinstance(error, PhalanxError) and error.is_incurable)
-    write_error_file(
+    is_told = write_error_file(
         path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
     )
+    return EXIT_INCURABLE if is_incurable and not is_told else 1
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> None:
-    """Write one error file. ``is_incurable`` marks what no restart can cure."""
+def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> bool:
+    """Write one error file; False when the disk does not take it. ``is_incurable``: no restart can cure it."""
     if not path or os.path.exists(path):
-        return
+        return True
     data = {
         "message": {
             "message": message,
@@ -77,7 +82,7 @@ def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool)
         },
         "phalanx": {"time": time.time(), "is_incurable": is_incurable},
     }
-    _write(path, data)
+    return _write(path, data)
 
 
 def read_error_file(path: str) -> dict[str, Any] | None:
@@ -99,14 +104,16 @@ def _copy_root_cause(error: Any, path: str) -> None:
         _write(path, data)
 
 
-def _write(path: str, data: dict[str, Any]) -> None:
+def _write(path: str, data: dict[str, Any]) -> bool:
     temporary = f"{path}.{os.getpid()}"
     try:
         with open(temporary, "w") as file:
             json.dump(data, file)
         os.replace(temporary, path)
+        return True
     except OSError as problem:
         with suppress(OSError):
             os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
         with suppress(OSError):
             os.unlink(temporary)
+    return False
