@@ -22,6 +22,7 @@ from phalanx.elastic._save_folder import find_save, write_save
 from phalanx.elastic._troubles import Backoff, Troubles
 from phalanx.elastic._writer import SaveWriter
 from phalanx.elastic.audit import check_directory
+from phalanx.errors import JobStopped
 
 SCRIPT = Path(__file__).parent / "full_disk_script.py"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -107,7 +108,7 @@ def test_all_workers_hear_that_the_save_at_their_leave_failed(tmp_path, monkeypa
         return True
 
     assert simulate(2).run(run) == [True, True]
-    assert NotSaved.is_incurable, "a replacement would begin from an older save and train on"
+    assert issubclass(NotSaved, JobStopped), "a replacement would begin from an older save and train on"
 
 
 @pytest.mark.fast

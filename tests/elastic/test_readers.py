@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from junk import changed, junk, long, quick, raw, torn
 from phalanx.elastic import RunOptions, SaveError, Saves
 from phalanx.elastic._codec import decode, encode
+from phalanx.elastic._finish import Finish
 from phalanx.elastic._history import make_history
 from phalanx.elastic._records import parse_lines
 from phalanx.elastic._report import render
@@ -109,6 +110,10 @@ def test_what_encode_cannot_have_made_is_refused(tree) -> None:
 RECORDS = {
     "ready": (Ready.from_json, Ready(step=3, peers=("a",)).to_json()),
     "round": (Round.from_json, Round(("a", "b")).to_json()),
+    "finish": (
+        Finish.from_json,
+        Finish(generation=1, round=0, step=9, workers=("a",), hosts=("h",)).to_json(),
+    ),
     "evaluation": (parse_evaluation, b'{"loss": 0.5}'),
 }
 

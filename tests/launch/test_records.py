@@ -22,20 +22,26 @@ from phalanx.launch._journal import (
     parse_wish,
 )
 from phalanx.launch._messages import MessageError, parse_message, receive_message, send_message
+from phalanx.launch._streak import Streak
 from phalanx.launch.rendezvous._records import (
+    Closing,
     GenerationRecord,
     LeaderRecord,
     NodeRecord,
     Seat,
     load_count,
 )
-from phalanx.membership import Broken, Member, Members, RecordError
+from phalanx.membership import Broken, Member, Members, RecordError, Setbacks
 
 NODE = NodeRecord(id="n", ticket=3, host="h", addr="a", port=1, local_size=2, worker_ids=("n.0", "n.1"))
 MEMBER = Member(id="n.0", rank=0, node_rank=0, local_rank=0, local_size=1, host="h")
 FAILURE = ProcessFailure(
     local_rank=0, pid=7, exitcode=-9, rank=2, message="m", timestamp=5.0, stderr_tail=("x",)
 )
+VERDICT = json.dumps(
+    {"v": 1, "action": "heal", "restarts": 2, "reason": "r", "starts_anew": False, "ports_taken": 0,
+     "streak": Streak().to_record()}
+).encode()  # fmt: skip
 RECORDS = {
     "members": (
         Members.from_json,
@@ -45,9 +51,11 @@ RECORDS = {
     "node": (NodeRecord.from_json, NODE.to_json()),
     "generation": (GenerationRecord.from_json, GenerationRecord(3, (Seat.of(NODE),)).to_json()),
     "leader": (LeaderRecord.from_json, LeaderRecord("n", 3, 1, 4).to_json()),
-    "verdict": (parse_verdict, b'{"v":1,"action":"heal","restarts":2,"reason":"r"}'),
+    "verdict": (parse_verdict, VERDICT),
     "failure": (parse_failure, json.dumps({"v": 1, **FAILURE.to_record()}).encode()),
     "stacks": (parse_stacks_request, b'{"v":1,"reason":"r"}'),
+    "setbacks": (Setbacks.from_json, Setbacks().plus(5, 3).to_json()),
+    "closing": (Closing.from_json, Closing(reason="r", outcome="failed", time=3.0).to_json()),
     "waiting": (lambda data: load_count(data, "count"), b"7"),
 }
 

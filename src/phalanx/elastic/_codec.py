@@ -88,6 +88,13 @@ def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
     return encoder.encode(value, name), encoder.tensors
 
 
+def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
+    """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen."""
+    tree, tensors = encode(value)
+    copies = [t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors]
+    return tree, copies
+
+
 def decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
     """The inverse of ``encode``; ``ValueError`` for what ``encode`` cannot have made, whatever it is.
 
@@ -142,7 +149,8 @@ def _array(dtype: Json, shape: Json, data: bytes) -> np.ndarray[Any, Any]:
         raise ValueError(f"an array of shape {shape!r} in a state record")
     kind = np.dtype(dtype)
     count = len(data) // kind.itemsize if kind.itemsize else 0
-    return np.frombuffer(data, dtype=kind, count=count).reshape(shape).copy()
+    array: np.ndarray[Any, Any] = np.frombuffer(data, dtype=kind, count=count).reshape(shape).copy()
+    return array
 
 
 def dtype_from_name(name: str) -> torch.dtype:

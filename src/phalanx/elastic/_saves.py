@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from phalanx._fields import Fields, load_json
 from phalanx._signature import sign, signature_problem
 from phalanx.elastic._codec import Json, decode
-from phalanx.errors import PhalanxError
+from phalanx.errors import JobStopped, PhalanxError
 
 FORMAT = 1
 PREFIX = "step-"
@@ -38,16 +38,12 @@ class SaveError(PhalanxError):
     """A save cannot be read: torn, altered, of another format, or badly signed."""
 
 
-class NoReadableSave(SaveError):
+class NoReadableSave(SaveError, JobStopped):
     """There are saves, and none of them can be read: the job does not begin again at step 0 by itself."""
 
-    is_incurable: ClassVar[bool] = True
 
-
-class NotSaved(PhalanxError):
+class NotSaved(JobStopped):
     """All workers were told to leave, and the state could not be written before: what was done since is lost."""
-
-    is_incurable: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

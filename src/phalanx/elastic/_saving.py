@@ -9,10 +9,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import torch
-
 from phalanx._signature import resolve_secret
-from phalanx.elastic._codec import decode, encode
+from phalanx.elastic._codec import copy_encoded, decode
 from phalanx.elastic._options import Saves
 from phalanx.elastic._records import Events
 from phalanx.elastic._save_folder import find_save
@@ -50,11 +48,7 @@ class Saving:
                 on_saved=self._on_saved,
                 on_failed=self._on_failed,
             )
-        tree, tensors = encode(state)
-        copies = [
-            tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors
-        ]
-        self._writer.submit((step, tree, copies))
+        self._writer.submit((step, *copy_encoded(state)))
 
     def wait_idle(self) -> None:
         """Block until everything submitted is on the disk; ``OSError`` when the disk does not take it now."""

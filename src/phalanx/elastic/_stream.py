@@ -8,9 +8,10 @@ one after the other in blocks of ``BLOCK`` bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from phalanx._fields import Fields, load_json, short
 from phalanx.comm import Group
@@ -22,7 +23,11 @@ BLOCK = 16 << 20
 
 def send_state(group: Group, state: State, dst: int) -> int:
     """Send a state to one rank; returns the bytes sent."""
-    tree, tensors = encode(state)
+    return send_encoded(group, *encode(state), dst=dst)
+
+
+def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: int) -> int:
+    """The same for a state that is encoded already."""
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps({"tree": tree, "tensors": shapes}).encode()
     group.send(torch.tensor([len(header)]), dst)

@@ -2,7 +2,8 @@
 
 Reads the ``audit-*.jsonl`` files of all workers and proves, or says why not, that the committed steps follow one
 another without a gap; that in each of them every slot was computed, by exactly one worker; and that in every finished
-epoch each sample was committed exactly once (with ``tail="drop"``: at most once). It trusts nothing but the records.
+epoch each sample was committed exactly once (with ``tail="drop"``: at most once; with an order of the user's that
+repeats samples, only their number is known). It trusts nothing but the records.
 
 A job that went back to a save has several *attempts* in its log. What counts is the last one, before it what its save
 was made of, and so on: steps that an attempt did beyond the save that the next one took were thrown away. A log that
@@ -89,7 +90,8 @@ class _Log:
         kind = fields.text("kind")
         if kind == "job":
             names = ("num_slots", "steps_per_epoch", "num_samples_per_epoch")
-            self.jobs.append({name: fields.integer(name, low=0) for name in names})
+            may_repeat = {"may_repeat": int(fields.flag("may_repeat", default=False))}
+            self.jobs.append({name: fields.integer(name, low=0) for name in names} | may_repeat)
         elif kind == "attempt":
             parent = None if fields.get("parent") is None else fields.integer("parent", low=0)
             self.began[fields.integer("attempt", low=0)] = (fields.integer("step", low=0), parent)
@@ -224,15 +226,16 @@ def _wrong_slots(num_slots: int, here: dict[int, list[list[int]]]) -> list[tuple
 def _check_samples(verdict: Verdict, job: dict[str, int], seen: dict[int, tuple[int, Counter[int]]]) -> None:
     for epoch, (num_steps, counts) in sorted(seen.items()):
         verdict.num_samples += counts.total()
+        may_repeat = job["may_repeat"]
         repeated = [index for index, count in counts.items() if count > 1]
-        if repeated:
+        if repeated and not may_repeat:
             verdict.problems.append(
                 f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}"
             )
         if num_steps < job["steps_per_epoch"]:
             continue
         verdict.num_epochs += 1
-        missing = job["num_samples_per_epoch"] - len(counts)
+        missing = job["num_samples_per_epoch"] - (counts.total() if may_repeat else len(counts))
         if missing:
             verdict.problems.append(
                 f"epoch {epoch}: {missing} of {job['num_samples_per_epoch']} samples never committed"

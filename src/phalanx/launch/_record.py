@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import JobStopped
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-EXIT_INCURABLE = 183
-"""How a process says that it would fail again when it has no error file to say it in."""
+EXIT_INCURABLE, EXIT_ENDS_JOB = 183, 184
+"""How a process says that it would fail again, or all others with it, when the disk takes no error file."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -53,8 +53,8 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     """Write the error file of this process, unless there is none to write or an earlier error is in it.
 
     ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would, and
-    an error may say so of itself (``PhalanxError.is_incurable``). Returns the exit code of a process that ends by it:
-    1, or ``EXIT_INCURABLE`` when the disk does not take the file, so that nobody restarts what would fail again.
+    what stops the job (``JobStopped``). Returns the exit code of a process that ends by it: 1, or ``EXIT_INCURABLE`` or
+    ``EXIT_ENDS_JOB`` when the disk does not take the file, so that nobody restarts what would fail again.
     """
     from phalanx.launch._failures import ChildFailedError
     from phalanx.launch._script import user_traceback
@@ -63,16 +63,27 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     if isinstance(error, ChildFailedError):
         _copy_root_cause(error, path)
         return 1
-    is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
-    is_incurable = is_incurable or (isinstance(error, PhalanxError) and error.is_incurable)
+    ends_job = isinstance(error, JobStopped)
+    is_incurable = is_incurable or ends_job or isinstance(error, (ImportError, SyntaxError))
     is_told = write_error_file(
-        path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
+        path,
+        f"{type(error).__name__}: {error}",
+        user_traceback(error),
+        is_incurable=is_incurable,
+        ends_job=ends_job,
     )
-    return EXIT_INCURABLE if is_incurable and not is_told else 1
+    if is_told or not is_incurable:
+        return 1
+    return EXIT_ENDS_JOB if ends_job else EXIT_INCURABLE
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> bool:
-    """Write one error file; False when the disk does not take it. ``is_incurable``: no restart can cure it."""
+def write_error_file(
+    path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False
+) -> bool:
+    """Write one error file; False when the disk does not take it.
+
+    ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can.
+    """
     if not path or os.path.exists(path):
         return True
     data = {
@@ -80,7 +91,7 @@ def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool)
             "message": message,
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         },
-        "phalanx": {"time": time.time(), "is_incurable": is_incurable},
+        "phalanx": {"time": time.time(), "is_incurable": is_incurable, "ends_job": ends_job},
     }
     return _write(path, data)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
 import sys
 import threading
 
@@ -27,7 +29,12 @@ if __name__ == "__main__":
     if "numpy" in facts["modules"]:
         import numpy
 
-        facts["random"] = float(numpy.random.rand())
+        facts["random"] = [float(numpy.random.rand())]
+        facts["random"] += [random.random(), multiprocessing.current_process().authkey.hex()]
+    if "torch" in facts["modules"]:
+        import torch
+
+        facts["random"].append(torch.initial_seed())
     with open(f"{sys.argv[1]}.{facts['rank']}", "w") as file:
         json.dump(facts, file)
     # Not print: it writes the end of a line by itself, and what another worker writes may come in between.

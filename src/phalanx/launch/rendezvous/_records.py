@@ -11,7 +11,8 @@ All keys are in the job's namespace, under ``rdzv/``:
 ``ended/<g>/<kind>`` ``Broken``: generation g is over; kind is ``broken`` or ``wanted``
 ``leader``           ``LeaderRecord``: the node that decides
 ``waiting``          how many nodes could be admitted now
-``closed``           the job is over, and why
+``closed``           ``Closing``: the job is over, how it ended, and when
+``runs``             how often a job of this id was run anew; see ``_runs``
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
 ==================== ========================================================================================
@@ -41,6 +42,7 @@ LEADER = "rdzv/leader"
 WAITING = "rdzv/waiting"
 CLOSED = "rdzv/closed"
 BELLS = "rdzv/bells"
+RUNS = "rdzv/runs"
 
 MAX_LOCAL_SIZE = 65_536
 
@@ -65,6 +67,12 @@ def bell_key(number: int) -> str:
     return f"rdzv/live/bell/{number}"
 
 
+def stage_key(stage: str, generation: int, rank: int) -> str:
+    """Written by the agent of the node at ``rank`` when it has come to a stage of its end: ``done`` (all its workers
+    have succeeded), ``left`` (and it did not wait for the others) or ``failed``."""
+    return f"agents/{stage}/{generation}/{rank}"
+
+
 def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -81,6 +89,45 @@ def load_count(data: bytes, what: str) -> int:
 
 def _fields(data: bytes, what: str) -> Fields:
     return Fields(load(data, what), what, RecordError)
+
+
+def _plain(value: Any) -> str:
+    """As text that can be printed and sent on, whatever it is."""
+    text = value if isinstance(value, str) else short(value, 200)
+    return text.encode(errors="replace").decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """The end of a job: ``outcome`` is ``succeeded``, ``failed`` or empty (whoever closed it did not say)."""
+
+    reason: str
+    outcome: str = ""
+    time: float = 0.0
+    """In seconds since 1970, by the clock of the node that closed it."""
+
+    def to_json(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Closing:
+        """Whatever was written closes the job; what is not a record of ours is taken for a reason."""
+        try:
+            record = load(data, "closing record")
+        except RecordError:
+            return cls(reason=data[:200].decode(errors="replace"))
+        if not isinstance(record, dict):
+            return cls(reason=short(record, 200))
+        fields = Fields(record, "closing record", RecordError)
+        try:
+            moment = fields.number("time", default=0.0)
+        except RecordError:
+            moment = 0.0
+        return cls(
+            reason=_plain(fields.get("reason", ""))[:200] or "no reason was given",
+            outcome=_plain(fields.get("outcome", "")),
+            time=moment,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
