@@ -40,6 +40,8 @@ situations = st.builds(
     min_nodes=st.integers(1, 4),
     survivors=st.integers(0, 4),
     is_under_way=st.booleans(),
+    num_left=st.integers(0, 1),
+    is_finishing=st.booleans(),
     can_regroup=st.booleans(),
     streak=st.builds(Streak, errors=st.integers(0, 5), step=st.integers(-1, 1)),
 )
@@ -58,6 +60,7 @@ def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
         assert verdict.action in (Action.RESTART, Action.FAIL)
     if verdict.action is Action.SHRINK:
         assert now.survivors or now.num_nodes - 1 >= now.min_nodes
+        assert not now.is_finishing, "what the lost one does after the last step would be missing"
         assert now.can_regroup
     if verdict.action is not Action.FAIL:
         assert verdict.starts_anew is not now.keeps_survivors
@@ -175,15 +178,15 @@ def test_progress_keeps_a_worker_out_of_suspicion():
 
 
 def test_a_worker_that_starts_has_a_limit_of_its_own():
-    """Imports, and whatever precedes the second step that it reports."""
+    """Imports, and whatever precedes the first step that it computes."""
     hang = HangDetector(10, start_timeout=100)
     hang.observe({"old": b'{"step":4}', "new": None}, now=0)
     hang.observe({"old": b'{"step":5}', "new": None}, now=1)
     assert hang.hanging(now=12) == ["old"]
-    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"waits":1}'}, now=50)
+    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"count":0}'}, now=50)
     hang.observe(
-        {"old": b'{"step":6}', "new": b'{"step":6}'}, now=51
-    )  # it has the state, and its first step to make
+        {"old": b'{"step":6}', "new": b'{"step":6,"count":0}'}, now=51
+    )  # has the state, has its first to make
     assert hang.hanging(now=70) == ["old"]
     assert hang.hanging(now=152) == ["old", "new"]
     hang.observe({"old": b'{"step":7}', "new": b'{"step":7}'}, now=160)

@@ -9,12 +9,15 @@ what follows the loop. Ranks of the others never move: they may have passed the 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx._fields import Fields, load_json, short
 from phalanx.elastic._seats import Seat
 from phalanx.membership import RecordError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,17 @@ class Finish:
             workers=record.texts("workers"),
             hosts=record.texts("hosts"),
         )
+
+    @classmethod
+    def parse(cls, data: bytes | None) -> Finish | None:
+        """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
+        if data is None:
+            return None
+        try:
+            return cls.from_json(data)
+        except RecordError as error:
+            log.warning("the record of the job's end is not one: %s", error)
+            return None
 
 
 @dataclass(frozen=True)

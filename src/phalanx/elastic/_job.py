@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._buffers import Buffers
@@ -446,6 +447,7 @@ class Job:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    check_fused(optimizer, "Job")
     known = {id(p) for p in model.parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -13,6 +13,7 @@ leaving the state with the agent (it has no torch memory, and its node may be th
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -32,6 +33,8 @@ from phalanx.elastic._state import State
 from phalanx.elastic._stream import receive_state, send_encoded
 from phalanx.elastic._watcher import PROGRESS_EVERY, TICK, report_progress
 from phalanx.errors import CommError, PeerLost, StoreError
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Of how many ranks the ends are asked for at a time: usually it is one rank that all others wait for."""
@@ -78,7 +81,7 @@ class Contact:
         """Who has these ranks now."""
         found = self.store.get_many([self.keys.claim(finish.generation, rank) for rank in ranks])
         return [
-            finish.workers[rank] if data is None else data.decode()
+            finish.workers[rank] if data is None else data.decode(errors="replace")
             for rank, data in zip(ranks, found, strict=True)
         ]
 
@@ -179,6 +182,7 @@ class Keeper:
         self._state = state
         self._members: dict[str, str] = {}
         self._answered: set[str] = set()
+        self._complaint = ""
         self._num_reports = 0
         self._reported = 0.0
         self._stop = threading.Event()
@@ -203,6 +207,10 @@ class Keeper:
                 return  # with the store its agent goes too, and ends this worker
             except CommError:
                 pass  # the newcomer died, or its generation was broken: if it still wants the state, it asks again
+            except Exception as error:  # a record that is none of ours, say: this thread must not end for it
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    log.warning("worker %s, keeping the final state: %s", self._at.worker_id, error)
 
     def _follow(self) -> None:
         while self._at.members(self.generation + 1) is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_faults import check_fused
 from phalanx.elastic._guard import Reaction
 from phalanx.elastic._layout import SCALARS, Flat
 from phalanx.elastic._loading import Ticket
@@ -242,6 +243,7 @@ class Step:
         if max_grad_norm is not None:
             self.grad_norm = float(torch.nn.utils.clip_grad_norm_(job.params, max_grad_norm))
             job.guarding.judge_norm(self, self._root, self.grad_norm)
+        check_fused(job.optimizer, "Job")  # again: a loaded state may have brought other options
         if job.scaler is not None:
             job.scaler.step(job.optimizer)
             job.scaler.update()

@@ -150,8 +150,9 @@ class StoreRoster:
                     self.keys.round(generation, round_),
                 ]
             )
-            if done is not None and mine.is_veteran and not mine.evaluating:
-                raise JobOver(Finish.from_json(done), generation)
+            finish = Finish.parse(done)
+            if finish is not None and mine.is_veteran and not mine.evaluating:
+                raise JobOver(finish, generation)
             if mine.evaluating and evaluated is not None:
                 raise EvaluationKnown(parse_evaluation(evaluated))
             found = Round.from_json(record) if record is not None else None
@@ -171,8 +172,8 @@ class StoreRoster:
             if not declared:
                 self._declare(generation, mine)
                 declared = True
-            elif done is not None and not mine.is_veteran:
-                if not self._void(done, generation, ids):
+            elif finish is not None and not mine.is_veteran:
+                if not self._void(finish, generation, ids):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
                 seat = self._join(generation, round_, found.workers)
@@ -189,13 +190,12 @@ class StoreRoster:
                 else:
                     wait.a_little(f"a seat in generation {generation}, round {round_}")
 
-    def _void(self, done: bytes, generation: int, ids: tuple[str, ...]) -> bool:
+    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...]) -> bool:
         """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
 
         If none does, the final state is lost: once all have come, and all are new, what they found counts no more
         (True), and they begin as the first workers of a job do, with a save. Until then, False.
         """
-        finish = Finish.from_json(done)
         keeps = self._store.get_many([self.keys.keeps(generation, worker) for worker in ids])
         if any(value is not None for value in keeps) or len(self._contact.ended(finish.workers)) == len(
             finish.workers
@@ -204,7 +204,7 @@ class StoreRoster:
         ready = self._ready(generation, ids)
         if len(ready) < len(ids) or any(one.is_veteran for one in ready.values()):
             return False
-        if self._store.get(self.keys.done) == done:
+        if Finish.parse(self._store.get(self.keys.done)) == finish:
             self._store.delete(self.keys.done)
             self._store.delete(membership.FINISHING)
         return True
@@ -297,8 +297,7 @@ class StoreRoster:
 
     def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
         self._make_sure_broken(seat, cause)
-        done = self._store.get(self.keys.done)
-        return None if done is None else Finish.from_json(done)
+        return Finish.parse(self._store.get(self.keys.done))
 
     def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
         self._keeper = Keeper(self._contact.clone(), finish, rank, generation, state)

@@ -60,6 +60,11 @@ def forget_zygote() -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None and tempfile.tempdir in tempfile._candidate_tempdir_list():
+        tempfile.tempdir = (
+            None  # asked for by some import: TMPDIR, which the script may set, shall be read again
+        )
 
 
 def keep_sockets_in(folder: str) -> None:

@@ -2,8 +2,8 @@
 
 Owns the rule, as a pure bookkeeping object with the time passed in: a worker is watched from its first report on; once
 any worker of the node has reported, the others are watched too, from their start. Until a worker has computed something
-(its reports show a second step, or say so) it *starts*, which has a limit of its own: imports, data, compilation. One
-that is stopped by a signal neither starts nor computes: that it is counts from when it was seen. A worker reports with
+(it reports a step, and no count of 0 beside it) it *starts*, which has a limit of its own: imports, data, compilation.
+One that is stopped by a signal neither starts nor computes: that counts from when it was seen. A worker reports with
 ``phalanx.launch.report_progress`` (elastic jobs do it by themselves); scripts that never report are never suspected.
 Of several that are silent, the one is to blame that does not merely wait for others.
 """
@@ -28,15 +28,12 @@ log = logging.getLogger(__name__)
 class _Seen:
     value: bytes | None
     at: float
-    first_step: int = -1
     has_started: bool = False
     stopped_at: float | None = None
 
     def take(self, value: bytes | None, now: float) -> None:
-        step = reported_step(value)
-        if self.first_step < 0:
-            self.first_step = step
-        self.has_started = self.has_started or step > self.first_step or reported_step(value, "count") > 0
+        has_computed = reported_step(value) >= 0 and reported_step(value, "count") != 0
+        self.has_started = self.has_started or has_computed
         self.value, self.at = value, now
 
 

@@ -112,6 +112,7 @@ class Zygote:
         self.is_gone = False
         """Whether it has ended."""
         self._is_closed = False
+        self._is_reaped = False
         self._reader = threading.Thread(target=self._read, name="phalanx-zygote-reader", daemon=True)
 
     @classmethod
@@ -207,6 +208,8 @@ class Zygote:
                 send_message(self._sock, {"kind": "end"})
             except OSError:
                 pass
+        if not self._ready.done() and not self._is_reaped:
+            os.kill(self.pid, signal.SIGKILL)  # it still imports, which may take long, and has no worker yet
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
             self._reader.join(timeout=CLOSE_TIMEOUT)
         for process, _ in self._orphans:
@@ -220,6 +223,12 @@ class Zygote:
             self._reap(CLOSE_TIMEOUT)
 
     def _reap(self, timeout: float) -> bool:
+        if self._is_reaped:
+            return True
+        self._is_reaped = self._wait_reaped(timeout)
+        return self._is_reaped
+
+    def _wait_reaped(self, timeout: float) -> bool:
         if self._child is not None:
             try:
                 self._child.wait(timeout)
@@ -275,6 +284,8 @@ class Zygote:
             self._on_exit(process)
 
     def _gone(self) -> None:
+        if not self._is_closed:
+            self._reap(CLOSE_TIMEOUT)  # its socket is closed before its children are given away
         with self._lock:
             self.is_gone = True
             forks, self._forks = self._forks, {}

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import threading
 
 if __name__ == "__main__":
@@ -31,6 +32,8 @@ if __name__ == "__main__":
 
         facts["random"] = [float(numpy.random.rand())]
         facts["random"] += [random.random(), multiprocessing.current_process().authkey.hex()]
+    os.environ["TMPDIR"] = os.path.dirname(sys.argv[1])
+    facts["temporary"] = tempfile.gettempdir()
     if "torch" in facts["modules"]:
         import torch
 
