@@ -20,11 +20,13 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "membership", "_torch_faults"}
+VALUES = {"errors", "world", "membership", "_fields", "_signature", "_torch_faults"}
 LAYERS = {
     "errors": set(),
+    "_fields": set(),
+    "_signature": set(),
     "world": {"errors"},
-    "membership": {"errors"},
+    "membership": {"errors", "_fields"},
     "_after_import": set(),
     "_torch_faults": set(),
     "comm": VALUES | {"_after_import"},

@@ -20,6 +20,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx._fields import Fields, load_json
+
 VERSION = 1
 
 ENV_STORE = "PHALANX_STORE"
@@ -133,6 +135,20 @@ class Member:
     host: str
     pid: int = 0
 
+    @classmethod
+    def from_record(cls, value: Any) -> Member:
+        """``RecordError`` when it is none."""
+        record = Fields(value, "member", RecordError)
+        return cls(
+            id=record.text("id"),
+            rank=record.integer("rank", low=0),
+            node_rank=record.integer("node_rank", low=0),
+            local_rank=record.integer("local_rank", low=0),
+            local_size=record.integer("local_size", low=0),
+            host=record.text("host"),
+            pid=record.integer("pid", default=0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
@@ -149,9 +165,15 @@ class Members:
 
     @classmethod
     def from_json(cls, data: bytes) -> Members:
-        record = _parse(data, "members")
-        workers = tuple(Member(**worker) for worker in record.pop("workers"))
-        return cls(workers=workers, **record)
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "members record")
+        return cls(
+            generation=record.integer("generation", low=0),
+            workers=tuple(Member.from_record(worker) for worker in record.items("workers")),
+            num_nodes=record.integer("num_nodes", low=0),
+            master_addr=record.text("master_addr"),
+            master_port=record.integer("master_port", low=0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +192,12 @@ class Broken:
 
     @classmethod
     def from_json(cls, data: bytes) -> Broken:
-        record = _parse(data, "broken")
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "broken record")
         return cls(
-            reason=record["reason"],
-            workers=tuple(record["workers"]),
-            at_once=bool(record.get("at_once", False)),
+            reason=record.text("reason"),
+            workers=record.texts("workers", default=[]),
+            at_once=record.flag("at_once", default=False),
         )
 
 
@@ -197,20 +220,16 @@ class LostContact:
 
     @classmethod
     def from_json(cls, data: bytes) -> LostContact:
-        record = _parse(data, "lost contact")
-        try:
-            found = cls(**{**record, "of": _ids(record["of"]), "peers": _ids(record["peers"])})
-        except (TypeError, KeyError) as error:
-            raise RecordError(f"lost contact record has unexpected fields: {error}") from error
-        if not (isinstance(found.by, str) and isinstance(found.reason, str) and type(found.step) is int):
-            raise RecordError(f"lost contact record has fields of other types: {data[:80]!r}")
-        return found
-
-
-def _ids(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise RecordError(f"expected a list of worker ids, got {str(value)[:80]!r}")
-    return tuple(value)
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "lost contact record")
+        return cls(
+            by=record.text("by"),
+            reason=record.text("reason"),
+            of=record.texts("of"),
+            late=record.flag("late"),
+            peers=record.texts("peers"),
+            step=record.integer("step"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +247,9 @@ class Setbacks:
 
     @classmethod
     def from_json(cls, data: bytes) -> Setbacks:
-        record = _parse(data, "setbacks")
-        try:
-            return cls(**{name: int(record[name]) for name in cls.__dataclass_fields__})
-        except (KeyError, TypeError, ValueError) as error:
-            raise RecordError(f"setbacks record has unexpected fields: {data[:80]!r}") from error
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "setbacks record")
+        return cls(**{name: record.integer(name, low=0) for name in cls.__dataclass_fields__})
 
     def plus(self, before: int, after: int) -> Setbacks:
         """One more, from step ``before`` to step ``after``.
@@ -248,11 +265,9 @@ class Setbacks:
         )
 
 
-def _parse(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
+def parse_record(data: bytes, kind: str) -> Fields:
+    """The fields of a versioned record; ``RecordError`` when it is none of this release."""
+    record = Fields(load_json(data, kind, RecordError), kind, RecordError)
+    if record.get("v") != VERSION:
+        raise RecordError(f"{kind} has an unknown version; expected {VERSION}: {data[:80]!r}")
     return record

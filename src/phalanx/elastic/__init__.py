@@ -9,7 +9,7 @@ from phalanx.elastic._ledger import StepsLost
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
 from phalanx.elastic._outcome import Outcome
 from phalanx.elastic._roster import Ejected, RegroupTimeout, ResultLost
-from phalanx.elastic._saves import SaveError
+from phalanx.elastic._saves import NoReadableSave, NotSaved, SaveError
 from phalanx.elastic._step import Micro, Step
 from phalanx.elastic._sync import BitsWarning, WorkersDiffer
 
@@ -21,7 +21,9 @@ __all__ = [
     "Guard",
     "Job",
     "Micro",
+    "NoReadableSave",
     "NonFinite",
+    "NotSaved",
     "Outcome",
     "RegroupTimeout",
     "Regrouped",

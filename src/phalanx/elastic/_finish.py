@@ -13,7 +13,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx._fields import Fields, load_json, short
 from phalanx.elastic._seats import Seat
+from phalanx.membership import RecordError
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +46,31 @@ class Finish:
         ).encode()
 
     @classmethod
+    def from_json(cls, data: bytes) -> Finish:
+        """``RecordError`` when it is none."""
+        names = ("generation", "round", "step", "workers", "hosts")
+        row = load_json(data, "finish record", RecordError)
+        if not isinstance(row, list) or len(row) != len(names):
+            raise RecordError(f"finish record is {short(row)}; expected {len(names)} fields")
+        record = Fields(dict(zip(names, row, strict=True)), "finish record", RecordError)
+        return cls(
+            generation=record.integer("generation", low=0),
+            round=record.integer("round", low=0),
+            step=record.integer("step", low=0),
+            workers=record.texts("workers"),
+            hosts=record.texts("hosts"),
+        )
+
+    @classmethod
     def parse(cls, data: bytes | None) -> Finish | None:
         """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
         if data is None:
             return None
         try:
-            generation, round_, step, workers, hosts = json.loads(data)
-            numbers, names = (generation, round_, step), (*workers, *hosts)
-            if not all(type(n) is int for n in numbers) or not all(type(name) is str for name in names):
-                raise ValueError("a field has another type")
-        except (ValueError, TypeError) as error:
-            log.warning("the record of the job's end is not one (%s): %r", error, data[:80])
+            return cls.from_json(data)
+        except RecordError as error:
+            log.warning("the record of the job's end is not one: %s", error)
             return None
-        return cls(generation=generation, round=round_, step=step, workers=tuple(workers), hosts=tuple(hosts))
 
 
 @dataclass(frozen=True)

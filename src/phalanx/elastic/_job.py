@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ from phalanx.elastic._outcome import Outcome
 from phalanx.elastic._partials import Pool
 from phalanx.elastic._progress import Progress
 from phalanx.elastic._records import Audit, Events
-from phalanx.elastic._saving import Saving
+from phalanx.elastic._saving import Saving, no_readable_save
 from phalanx.elastic._schedule import Schedule
 from phalanx.elastic._state import Parts, State, Stateful, digest
 from phalanx.elastic._step import Step
@@ -41,6 +42,7 @@ from phalanx.elastic._store_roster import make_roster
 from phalanx.elastic._sync import BitsWarning, differences, fingerprint
 from phalanx.elastic._team import Team
 from phalanx.elastic._telling import Telling
+from phalanx.elastic._troubles import Troubles
 from phalanx.errors import CommError
 
 MAX_WORKERS = 1024
@@ -117,10 +119,11 @@ class Job:
         roster = make_roster(run.group, comm_timeout=run.timeout)
         logs = None if run.log_dir is None else Path(run.log_dir)
         name = roster.worker_id.replace("/", "_")
-        self.audit = Audit(logs and logs / f"audit-{name}.jsonl")
-        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id)
+        self.troubles = Troubles()
+        self.audit = Audit(logs and logs / f"audit-{name}.jsonl", troubles=self.troubles)
+        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id, troubles=self.troubles)
         self.progress = Progress(run.progress)
-        self.saving = Saving(saves, self.events)
+        self.saving = Saving(saves, self.events, self.troubles)
         self.team = Team(self, roster)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
@@ -134,6 +137,8 @@ class Job:
         self.last_evaluation: dict[str, float] = {}
         self._has_looped = False
         self._resumes = 0
+        self.attempt = 0
+        """The number of this run of the job from its beginning or from a save; see ``Audit``."""
         self._read_ahead: tuple[int, int, int] | None = None
 
     # -- what it is -------------------------------------------------------------------------------------------
@@ -167,7 +172,7 @@ class Job:
     @property
     def lineage(self) -> list[int]:
         """What tells this attempt at a step from earlier ones; later is larger."""
-        return [self._resumes, self.team.seat.generation, self.team.seat.round, *self.guarding.attempt]
+        return [self.attempt, self.team.seat.generation, self.team.seat.round, *self.guarding.attempt]
 
     def digest(self) -> str:
         """sha256 over weights, optimizer state, the other objects' state and the data position."""
@@ -214,8 +219,9 @@ class Job:
                 self._has_looped = True
                 self.telling.tell_again()
                 self.events.emit("finished", step=self.step)
+                self.audit.ended(self.lineage, self.step)
                 self.loading.close()
-                self.saving.wait_idle()
+                self.saving.settle()
                 self.progress.close()
                 atexit.register(self._at_exit)  # not now: an evaluation may follow
             except BaseException:
@@ -244,11 +250,12 @@ class Job:
         """
         atexit.unregister(self._at_exit)
         self.loading.close()
-        self.saving.wait_idle()
+        self.saving.settle()
         self.progress.close()
         self.team.close()
         self.audit.close()
         self.events.close()
+        self.troubles.say_last_words()
 
     def _at_exit(self) -> None:
         """The process ends: after the scripts of all workers, if this one's has ended well."""
@@ -335,6 +342,7 @@ class Job:
             "parts": self._capture(),
             "sampler": self.schedule.state_dict(),
             "resumes": self._resumes,
+            "attempt": self.attempt,
             "evaluations": [self.num_evaluations, self.last_evaluation],
             "boundary": self.boundary.state_dict(self.team.is_evaluating),
             "loss": self.loss,
@@ -350,6 +358,11 @@ class Job:
 
     def load_state_dict(self, state: State) -> None:
         """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
+        self.take_state(state)
+        self.begin_attempt(parent=self.attempt)
+
+    def take_state(self, state: State) -> None:
+        """As ``load_state_dict``, for the state of another worker of the same attempt."""
         self._load(state, but=())
         self.boundary.load_state_dict(state.get("boundary", {"results": []}))
 
@@ -360,7 +373,7 @@ class Job:
             self._load(state, but=self._objects)
             self.boundary.adopt(state["boundary"], objects)
         else:
-            self.load_state_dict(state)
+            self.take_state(state)
 
     def take_held_objects(self, *, at_evaluation: bool = False) -> None:
         """Bring the user's objects level with the worker that the last step was taken over from, if it is time."""
@@ -383,6 +396,7 @@ class Job:
         self._parts.apply(state["parts"], but=but)
         self.schedule.load_state_dict(state["sampler"])
         self._resumes = state["resumes"]
+        self.attempt = state.get("attempt", self._resumes)
         self.num_evaluations, self.last_evaluation = state["evaluations"]
         self.loss, self.grad_norm = state["loss"], state.get("grad_norm")
         self.is_fresh = False
@@ -390,7 +404,9 @@ class Job:
     def save(self, *, wait: bool = True) -> None:
         """Write the state to the saves' directory; without ``wait`` in the background.
 
-        Raises ``NonFinite`` instead when the state is not finite (see ``Guard``).
+        Raises:
+            NonFinite: the state is not finite (see ``Guard``); it is not saved.
+            OSError: with ``wait``, the disk does not take it. Else it is tried again, and training goes on.
         """
         self.guarding.check_state()
         self.saving.submit(self.step, self.state_dict())
@@ -398,8 +414,15 @@ class Job:
             self.saving.wait_idle()
 
     def load_save(self) -> bool:
-        """Take the newest readable save, if there is one; the workers' first seat does it by itself."""
+        """Take the newest readable save; False if there is none. The workers' first seat does it by itself.
+
+        Raises:
+            NoReadableSave: there are saves, but none can be read.
+        """
+        problems = self.saving.problems()
         state = self.saving.load()
+        if problems:
+            raise no_readable_save(self.saving.options, {self.worker_id: problems})
         if state is None:
             return False
         if listed := differences(state["machine"], fingerprint()):
@@ -412,6 +435,15 @@ class Job:
         self.load_state_dict({**state, "resumes": state["resumes"] + 1})
         self.events.emit("resumed", step=self.step)
         return True
+
+    def begin_attempt(self, parent: int | None = None) -> None:
+        """Nobody has a state in memory: a new attempt begins, with the state that ``parent`` saved or from nothing.
+
+        Its number is the time, so that it is larger than that of any attempt before, also of one that was begun from
+        another save or whose save is gone.
+        """
+        self.attempt = max((parent or 0) + 1, time.time_ns() // 1_000_000)
+        self.audit.attempt(self.attempt, self.step, parent)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

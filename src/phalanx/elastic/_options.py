@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,9 @@ class Saves:
     every: int | None = None
     """Steps between saves; None: only on SIGTERM and ``Job.save``."""
     keep: int = 3
+    """How many readable saves stay; the newest readable one is never removed."""
+    secret: bytes | None = field(default=None, repr=False)
+    """Signs saves and refuses those that are not signed with it; None: PHALANX_CHECKPOINT_SECRET, b"": no secret."""
 
     def __post_init__(self) -> None:
         if self.keep < 1 or (self.every is not None and self.every < 1):

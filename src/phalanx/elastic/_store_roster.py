@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from phalanx import membership
+from phalanx._fields import load_json, short
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
 from phalanx.elastic._finish import Finish
@@ -30,6 +31,7 @@ from phalanx.elastic._roster import (
 from phalanx.elastic._seats import Ready, Round, Seat, choose_round
 from phalanx.elastic._watcher import PROGRESS_EVERY, Signals, Watcher, report_progress
 from phalanx.errors import CommError, PeerTimeout
+from phalanx.membership import RecordError
 from phalanx.world import World
 
 TELL_AFTER = 0.1
@@ -156,7 +158,7 @@ class StoreRoster:
             if finish is not None and mine.is_veteran and not mine.evaluating:
                 raise JobOver(finish, generation)
             if mine.evaluating and evaluated is not None:
-                raise EvaluationKnown(json.loads(evaluated))
+                raise EvaluationKnown(parse_evaluation(evaluated))
             found = Round.from_json(record) if record is not None else None
             if broken is not None or (found is not None and found.move_to is not None):
                 generation, round_, declared = generation + 1, 0, False
@@ -407,6 +409,14 @@ def make_roster(
     roster = StoreRoster(connect(url), job, worker_id, newest, comm_timeout=comm_timeout, keys=keys)
     _made.append(roster)
     return roster
+
+
+def parse_evaluation(data: bytes) -> dict[str, float]:
+    """The result of an evaluation, means by name; ``RecordError`` when it is none. A mean may be infinite or nan."""
+    result = load_json(data, "evaluation record", RecordError)
+    if not isinstance(result, dict) or not all(type(value) in (int, float) for value in result.values()):
+        raise RecordError(f"evaluation record is {short(result)}; expected numbers by name")
+    return result
 
 
 _made: list[StoreRoster | None] = []

@@ -15,6 +15,7 @@ import torch
 
 from phalanx.elastic._identity import describe_model, identity, tell_apart
 from phalanx.elastic._ledger import check_setback
+from phalanx.elastic._saving import no_readable_save
 from phalanx.elastic._seats import FRESH, Seat, choose_source
 from phalanx.elastic._state import digest
 from phalanx.elastic._stream import receive_state, send_state
@@ -60,12 +61,15 @@ def bring_level(job: Job, seat: Seat) -> None:
         "job": identity(job),
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
+        "attempt": job.attempt,
     }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
     _check_same(seat, told, job)
     source = _find_source(job, seat, [one["step"] for one in told])
     if seat.group is None:
         return
+    if told[source]["step"] != FRESH:
+        job.attempt = told[source]["attempt"]  # each may have loaded the same state by itself
     behind = [
         rank
         for rank, one in enumerate(told)
@@ -91,12 +95,19 @@ def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()
-    mine = [FRESH if saved is None else saved, job.team.roster.ledger.num_committed()]
+    mine: dict[str, Any] = {
+        "step": FRESH if saved is None else saved,
+        "committed": job.team.roster.ledger.num_committed(),
+        "problems": job.saving.problems(),
+    }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
-    source = choose_source([one[0] for one in told])
-    _go_back(job, seat, max(one[1] for one in told), max(0, told[source][0]))
-    if source == seat.rank and saved is not None:
-        job.load_save()
+    source = choose_source([one["step"] for one in told])
+    if told[source]["step"] == FRESH and any(one["problems"] for one in told):
+        problems = {worker: one["problems"] for worker, one in zip(seat.workers, told, strict=True)}
+        raise no_readable_save(job.saving.options, problems)
+    _go_back(job, seat, max(one["committed"] for one in told), max(0, told[source]["step"]))
+    if source == seat.rank and not job.load_save():
+        job.begin_attempt()
     return source
 
 

@@ -23,6 +23,7 @@ from phalanx.elastic._layout import SCALARS
 from phalanx.elastic._leave import LeaveRequest
 from phalanx.elastic._options import Regrouped
 from phalanx.elastic._roster import EvaluationKnown, JobOver, NothingLeft, Roster, ToldToLeave
+from phalanx.elastic._saves import NotSaved
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._sync import bring_level, fingerprint
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
@@ -130,8 +131,8 @@ class Team:
             return
         all_leave = step.num_leaving >= min(len(self.seat.workers), self._job.num_slots)
         everyone = bool(step.num_leaving) and (all_leave or not self.roster.can_change)
-        if everyone and self.seat.rank == 0 and self._job.saving.options is not None:
-            self._job.save()
+        if everyone and self._job.saving.options is not None:
+            self._save_for_all()
         # Who was asked to leave after its part of the reduction had gone out does not leave here: the others count on
         # it, and were they all to leave like that, nobody would save.
         if everyone or self.leave.is_counted:
@@ -139,6 +140,34 @@ class Team:
             self.roster.step_aside(self.seat)
             raise SystemExit(0)
         self._settle(lambda: self.roster.seat_at_boundary(self.seat, self._ready()))
+
+    def _save_for_all(self) -> None:
+        """All leave: the first worker saves, and all hear whether it could. ``NotSaved`` on all of them if not."""
+        group, problem = self.seat.group, ""
+        if self.seat.rank == 0:
+            problem = self._save_or_tell()
+        if group is not None:
+            self.roster.waiting(True)
+            try:
+                problem = group.broadcast_value(problem, 0)
+            except LOST as error:  # whoever died has been noticed: there is nothing left to agree on
+                if self.seat.rank == 0 and problem:
+                    raise NotSaved(problem) from error
+        if problem:
+            raise NotSaved(problem)
+
+    def _save_or_tell(self) -> str:
+        """Save now; why it was not possible."""
+        try:
+            self._job.save()
+        except OSError as error:
+            options = self._job.saving.options
+            assert options is not None, "the caller has asked"
+            return (
+                f"all workers were told to leave, and the state at step {self._job.step} could not be saved to "
+                f"{options.directory}: {error}. What was done since the last save is lost; mend the disk and run again"
+            )
+        return ""
 
     def part(self) -> None:
         """Nobody may end before all have committed the last step: one that is behind needs the others."""
@@ -229,7 +258,7 @@ class Team:
             raise SystemExit(0) from None
         if taken is None:
             return False
-        job.load_state_dict(taken.state)
+        job.take_state(taken.state)
         job.events.emit("received", step=job.step, source=taken.source)
         job.events.emit("took_over", step=job.step, rank=taken.rank, generation=taken.generation)
         self._seat = Seat(taken.generation, 0, taken.workers, taken.rank, None)
@@ -257,7 +286,9 @@ class Team:
     def _leave_from_the_door(self) -> NoReturn:
         """Leave without a seat: maybe all were told to, so whoever has a state saves it."""
         if not self._job.is_fresh and self._job.saving.options is not None:
-            self._job.save()
+            problem = self._save_or_tell()
+            if problem:
+                raise NotSaved(problem)
         self._job.events.emit("left", step=self._job.step)
         raise SystemExit(0)
 

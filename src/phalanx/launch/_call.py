@@ -69,10 +69,10 @@ def call_and_store(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]
         record_exception(error)
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        record_exception(error)
+        code = record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
         _store(result_fd, ("error", error), "its exception", is_fatal=False)
-        return 1
+        return code
     return _store(result_fd, ("value", value), "its return value")
 
 

@@ -142,10 +142,12 @@ def prepare_python(stacks: str, scratch: str) -> None:
     if scratch:
         keep_sockets_in(scratch)
     if stacks:
-        fd = os.open(
-            stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-        )  # stays open: the handler writes to it
-        faulthandler.register(_linux.stack_signal(), file=fd, all_threads=True)
+        try:  # it stays open: the handler writes to it
+            fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:  # a disk that takes no more files
+            print(f"phalanx: stacks cannot be written to {stacks}: {error}", file=sys.stderr)
+        else:
+            faulthandler.register(_linux.stack_signal(), file=fd, all_threads=True)
 
 
 def _leave(code: int) -> NoReturn:

@@ -129,8 +129,18 @@ class Crew:
         """Start a worker on each of the places."""
         self.prepare(len(places))
         envs = {place.local_rank: worker_environment(place, job, os.environ) for place in places}
-        dest = self._options.logs_specs.reify(envs)
+        dest = self._reify(envs)
         return [self._start_one(place, envs[place.local_rank], dest, job) for place in places]
+
+    def _reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Where the output goes: to the console when a full disk keeps the user's own scheme from finding a place."""
+        try:
+            return self._options.logs_specs.reify(envs)
+        except OSError as error:
+            log.error("workers' logs cannot be kept: %s; their output goes to the console", error)
+            for env in envs.values():
+                env["TORCHELASTIC_ERROR_FILE"] = ""
+            return LogsDest()
 
     def _start_one(self, place: Place, env: Mapping[str, str], dest: LogsDest, job: JobFacts) -> CrewMember:
         rank = place.local_rank
@@ -148,7 +158,7 @@ class Crew:
             born=place.generation,
         )
         if has_directory:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.unlink(error_file)
         plan = self._options.plan if is_warm else self._options.plan.cold()
         order, fds = plan.order(env, rank, stacks, self._scratch)
@@ -192,13 +202,17 @@ class Crew:
         filters = self._options.stdout_filters if name == "stdout" else self._options.stderr_filters
         if path == os.devnull:
             return {name: os.open(os.devnull, os.O_WRONLY)}
-        if path and not is_tee:
-            return {name: _open_log(path)}
+        file_fd = _open_log(path) if path else -1
+        if file_fd >= 0 and not is_tee:
+            return {name: file_fd}
+        if file_fd < 0 and path and name == "stderr":
+            member.stderr_path = ""
+        path = path if file_fd >= 0 else ""
         if not path and name == "stdout":
             return {}  # the agent's own stdout, inherited
         sinks = Sinks(
             console_fd=console,
-            file_fd=_open_log(path) if path else -1,
+            file_fd=file_fd,
             prefix=prefix if is_tee else b"",
             filters=tuple(text.encode() for text in filters) if is_tee else (),
             filtered_path=filtered_path,
@@ -355,7 +369,12 @@ class Crew:
 
 
 def _open_log(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    """A descriptor; -1, and a line in the log, when the disk does not take another file."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        log.error("a worker's log file cannot be opened: %s; its output goes to the console", error)
+        return -1
 
 
 def _host() -> str:

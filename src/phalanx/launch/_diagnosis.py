@@ -166,7 +166,7 @@ def _step_of(report: bytes | None) -> str:
         return " and has never reported any"
     try:
         return f" after step {json.loads(report)['step']}"
-    except (ValueError, KeyError, TypeError):  # a worker may report what it likes
+    except (ValueError, KeyError, TypeError, RecursionError):  # a worker may report what it likes
         return ""
 
 

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.launch._output import Output
+
 _OMP_PAUSE_HARD = 2
 _LONGEST_FOLDER = 80
 """Bytes of a folder's name in which the name of a Unix socket (108 in all) can still end, and some to spare."""
@@ -37,7 +39,7 @@ def open_streams() -> None:
     wanted = "" if sys.flags.ignore_environment else os.environ.get("PYTHONIOENCODING", "").partition(":")[2]
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, f"__{name}__")
-        raw: Any = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        raw: Any = Output(number, "w", closefd=False)
         raw.name = f"<{name}>"
         stream: Any = io.TextIOWrapper(
             raw,

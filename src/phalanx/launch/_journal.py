@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from phalanx._fields import Fields
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._contact import Row
-from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._failures import ProcessFailure, readable_time
 from phalanx.launch._policy import Action, Verdict
 from phalanx.launch._streak import Streak
 from phalanx.launch.rendezvous._records import stage_key
@@ -29,6 +30,7 @@ from phalanx.membership import (
     contact_key,
     ended_key,
     leaving_key,
+    parse_record,
     progress_key,
     regroups_key,
     wish_key,
@@ -61,21 +63,7 @@ class Journal:
         data = self._store.get(_verdict_key(generation))
         if data is None:
             return None
-        record = _load(data, "verdict")
-        try:
-            row = record["lost_contact"]
-            return Verdict(
-                action=Action(record["action"]),
-                restarts=int(record["restarts"]),
-                reason=str(record["reason"]),
-                starts_anew=bool(record["starts_anew"]),
-                streak=Streak.from_record(record["streak"]),
-                ports_taken=int(record["ports_taken"]),
-                replace=tuple(map(str, record["replace"])),
-                lost_contact=None if row is None else Row(**row),
-            )
-        except (KeyError, ValueError, TypeError) as error:
-            raise RecordError(f"verdict on generation {generation}: {error!r} in {data[:200]!r}") from error
+        return parse_verdict(data)
 
     def verdict_before(self, generation: int) -> Verdict:
         """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
@@ -95,7 +83,11 @@ class Journal:
         """All failures of a generation, of all nodes, by global rank."""
         found = {}
         for data in self._store.items(f"agents/failures/{generation}/").values():
-            failure = ProcessFailure.from_record(_load(data, "failure"))
+            try:
+                failure = parse_failure(data)
+            except RecordError as error:  # the others are worth telling all the same
+                log.warning("a failure of generation %d cannot be read: %s", generation, error)
+                continue
             found[failure.rank] = failure
         return found
 
@@ -138,7 +130,7 @@ class Journal:
         """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
         back to an earlier step."""
         wish, stacks, setbacks = self._store.get_many([wish_key(node_id), _stacks_key(generation), SETBACKS])
-        reason = str(_load(stacks, "stacks")["reason"]) if stacks else ""
+        reason = parse_stacks_request(stacks) if stacks else ""
         return parse_wish(wish), reason, _parse_setbacks(setbacks)
 
     def read_regrouping(self, worker_ids: list[str]) -> set[str]:
@@ -186,10 +178,67 @@ def parse_wish(data: bytes | None) -> int | None:
     if data is None:
         return None
     try:
-        count = int(data)
+        count = int(data) if len(data) < 10 else 0
     except ValueError:
         return None
     return count if count >= 1 else None
+
+
+def parse_verdict(data: bytes) -> Verdict:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "verdict record")
+    try:
+        action = Action(record.text("action"))
+    except ValueError as error:
+        raise RecordError(f"verdict record: {error}") from error
+    try:
+        streak = Streak.from_record(record.get("streak"))
+    except ValueError as error:
+        raise RecordError(f"verdict record: {error}") from error
+    return Verdict(
+        action=action,
+        restarts=record.integer("restarts", low=0),
+        reason=record.text("reason"),
+        starts_anew=record.flag("starts_anew"),
+        streak=streak,
+        ports_taken=record.integer("ports_taken", low=0),
+        replace=record.texts("replace"),
+        lost_contact=_parse_row(record.get("lost_contact")),
+    )
+
+
+def _parse_row(value: Any) -> Row | None:
+    if value is None:
+        return None
+    row = Fields(value, "verdict record's lost_contact", RecordError)
+    return Row(count=row.integer("count", low=0), step=row.integer("step"))
+
+
+def parse_failure(data: bytes) -> ProcessFailure:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "failure record")
+    return ProcessFailure(
+        local_rank=record.integer("local_rank"),
+        pid=record.integer("pid"),
+        exitcode=record.integer("exitcode"),
+        error_file=record.text("error_file", default=""),
+        message=record.text("message", default=""),
+        traceback=record.text("traceback", default=""),
+        timestamp=readable_time(record.number("timestamp", default=0.0)),
+        host=record.text("host"),
+        rank=record.integer("rank"),
+        worker_id=record.text("worker_id", default=""),
+        generation=record.integer("generation", low=0, default=0),
+        stderr_tail=record.texts("stderr_tail", default=[]),
+        is_incurable=record.flag("is_incurable", default=False),
+        ends_job=record.flag("ends_job", default=False),
+        note=record.text("note", default=""),
+    )
+
+
+def parse_stacks_request(data: bytes) -> str:
+    """Why stacks are asked for; ``RecordError`` when it is no request."""
+    return parse_record(data, "stacks record").text("reason")
 
 
 def _parse_setbacks(data: bytes | None) -> Setbacks:
@@ -210,13 +259,3 @@ def _stacks_key(generation: int) -> str:
 
 def _dump(record: dict[str, Any]) -> bytes:
     return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()
-
-
-def _load(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
-    return record

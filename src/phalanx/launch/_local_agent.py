@@ -137,7 +137,8 @@ class LocalElasticAgent:
         specs = self._logs_specs
         if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
             return None
-        return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
+        run_dir = specs.run_log_dir(spec.rdzv_handler.get_run_id())
+        return None if run_dir == os.devnull else os.path.join(run_dir, "events.jsonl")
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """A snapshot of the workers and their state."""

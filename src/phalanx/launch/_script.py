@@ -38,10 +38,10 @@ def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:
     except SystemExit as error:
         return _code_of(error)
     except BaseException as error:
-        record_exception(error)
+        code = record_exception(error)
         shown = error.with_traceback(_without_our_frames(error.__traceback__))
         sys.excepthook(type(error), shown, shown.__traceback__)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 130 if isinstance(error, KeyboardInterrupt) else code
     return 0
 
 

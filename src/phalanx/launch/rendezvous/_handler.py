@@ -328,7 +328,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             count = self._read(records.WAITING)
         except StoreLost as error:
             raise self._lost(error) from error
-        return 0 if count is None else int(records.load(count, records.WAITING))
+        return 0 if count is None else records.load_count(count, records.WAITING)
 
     def break_generation(self, generation: int, broken: Broken) -> None:
         self._end(generation, "broken", broken)

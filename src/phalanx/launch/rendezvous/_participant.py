@@ -115,7 +115,7 @@ class Participant:
                     *(rules.min_nodes, rules.max_nodes),
                 )
         if formed is not None:
-            self._follow(int(records.load(self.signer.open(records.FORMED, formed), records.FORMED)))
+            self._follow(records.load_count(self.signer.open(records.FORMED, formed), records.FORMED))
         self._check(now)
         if self._leader is None:
             self._check(now)  # nobody led and another was quicker: now its name is there
@@ -307,7 +307,7 @@ class Participant:
         if record is None:
             return False
         node = self._open(records.node_key(chosen.id), record, {})
-        return bool(node.get("ticket") == chosen.ticket)
+        return isinstance(node, dict) and node.get("ticket") == chosen.ticket
 
     def _stand(self, now: float) -> None:
         """Try to become the leader in place of the one that was last seen."""

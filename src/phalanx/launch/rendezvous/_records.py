@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from phalanx._fields import Fields, load_json, short
 from phalanx.launch.rendezvous._interface import NodeInfo
 from phalanx.membership import RecordError
 
@@ -42,6 +43,8 @@ WAITING = "rdzv/waiting"
 CLOSED = "rdzv/closed"
 BELLS = "rdzv/bells"
 RUNS = "rdzv/runs"
+
+MAX_LOCAL_SIZE = 65_536
 
 GONE = b"{}"
 """What an old generation's record is replaced with: its key must stay taken, so that it is never decided
@@ -75,10 +78,23 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{what} is not JSON: {data[:60]!r}") from error
+    """Any JSON value; ``RecordError`` when it is none."""
+    return load_json(data, what, RecordError)
+
+
+def load_count(data: bytes, what: str) -> int:
+    """A number that is at least 0; ``RecordError`` when it is none."""
+    return Fields({"it": load(data, what)}, what, RecordError).integer("it", low=0)
+
+
+def _fields(data: bytes, what: str) -> Fields:
+    return Fields(load(data, what), what, RecordError)
+
+
+def _plain(value: Any) -> str:
+    """As text that can be printed and sent on, whatever it is."""
+    text = value if isinstance(value, str) else short(value, 200)
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +113,20 @@ class Closing:
     def from_json(cls, data: bytes) -> Closing:
         """Whatever was written closes the job; what is not a record of ours is taken for a reason."""
         try:
-            record = json.loads(data)
-        except ValueError:
+            record = load(data, "closing record")
+        except RecordError:
             return cls(reason=data[:200].decode(errors="replace"))
         if not isinstance(record, dict):
-            return cls(reason=str(record)[:200])
-        moment = record.get("time")
+            return cls(reason=short(record, 200))
+        fields = Fields(record, "closing record", RecordError)
+        try:
+            moment = fields.number("time", default=0.0)
+        except RecordError:
+            moment = 0.0
         return cls(
-            reason=str(record.get("reason", ""))[:200] or "no reason was given",
-            outcome=str(record.get("outcome", "")),
-            time=float(moment) if isinstance(moment, (int, float)) else 0.0,
+            reason=_plain(fields.get("reason", ""))[:200] or "no reason was given",
+            outcome=_plain(fields.get("outcome", "")),
+            time=moment,
         )
 
 
@@ -131,11 +151,21 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeRecord:
-        record = load(data, "node record")
-        try:
-            return cls(**{**record, "worker_ids": tuple(record["worker_ids"])})
-        except (TypeError, KeyError) as error:
-            raise RecordError(f"node record has unexpected fields: {error}") from error
+        """``RecordError`` when it is none."""
+        record = _fields(data, "node record")
+        return cls(
+            id=record.text("id"),
+            ticket=record.integer("ticket", low=0),
+            host=record.text("host"),
+            addr=record.text("addr"),
+            port=record.integer("port", low=0),
+            local_size=_local_size(record.integer("local_size", low=0)),
+            wants=record.integer("wants", default=0),
+            worker_ids=record.texts("worker_ids"),
+            topology=record.text("topology", default=""),
+            fixed_rank=record.integer("fixed_rank", low=-1, default=-1),
+            role=record.text("role", default=""),
+        )
 
     def rejoin(self, wants: int, port: int) -> NodeRecord:
         return replace(self, wants=wants, port=port)
@@ -208,12 +238,33 @@ class GenerationRecord:
 
 @lru_cache(maxsize=4)  # nodes that share a process (simulations, several agents in tests) parse a record once
 def _parse_generation(data: bytes) -> GenerationRecord:
-    record = load(data, "generation record")
-    try:
-        seats = tuple(Seat._make((*row[:-1], tuple(row[-1]))) for row in record["seats"])
-        return GenerationRecord(record["generation"], seats)
-    except (TypeError, KeyError) as error:
-        raise RecordError(f"generation record has unexpected fields: {error}") from error
+    record = _fields(data, "generation record")
+    seats = tuple(_parse_seat(row) for row in record.items("seats"))
+    return GenerationRecord(record.integer("generation", low=0), seats)
+
+
+def _parse_seat(row: Any) -> Seat:
+    if not isinstance(row, list) or len(row) != len(Seat._fields):
+        raise RecordError(f"generation record has a seat {short(row)}; expected {len(Seat._fields)} fields")
+    seat = Fields(dict(zip(Seat._fields, row, strict=True)), "generation record", RecordError)
+    return Seat(
+        id=seat.text("id"),
+        ticket=seat.integer("ticket", low=0),
+        host=seat.text("host"),
+        addr=seat.text("addr"),
+        port=seat.integer("port", low=0),
+        local_size=_local_size(seat.integer("local_size", low=0)),
+        topology=seat.text("topology"),
+        role=seat.text("role"),
+        worker_ids=seat.texts("worker_ids"),
+    )
+
+
+def _local_size(size: int) -> int:
+    """A node lists its workers by name: a size that no machine has would fill the memory of all others."""
+    if size > MAX_LOCAL_SIZE:
+        raise RecordError(f"a node of {size} workers; expected at most {MAX_LOCAL_SIZE}")
+    return size
 
 
 @dataclass(frozen=True)
@@ -230,8 +281,11 @@ class LeaderRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> LeaderRecord:
-        record = load(data, "leader record")
-        try:
-            return cls(**record)
-        except TypeError as error:
-            raise RecordError(f"leader record has unexpected fields: {error}") from error
+        """``RecordError`` when it is none."""
+        record = _fields(data, "leader record")
+        return cls(
+            record.text("id"),
+            record.integer("ticket", low=0),
+            record.integer("min_nodes", low=0),
+            record.integer("max_nodes", low=0),
+        )
