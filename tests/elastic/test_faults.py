@@ -79,7 +79,7 @@ def test_a_worker_that_fails_by_itself_is_replaced_from_the_standby(start, undis
     )
     cluster.wait_workers(2)
     cluster.release()
-    cluster.finish()
+    cluster.finish(tracebacks=["RuntimeError: told to fail"] if kind == "raise" else [])
     assert cluster.digests() == {undisturbed}
 
 

@@ -21,6 +21,7 @@ EVENTS: list[events.AnyEvent] = [
     events.WorkerReplaced(job="j", old_worker_id="w", worker_id="x", rank=4),
     events.JobRestarted(job="j", restart_count=1, max_restarts=3, reason="w died"),
     events.WorkerHung(job="j", worker_id="w", rank=4, seconds=30.5),
+    events.JobWentBack(job="j", from_step=57, to_step=50, count=1),
     events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
     events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
 ]

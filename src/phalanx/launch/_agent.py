@@ -185,7 +185,7 @@ class Agent:
         verdict = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
         verdict = self._generation.end(verdict, also=self._running_on)
         if verdict.action is Action.FAIL:
-            self._handler.set_closed()
+            self._handler.close_as("failed", verdict.reason)
             raise RendezvousStateError(verdict.reason)
         self._obey(verdict)
 

@@ -42,6 +42,7 @@ from phalanx.launch.rendezvous._waiting import waiting_line
 from phalanx.membership import (
     Broken,
     Members,
+    Setbacks,
     broken_key,
     leaving_key,
     members_key,
@@ -479,7 +480,7 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         journal = Journal(info.store)
         assert journal.verdict(0) is None
         assert journal.failures(0) == {}
-        assert journal.read_requests(0, info.node.id) == (None, "")
+        assert journal.read_requests(0, info.node.id) == (None, "", Setbacks())
         assert not journal.is_leaving(0, "w")
         assert journal.read_progress(["w"]) == {"w": None}
         assert info.store.get_many([broken_key(0), wanted_key(0), members_key(1)]) == [None] * 3
