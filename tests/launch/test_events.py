@@ -77,7 +77,8 @@ def test_a_log_that_cannot_be_written_is_reported_once(
 
 
 def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:
-    EventLog(None, events.get_event_handler("console")).write(EVENTS[7])
+    end = next(event for event in EVENTS if isinstance(event, events.ShutDown))
+    EventLog(None, events.get_event_handler("console")).write(end)
     assert json.loads(capsys.readouterr().err)["reason"] == "SIGTERM"
     assert events.get_event_handler("null") is None
     with pytest.raises(ValueError, match=r"there are \['console', 'null'\]"):
