@@ -79,8 +79,9 @@ def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
             f"has no memory of its own; call the collective outside of the transform"
         )
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        what = "tensor on meta" if tensor.is_meta else "FakeTensor"
         raise TypeError(
-            f"{name} got a {type(tensor).__name__} of {tuple(tensor.shape)} without data (a meta or fake tensor); "
+            f"{name} got a {what} of {tuple(tensor.shape)}, without data; "
             f"give it memory first, for example with torch.empty_like(t, device='cpu')"
         )
     if written and tensor._is_zerotensor():
