@@ -180,7 +180,8 @@ class LostContact:
             found = cls(**{**record, "of": _ids(record["of"]), "peers": _ids(record["peers"])})
         except (TypeError, KeyError) as error:
             raise RecordError(f"lost contact record has unexpected fields: {error}") from error
-        if not (isinstance(found.by, str) and isinstance(found.reason, str) and type(found.step) is int):
+        types = (type(found.by), type(found.reason), type(found.step), type(found.late))
+        if types != (str, str, int, bool):
             raise RecordError(f"lost contact record has fields of other types: {data[:80]!r}")
         return found
 
