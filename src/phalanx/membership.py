@@ -8,6 +8,8 @@ How a heal goes: a worker dies -> its agent sets ``broken_key(g)`` -> survivors 
 ``PHALANX_GENERATION=g+1``) form the group of g+1 in ``group_prefix(job, g + 1)``. A newcomer that can wait sets
 ``wanted_key(g)`` instead: workers regroup at the next step boundary. A worker that leaves politely sets
 ``leaving_key(g, worker_id)``; its agent plans g+1 without it and breaks g once the worker has exited with code 0.
+All this needs workers that take part: one that will says so by ``regroups_key(worker_id)`` before its first step. Where
+nobody of a role has, agents do not heal but start all workers anew.
 Contact that is lost while nobody dies only workers can see: each writes ``contact_key(g, worker_id)``, then
 ``any_contact_key(g)``, and the agents decide who, if anybody, is replaced (``phalanx.launch._contact``).
 """
@@ -17,6 +19,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from phalanx._fields import Fields, load_json
 
 VERSION = 1
 
@@ -32,6 +36,15 @@ ENV_ON_FAILURE = "PHALANX_ON_FAILURE"
 ENV_SECRET = "PHALANX_JOB_SECRET"
 ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
 """With either, agents and workers sign all records and refuse those that are not signed."""
+
+ENV_EXIT_CODE = "PHALANX_EXIT_CODE"
+"""Set in a worker when its script has ended, before functions registered with ``atexit`` run: the code it ends with."""
+
+FINISHING = "finishing"
+"""Present, and not empty, when the workers have done all steps and only run what their scripts do after them."""
+
+SETBACKS = "setbacks"
+"""JSON of ``Setbacks``: how often the job went back to an earlier step."""
 
 
 def job_prefix(job: str) -> str:
@@ -63,6 +76,11 @@ def leaving_key(generation: int, worker_id: str) -> str:
     return f"gen/{generation}/leaving/{worker_id}"
 
 
+def regroups_key(worker_id: str) -> str:
+    """Present when the worker follows ``members_key`` from generation to generation, and so can outlive its peers."""
+    return f"regroups/{worker_id}"
+
+
 def contact_key(generation: int, worker_id: str) -> str:
     """JSON of ``LostContact``: what the worker saw when it lost contact with others of the generation."""
     return f"gen/{generation}/contact/by/{worker_id}"
@@ -74,8 +92,14 @@ def any_contact_key(generation: int) -> str:
 
 
 def progress_key(worker_id: str) -> str:
-    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; the hang detector reads it."""
+    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; ``n`` counts over the whole job. Agents tell
+    by it who hangs, and whether workers die again and again without a step in between."""
     return f"progress/{worker_id}"
+
+
+def ended_key(worker_id: str) -> str:
+    """Present when a worker's script has ended well; the process may stay for a while to hand over its state."""
+    return f"ended/{worker_id}"
 
 
 def wish_key(node_id: str) -> str:
@@ -111,6 +135,20 @@ class Member:
     host: str
     pid: int = 0
 
+    @classmethod
+    def from_record(cls, value: Any) -> Member:
+        """``RecordError`` when it is none."""
+        record = Fields(value, "member", RecordError)
+        return cls(
+            id=record.text("id"),
+            rank=record.integer("rank", low=0),
+            node_rank=record.integer("node_rank", low=0),
+            local_rank=record.integer("local_rank", low=0),
+            local_size=record.integer("local_size", low=0),
+            host=record.text("host"),
+            pid=record.integer("pid", default=0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
@@ -127,9 +165,15 @@ class Members:
 
     @classmethod
     def from_json(cls, data: bytes) -> Members:
-        record = _parse(data, "members")
-        workers = tuple(Member(**worker) for worker in record.pop("workers"))
-        return cls(workers=workers, **record)
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "members record")
+        return cls(
+            generation=record.integer("generation", low=0),
+            workers=tuple(Member.from_record(worker) for worker in record.items("workers")),
+            num_nodes=record.integer("num_nodes", low=0),
+            master_addr=record.text("master_addr"),
+            master_port=record.integer("master_port", low=0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +192,12 @@ class Broken:
 
     @classmethod
     def from_json(cls, data: bytes) -> Broken:
-        record = _parse(data, "broken")
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "broken record")
         return cls(
-            reason=record["reason"],
-            workers=tuple(record["workers"]),
-            at_once=bool(record.get("at_once", False)),
+            reason=record.text("reason"),
+            workers=record.texts("workers", default=[]),
+            at_once=record.flag("at_once", default=False),
         )
 
 
@@ -175,28 +220,54 @@ class LostContact:
 
     @classmethod
     def from_json(cls, data: bytes) -> LostContact:
-        record = _parse(data, "lost contact")
-        try:
-            found = cls(**{**record, "of": _ids(record["of"]), "peers": _ids(record["peers"])})
-        except (TypeError, KeyError) as error:
-            raise RecordError(f"lost contact record has unexpected fields: {error}") from error
-        types = (type(found.by), type(found.reason), type(found.step), type(found.late))
-        if types != (str, str, int, bool):
-            raise RecordError(f"lost contact record has fields of other types: {data[:80]!r}")
-        return found
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "lost contact record")
+        return cls(
+            by=record.text("by"),
+            reason=record.text("reason"),
+            of=record.texts("of"),
+            late=record.flag("late"),
+            peers=record.texts("peers"),
+            step=record.integer("step"),
+        )
 
 
-def _ids(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise RecordError(f"expected a list of worker ids, got {str(value)[:80]!r}")
-    return tuple(value)
+@dataclass(frozen=True, kw_only=True)
+class Setbacks:
+    """How often all workers were lost and the job went back, how many steps were computed again for it, and the
+    last time from which step to which."""
+
+    count: int = 0
+    num_steps: int = 0
+    last_from: int = 0
+    last_to: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Setbacks:
+        """``RecordError`` when it is none."""
+        record = parse_record(data, "setbacks record")
+        return cls(**{name: record.integer(name, low=0) for name in cls.__dataclass_fields__})
+
+    def plus(self, before: int, after: int) -> Setbacks:
+        """One more, from step ``before`` to step ``after``.
+
+        >>> Setbacks().plus(57, 50)
+        Setbacks(count=1, num_steps=7, last_from=57, last_to=50)
+        """
+        return Setbacks(
+            count=self.count + 1,
+            num_steps=self.num_steps + before - after,
+            last_from=before,
+            last_to=after,
+        )
 
 
-def _parse(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
+def parse_record(data: bytes, kind: str) -> Fields:
+    """The fields of a versioned record; ``RecordError`` when it is none of this release."""
+    record = Fields(load_json(data, kind, RecordError), kind, RecordError)
+    if record.get("v") != VERSION:
+        raise RecordError(f"{kind} has an unknown version; expected {VERSION}: {data[:80]!r}")
     return record

@@ -180,6 +180,25 @@ def test_a_scripted_failure_raises_in_its_rank_only() -> None:
     assert isinstance(caught.value.__cause__, faults.InjectedFailure)
 
 
+def test_a_rank_that_loses_a_result_has_taken_part_and_its_peers_have_the_result() -> None:
+    def main(group):
+        tensor = torch.ones(1)
+        with faults.play(faults.lose_result_at(rank=1, step=1, name="all_reduce")):
+            group.all_reduce(tensor)
+            if group.rank == 1:
+                with pytest.raises(
+                    PeerLost, match="rank 1 was told to lose contact at the end of all_reduce"
+                ):
+                    group.all_reduce(tensor)
+                with pytest.raises(PeerLost, match="told to lose contact"):
+                    group.barrier()
+            else:
+                group.all_reduce(tensor)
+        return tensor.item()
+
+    assert simulate(3).run(main)[::2] == [9.0, 9.0]
+
+
 def test_a_scripted_delay_makes_its_rank_late_once_and_changes_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from elastic_training import make_job, train
 
 from phalanx.comm import simulate
-from phalanx.elastic import RunOptions
+from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic._records import read_lines
 from phalanx.elastic.audit import check, check_directory, main
 
@@ -78,9 +79,10 @@ def test_a_repeated_computation_of_the_same_lineage_is_found(records):
 
 def test_of_two_commits_the_later_lineage_counts(records):
     """A worker that committed step 0 died with it; the others computed it again in the next generation."""
-    lost = [dict(r) for r in records if r["kind"] != "job" and r["step"] == 0]
-    later = [{**r, "lineage": [0, 1, 0]} for r in records if r["kind"] != "job"]
-    jobs = [r for r in records if r["kind"] == "job"]
+    told = [r for r in records if "lineage" in r]
+    lost = [dict(r) for r in told if r["step"] == 0]
+    later = [{**r, "lineage": [r["lineage"][0], 1, 0]} for r in told]
+    jobs = [r for r in records if "lineage" not in r]
     verdict = check([*jobs, *lost, *later])
     assert verdict.problems == []
     assert verdict.num_dropped == 8
@@ -95,6 +97,90 @@ def test_the_command(tmp_path, records, capsys):
     assert main([str(tmp_path)]) == 1
     assert "AUDIT FAILED" in capsys.readouterr().out
     assert main([]) == 2
+
+
+def attempt(number, steps, num_slots=2, per_epoch=4):
+    """The records of an attempt that committed these steps of a job with two slots of one sample."""
+    lineage = [number, 0, 0]
+    for step in steps:
+        for slot in range(num_slots):
+            indices = [step % per_epoch * num_slots + slot]
+            yield {"kind": "slot", "lineage": lineage, "epoch": step // per_epoch, "step": step, "slot": slot,
+                   "indices": indices}  # fmt: skip
+        yield {"kind": "commit", "lineage": lineage, "epoch": step // per_epoch, "step": step}
+
+
+JOB = {"kind": "job", "num_slots": 2, "steps_per_epoch": 4, "num_samples_per_epoch": 8}
+
+
+def test_a_job_that_went_back_to_an_earlier_save_twice():
+    """The newest saves were thrown away each time: what counts of each attempt ends where the next one began."""
+    records = [
+        JOB,
+        {"kind": "attempt", "attempt": 100, "step": 0, "parent": None},
+        *attempt(100, range(20)),
+        {"kind": "attempt", "attempt": 200, "step": 8, "parent": 100},
+        *attempt(200, range(8, 14)),
+        {"kind": "attempt", "attempt": 300, "step": 8, "parent": 100},
+        *attempt(300, range(8, 12)),
+    ]
+    verdict = check(records)
+    assert verdict.problems == []
+    assert (verdict.num_steps, verdict.num_epochs, verdict.num_dropped) == (12, 3, 2 * (12 + 6))
+    without_notes = check(record for record in records if record["kind"] != "attempt")
+    assert (without_notes.problems, without_notes.num_steps) == ([], 12)
+
+
+def test_a_log_that_begins_with_a_save_from_elsewhere_proves_what_it_has():
+    verdict = check(
+        [JOB, {"kind": "attempt", "attempt": 9, "step": 6, "parent": 5}, *attempt(9, range(6, 12))]
+    )
+    assert verdict.problems == []
+    assert (verdict.first_step, verdict.num_steps, verdict.num_epochs) == (6, 6, 1)
+    assert not verdict.is_complete
+    assert "6 steps from step 6 on (what was before is not in this log)" in str(verdict)
+
+
+def test_a_log_that_lacks_its_last_lines_is_not_complete():
+    end = {"kind": "end", "lineage": [9, 0, 0], "step": 12}
+    whole = [JOB, *attempt(9, range(12)), end]
+    assert check(whole).is_complete
+    cut = check([JOB, *attempt(9, range(8)), end])
+    assert cut.problems == [
+        "the log is incomplete: the job ended after step 11, the last commit here is of step 7"
+    ]
+    lost = check([*whole, {"kind": "lost", "lines": 3}])
+    assert lost.problems == ["the log is incomplete: 3 lines could not be written"]
+
+
+def test_a_job_resumed_from_its_saves_is_clean(tmp_path):
+    def run(steps, **keywords):
+        saves = Saves(directory=tmp_path / "saves", every=2, keep=9)
+        options = RunOptions(progress=False, log_dir=tmp_path / "logs")
+        train(make_job(length=70, saves=saves, run=options), wait_for_saves=True, max_steps=steps)
+
+    run(5)
+    shutil.rmtree(tmp_path / "saves" / "step-000000000004")
+    run(4)
+    shutil.rmtree(tmp_path / "saves" / "step-000000000004")
+    run(6)
+    verdict = check_directory(tmp_path / "logs")
+    assert verdict.problems == []
+    assert verdict.is_complete
+    assert (verdict.num_steps, verdict.num_dropped) == (6, 8 * (3 + 2))
+
+
+def test_torn_lines_are_survived(tmp_path, records):
+    lines = [json.dumps(record) for record in records]
+    torn = "\n".join([*lines[:3], lines[3][:20], "7", "[" * 100_000, "\x00\xff", *lines[3:]]) + "\n"
+    (tmp_path / "audit-a.jsonl").write_bytes(torn.encode("latin-1") + b'{"kind')
+    verdict = check_directory(tmp_path)
+    assert verdict.problems == []
+    assert verdict.num_torn == 5
+    assert "5 torn lines were left out" in str(verdict)
+    assert check([*records, {"kind": "commit"}, 7, {"kind": []}]).problems == [
+        "3 records are not ones that a job writes"
+    ]
 
 
 def test_an_empty_directory_proves_nothing(tmp_path):

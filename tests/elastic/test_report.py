@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -108,6 +109,43 @@ def test_the_page_is_whole_and_fetches_nothing(logs):
     assert "the same bits" in page
     assert "DIFFERENT BITS" in render(read_history(logs), title="", digests=["a", "b"])
     assert names.count("polyline") == 4, "one line per round, and the throughput"
+
+
+def test_no_text_of_an_event_becomes_a_tag(logs):
+    """Names, and fields that should be numbers; lines that are no events are left out and counted."""
+    evil = "<script>alert(1)</script>"
+    step = {"step": 3, "epoch": 0, "loss": 1.0, "samples": 4, "generation": 0, "round": 0}
+    regrouped = {
+        "generation": 9,
+        "round": 0,
+        "workers": [evil],
+        "joined": [evil],
+        "left": [evil],
+        "step": 1,
+        "seconds": 1,
+    }
+    lines = [{"time": 101.0, "worker": f"a.{evil}", "event": kind, **fields} for kind, fields in (
+        (evil, {}), ("regrouped", regrouped), *[("step", {**step, name: evil}) for name in step],
+        *[("regrouped", {**regrouped, name: evil}) for name in regrouped])]  # fmt: skip
+    with (logs / "events-evil.jsonl").open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*lines, 7, {"time": "now"}, {}])
+        file.write('{"time": 1')
+    history = read_history(logs)
+    page = render(history, title=evil, facts=[(evil, evil)], digests=[evil])
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert history.num_torn == 4 + 7 + 3, "an epoch is not looked at, a loss may be missing"
+    assert "14 lines of the event files were torn" in page
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing_and_says_so(logs, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    assert main([str(logs), str(tmp_path / "folder")]) == 1
+    assert "the report cannot be written to" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".folder*"))
 
 
 def test_a_job_without_steps_has_a_page_too(tmp_path):

@@ -21,6 +21,7 @@ EVENTS: list[events.AnyEvent] = [
     events.WorkerReplaced(job="j", old_worker_id="w", worker_id="x", rank=4),
     events.JobRestarted(job="j", restart_count=1, max_restarts=3, reason="w died"),
     events.WorkerHung(job="j", worker_id="w", rank=4, seconds=30.5),
+    events.JobWentBack(job="j", from_step=57, to_step=50, count=1),
     events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
     events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
 ]
@@ -76,7 +77,8 @@ def test_a_log_that_cannot_be_written_is_reported_once(
 
 
 def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:
-    EventLog(None, events.get_event_handler("console")).write(EVENTS[7])
+    end = next(event for event in EVENTS if isinstance(event, events.ShutDown))
+    EventLog(None, events.get_event_handler("console")).write(end)
     assert json.loads(capsys.readouterr().err)["reason"] == "SIGTERM"
     assert events.get_event_handler("null") is None
     with pytest.raises(ValueError, match=r"there are \['console', 'null'\]"):

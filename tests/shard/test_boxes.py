@@ -1,4 +1,4 @@
-"""Boxes: overlap, difference and gaps against sets of elements."""
+"""Boxes: overlap and pieces against sets of elements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from phalanx.shard._boxes import (
     Box,
     chunk_lengths,
-    find_gap,
     find_overlap,
     intersect,
     split_box,
-    subtract,
     view_of,
 )
 
@@ -37,12 +35,9 @@ def boxes(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(boxes(), boxes())
-def test_intersection_and_difference_are_those_of_the_elements(a: Box, b: Box) -> None:
+def test_the_intersection_is_that_of_the_elements(a: Box, b: Box) -> None:
     common = intersect(a, b)
     assert (elements(common) if common else set()) == elements(a) & elements(b)
-    rest = subtract(a, b)
-    assert set().union(*map(elements, rest)) == elements(a) - elements(b)
-    assert sum(box.volume for box in rest) == len(elements(a) - elements(b))
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,15 +48,6 @@ def test_overlap_is_found_exactly_when_there_is_one(several: list[Box]) -> None:
     assert (pair is not None) == brute
     if pair is not None:
         assert elements(several[pair[0]]) & elements(several[pair[1]])
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(boxes(), max_size=6))
-def test_a_gap_is_found_exactly_when_there_is_one(several: list[Box]) -> None:
-    missing = elements(Box.whole(SIZES)) - set().union(*map(elements, several))
-    gap = find_gap(several, SIZES)
-    assert (gap is not None) == bool(missing)
-    assert gap is None or (elements(gap) and elements(gap) <= missing)
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,8 +74,6 @@ def test_a_box_without_dims_holds_one_element() -> None:
     assert scalar.volume == 1
     assert intersect(scalar, scalar) == scalar
     assert find_overlap([scalar, scalar]) == (0, 1)
-    assert find_gap([], ()) == scalar
-    assert find_gap([scalar], ()) is None
 
 
 def test_a_view_shares_memory() -> None:

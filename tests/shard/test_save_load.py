@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from phalanx import shard
+from phalanx._signature import sign
 from phalanx.comm import init_device_mesh, observe, simulate
 from phalanx.errors import RankFailed
 from phalanx.shard._boxes import Box
-from phalanx.shard._index import BLOCK, _mac, digest
+from phalanx.shard._index import BLOCK, digest
 from phalanx.shard._load import runs
 from phalanx.tensor import Replicate, Shard, distribute_tensor
 from shard.layouts import chunk, gathered, grid, random_specs, values
@@ -224,7 +225,7 @@ def rewrite(folder, secret=None):
     outer["body"] = json.dumps(inner)
     outer["checksum"] = digest(outer["body"].encode())
     if secret is not None:
-        outer["mac"] = _mac(secret, outer["body"])
+        outer["mac"] = sign(secret, outer["body"])
     (folder / "index.json").write_text(json.dumps(outer))
 
 

@@ -112,7 +112,7 @@ def test_enumerable_spec_names_overlaps_gaps_and_bounds() -> None:
     with pytest.raises(ValueError, match="inconsistent ranks"):
         EnumerableShardingSpec([a, ShardMetadata([2], [2], "rank:1/cpu")])
     spec = EnumerableShardingSpec([a, ShardMetadata([2, 0], [2, 3], "rank:1/cpu")])
-    with pytest.raises(ValueError, match=r"nothing holds offsets \[2, 3\], sizes \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"nothing holds offsets \[2, 3\]"):
         spec.build_metadata(torch.Size([4, 4]), TensorProperties())
     with pytest.raises(ValueError, match="exceeds tensor dim"):
         spec.build_metadata(torch.Size([3, 4]), TensorProperties())

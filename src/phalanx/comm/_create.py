@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store as C10dStore
 
+from phalanx._fields import Fields, load_json
 from phalanx.comm import _addresses, _auto, _release
 from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._c10d import C10dTransport
@@ -108,12 +109,19 @@ def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identi
 
 
 def _identity(rank: int, data: bytes) -> Identity:
-    record: dict[str, Any] = json.loads(data)
-    if record.pop("v", None) != 1:
+    """``ValueError`` when it is none of this release."""
+    record = Fields(load_json(data, f"identity of rank {rank}"), f"identity of rank {rank}")
+    if record.get("v") != 1:
         raise ValueError(
             f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere"
         )
-    return Identity(**record)
+    return Identity(
+        machine=record.text("machine"),
+        host=record.text("host"),
+        pid=record.integer("pid", low=0),
+        started=record.integer("started"),
+        uid=record.integer("uid"),
+    )
 
 
 def _connect_auto(place: Place, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
@@ -127,8 +135,7 @@ def _connect_auto(place: Place, peers: dict[int, Identity], interrupt: Interrupt
         return cpu
 
     def connect() -> Transport:
-        message = "generation %d, rank %d: %s for tensors on %s, since %s"
-        _auto.log.info(message, place.generation, place.rank, choice.kind, device, choice.why)
+        _auto.say_chosen(place, f"{choice.kind} for tensors on {device}", choice.why)
         return _connect(replace(place, store=place.store.namespace(device)), choice.kind, peers, interrupt)
 
     return ByDeviceTransport(cpu, device, connect)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from phalanx._fields import Fields, load_json
 from phalanx.comm._addresses import rank_named
 from phalanx.comm._liveness import Identity, forget_deaths, watch_deaths
 from phalanx.errors import CommError, PeerLost, PeerTimeout, StoreError
@@ -205,14 +206,21 @@ class FailureDetector:
             return None
         if data is None:
             return None
-        record = json.loads(data)
-        if record.get("kind") != "timeout":
+        try:
+            record = Fields(load_json(data, "failure"), "failure")
+            kind, ranks, by = (
+                record.text("kind"),
+                tuple(record.integers("ranks", low=0)),
+                record.integer("by"),
+            )
+        except ValueError:
+            return None  # nobody of this group has written it
+        if kind != "timeout":
             return None
-        ranks = tuple(int(rank) for rank in record["ranks"])
         who = f"rank {', '.join(map(str, ranks))}" if ranks else "some rank"
         return PeerTimeout(
             f"rank {self._rank}: {who} of generation {self._generation} did not take part within "
-            f"{self._timeout:g} s (rank {record['by']} waited longest); it may hang",
+            f"{self._timeout:g} s (rank {by} waited longest); it may hang",
             generation=self._generation,
             ranks=ranks,
         )

@@ -88,44 +88,73 @@ def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
     return encoder.encode(value, name), encoder.tensors
 
 
+def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
+    """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen."""
+    tree, tensors = encode(value)
+    copies = [t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors]
+    return tree, copies
+
+
 def decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of ``encode``.
+    """The inverse of ``encode``; ``ValueError`` for what ``encode`` cannot have made, whatever it is.
 
     >>> decode(*encode({"step": 3, 1: (None, float("inf"))}))
     {'step': 3, 1: (None, inf)}
     """
+    try:
+        return _decode(tree, tensors)
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # and RecursionError
+        raise ValueError(f"no record of a state ({type(error).__name__}: {error})") from error
+
+
+def _decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
     if isinstance(tree, list):
-        return [decode(item, tensors) for item in tree]
+        return [_decode(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     kind = tree.get("$")
     if kind is None:
-        return {key: decode(item, tensors) for key, item in tree.items()}
+        return {key: _decode(item, tensors) for key, item in tree.items()}
     value = tree["i"] if kind == "tensor" else tree["v"]
     if kind == "tensor":
+        if type(value) is not int or not 0 <= value < len(tensors):
+            raise ValueError(f"tensor {value!r} of a state record; there are {len(tensors)}")
         return tensors[value]
     if kind == "dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in value}
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in value}
     if kind in ("tuple", "set"):
-        items = [decode(item, tensors) for item in value]
+        items = [_decode(item, tensors) for item in value]
         return tuple(items) if kind == "tuple" else set(items)
     if kind == "bytes":
-        return base64.b64decode(value)
+        return base64.b64decode(value, validate=True)
     if kind == "array":
-        return (
-            np.frombuffer(base64.b64decode(value), dtype=np.dtype(tree["dtype"]))
-            .reshape(tree["shape"])
-            .copy()
-        )
+        return _array(tree["dtype"], tree["shape"], base64.b64decode(value, validate=True))
     if kind == "dtype":
         return dtype_from_name(value)
     if kind == "device":
-        return torch.device(value)
+        return torch.device(str(value))
     raise ValueError(f"unknown kind {kind!r} in a state record; it was written by another release")
 
 
+def _array(dtype: Json, shape: Json, data: bytes) -> np.ndarray[Any, Any]:
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        raise ValueError(f"an array of dtype {dtype!r} and shape {shape!r} in a state record")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"an array of shape {shape!r} in a state record")
+    kind = np.dtype(dtype)
+    count = len(data) // kind.itemsize if kind.itemsize else 0
+    array: np.ndarray[Any, Any] = np.frombuffer(data, dtype=kind, count=count).reshape(shape).copy()
+    return array
+
+
 def dtype_from_name(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r} in a state record")
     return dtype

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx.elastic._troubles import say
+
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
     from phalanx.elastic._step import Step
@@ -31,11 +33,13 @@ class Progress:
             f"step {step.number}  epoch {step.epoch}  loss {loss}  {self._rate:.0f} samples/s  "
             f"generation {job.generation}  {job.world_size} worker{'s' if job.world_size > 1 else ''}"
         )
+        if status := job.troubles.status:
+            text += f"  {status}"
         if sys.stderr.isatty():
             self._show_live(text)
         elif time.monotonic() - self._last_line >= LINE_EVERY:
             self._last_line = time.monotonic()
-            print(f"phalanx: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def _measure(self, step: Step) -> None:
         now = time.monotonic()
@@ -49,12 +53,18 @@ class Progress:
         from rich.console import Console
         from rich.live import Live
 
-        if self._live is None:
-            self._live = Live(console=Console(stderr=True), refresh_per_second=8)
-            self._live.start()
-        self._live.update(text)
+        try:
+            if self._live is None:
+                self._live = Live(console=Console(stderr=True), refresh_per_second=8)
+                self._live.start()
+            self._live.update(text)
+        except OSError:  # the terminal is gone; training does not need it
+            self.enabled = False
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except OSError:
+                pass

@@ -1,14 +1,17 @@
 """One HTML page about a job: loss by round, the lives of its workers, throughput, and every regroup in a table.
 
-Self-contained: inline SVG and CSS, no script, nothing is fetched.
+Self-contained: inline SVG and CSS, no script, nothing is fetched. Whatever came from a file is escaped where it is
+put into the page (``_text``, ``_table``, ``_line``), so that no text of an event becomes a tag.
 ``python -m phalanx.elastic._report LOG_DIR OUT.html`` makes one for any job that has a log directory.
 """
 
 from __future__ import annotations
 
 import html
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.elastic._history import History, read_history
@@ -46,12 +49,12 @@ class Axes:
             px, py = self.place(x, self.y0)
             anchor = "end" if i == 4 else "middle"
             label = f"{x:.1f} {unit}" if unit else f"{x:.0f}"
-            parts.append(f'<text x="{px}" y="{py + 18}" text-anchor="{anchor}">{label}</text>')
+            parts.append(_text(px, py + 18, label, anchor))
             if label_y:
                 y = self.y0 + (self.y1 - self.y0) * i / 4
                 px, py = self.place(self.x0, y)
                 parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{py}" y2="{py}"/>')
-                parts.append(f'<text x="{LEFT - 6}" y="{py + 4}" text-anchor="end">{y:.3g}</text>')
+                parts.append(_text(LEFT - 6, py + 4, f"{y:.3g}", "end"))
         return "".join(parts)
 
 
@@ -73,6 +76,8 @@ def render(
     )
     body += [f"<h2>{name}</h2>{svg}" for name, svg in sections]
     body.append("<h2>Generations</h2>" + _rounds(history))
+    if history.num_torn:
+        body.append(f"<p>{history.num_torn} lines of the event files were torn and are left out.</p>")
     content = "\n".join(body)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -103,12 +108,13 @@ def _lives(history: History) -> str:
         (x0, y), (x1, _) = (
             axes.place(time - history.began, len(history.lives) - i - 0.5) for time in (life.born, life.seen)
         )
-        colour = colours[life.end]
-        name = html.escape(life.worker.rpartition(".")[2] or life.worker)
+        colour = colours.get(life.end, colours["died"])
+        name = life.worker.rpartition(".")[2] or life.worker
         parts.append(f'<line x1="{x0}" x2="{x1}" y1="{y}" y2="{y}" stroke="#94a3b8" stroke-width="8"/>')
-        parts.append(f'<circle cx="{x1}" cy="{y}" r="6" fill="{colour}"><title>{life.end}</title></circle>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{name}</text>')
-        parts.append(f'<text x="{max(x0 + 4, x1 - 52)}" y="{y - 7}">{life.end}</text>')
+        title = f"<title>{html.escape(life.end)}</title>"
+        parts.append(f'<circle cx="{x1}" cy="{y}" r="6" fill="{colour}">{title}</circle>')
+        parts.append(_text(LEFT - 6, y + 4, name, "end"))
+        parts.append(_text(max(x0 + 4, x1 - 52), y - 7, life.end, "start"))
     for mark in history.rounds:
         x, _ = axes.place(mark.time - history.began, 0)
         parts.append(
@@ -158,7 +164,11 @@ def _line(points: Sequence[Point], colour: str, title: str) -> str:
     path = " ".join(f"{x},{y}" for x, y in points)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6" fill="{colour}"/>' for x, y in points)
     style = f'fill="none" stroke="{colour}" stroke-width="1.5"'
-    return f'<polyline points="{path}" {style}><title>{title}</title></polyline>{dots}'
+    return f'<polyline points="{path}" {style}><title>{html.escape(title)}</title></polyline>{dots}'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def _svg(parts: Sequence[str], height: int) -> str:
@@ -167,7 +177,7 @@ def _svg(parts: Sequence[str], height: int) -> str:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low, low + 1.0)
+    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low, low + max(1.0, abs(low)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +185,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != 2:
         print("usage: python -m phalanx.elastic._report LOG_DIR OUT.html", file=sys.stderr)
         return 2
-    Path(arguments[1]).write_text(render(read_history(Path(arguments[0])), title="An elastic job"))
+    page = render(read_history(Path(arguments[0])), title="An elastic job")
+    out = Path(arguments[1])
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        print(f"the report cannot be written to {out}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Saves on disk: one directory per save, complete or absent, checked when read.
+"""One save on disk: a folder that is complete or absent, checked when read.
 
-``DIR/step-000000120/tensors.safetensors`` holds the tensors, ``state.json`` the rest with the checksum of the tensor
-file and its own. A save is written under a temporary name, flushed to the disk, and renamed: a crash leaves either
-the whole save or a leftover that the next write removes. What is torn or altered anyway (a disk's fault) fails its
-checksum and the save before it is used.
+``step-000000000120/tensors.safetensors`` holds the tensors, ``state.json`` the rest with the checksum of the tensor
+file and its own; with a secret it is signed (``_signature``). A save is *readable* when ``state.json``
+parses, has its checksum, a good signature if there is a secret, a known format and the step of the folder's name; the
+tensor file has its checksum and the tensors that are spoken of; and the state can be made of both. Whatever else is
+found, torn or crafted, is a ``SaveError``. The folder of all saves is ``_save_folder``'s.
 """
 
 from __future__ import annotations
@@ -12,47 +13,66 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import socket
+import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from phalanx.elastic._codec import Json
-from phalanx.errors import PhalanxError
+from phalanx._fields import Fields, load_json
+from phalanx._signature import sign, signature_problem
+from phalanx.elastic._codec import Json, decode
+from phalanx.errors import JobStopped, PhalanxError
 
 FORMAT = 1
-PREFIX, PARTIAL = "step-", ".partial-"
+PREFIX = "step-"
+TENSORS, STATE = "tensors.safetensors", "state.json"
+_NAME = re.compile(rf"{PREFIX}(\d{{12,18}})")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class SaveError(PhalanxError):
-    """A save cannot be read: torn, altered, or of another format."""
+    """A save cannot be read: torn, altered, of another format, or badly signed."""
+
+
+class NoReadableSave(SaveError, JobStopped):
+    """There are saves, and none of them can be read: the job does not begin again at step 0 by itself."""
+
+
+class NotSaved(JobStopped):
+    """All workers were told to leave, and the state could not be written before: what was done since is lost."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """One readable save: its step, the JSON tree and the tensors (see ``_codec``)."""
+    """One readable save: its step, and the JSON tree with the tensors that it was made of (see ``_codec``)."""
 
     step: int
     tree: Json
     tensors: list[Tensor]
 
 
-def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor], *, keep: int) -> Path:
-    """Write a save durably, then remove all but the newest ``keep``."""
-    from safetensors.torch import save_file
+def name_of(step: int) -> str:
+    return f"{PREFIX}{step:012d}"
 
-    directory.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(directory)
-    final = directory / f"{PREFIX}{step:012d}"
-    partial = directory / f"{PARTIAL}{step}-{socket.gethostname()}-{os.getpid()}"
-    partial.mkdir()
-    tensor_file = partial / "tensors.safetensors"
-    save_file({f"{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}, tensor_file)
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name says; None when it is not a save's.
+
+    >>> step_of("step-000000000120"), step_of("step-000000000120.old")
+    (120, None)
+    """
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def write_files(folder: Path, step: int, tree: Json, tensors: Sequence[Tensor], secret: bytes) -> None:
+    """Write both files of a save into an empty folder and have them on the disk. ``OSError`` when it cannot."""
+    tensor_file = folder / TENSORS
+    _write_tensors(tensor_file, tensors)
     body = {
         "format": FORMAT,
         "step": step,
@@ -61,76 +81,109 @@ def write_save(directory: Path, step: int, tree: Json, tensors: Sequence[Tensor]
         "tree": tree,
     }
     text = json.dumps(body, sort_keys=True)
-    (partial / "state.json").write_text(json.dumps({"checksum": _hash(text.encode()), "body": text}))
-    for path in [tensor_file, partial / "state.json", partial]:
-        _sync(path)
-    _put_in_place(partial, final)
-    _sync(directory)
-    for old in sorted(directory.glob(f"{PREFIX}*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+    outer = {"checksum": _hash(text.encode()), "body": text}
+    (folder / STATE).write_text(json.dumps({**outer, "mac": sign(secret, text)} if secret else outer))
+    for path in [tensor_file, folder / STATE, folder]:
+        sync(path)
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
-    while True:
-        try:
-            os.rename(partial, final)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        try:
-            read_save(final)
-        except SaveError:
-            with suppress(FileNotFoundError):  # another worker may be at it too
-                shutil.rmtree(final)
-        else:  # the same step, saved before by another worker, maybe just now: the same content
-            shutil.rmtree(partial)
-            return
+def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({f"{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}, path)
+    except SafetensorError as error:  # also what the disk says, as text
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers of this machine began; another worker may be writing its own just now."""
-    for leftover in directory.glob(f"{PARTIAL}*"):
-        host, _, pid = leftover.name.removeprefix(PARTIAL).partition("-")[2].rpartition("-")
-        if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def read_save(path: Path) -> Save:
+def read_save(path: Path, secret: bytes = b"") -> Save:
     """Read and check one save. ``SaveError`` says what is wrong with it."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    fields = _check(path, secret)
     try:
-        outer = json.loads((path / "state.json").read_bytes())
-        text, checksum = outer["body"], outer["checksum"]
-        body: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SaveError(f"{path}: state.json cannot be read: {error!r}") from error
-    if checksum != _hash(text.encode()):
-        raise SaveError(f"{path}: state.json does not match its checksum")
-    if body["format"] != FORMAT:
-        raise SaveError(f"{path}: format {body['format']}; this release reads {FORMAT}")
-    tensor_file = path / "tensors.safetensors"
+        loaded = load_file(path / TENSORS)
+        tensors = [loaded[f"{i:06d}"] for i in range(fields.integer("num_tensors", low=0))]
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SaveError(f"{path}: {TENSORS} cannot be read: {error!r}") from error
+    return Save(fields.integer("step"), fields.get("tree"), tensors)
+
+
+def check_save(path: Path, secret: bytes = b"") -> None:
+    """As ``read_save``, without holding the tensors in memory."""
+    _check(path, secret)
+
+
+def _check(path: Path, secret: bytes) -> Fields:
+    fields = _read_body(path, secret)
+    if fields.get("format") != FORMAT:
+        raise SaveError(f"{path}: format {fields.get('format')!r}; this release reads {FORMAT}")
+    step = fields.integer("step", low=0)
+    if step_of(path.name) not in (None, step):
+        raise SaveError(f"{path}: holds step {step}; it was renamed")
     try:
-        found = _hash_file(tensor_file)
+        found = _hash_file(path / TENSORS)
     except OSError as error:
-        raise SaveError(f"{path}: tensors.safetensors cannot be read: {error!r}") from error
-    if found != body["tensors"]:
-        raise SaveError(f"{path}: tensors.safetensors does not match its checksum")
-    loaded = load_file(tensor_file)
-    return Save(body["step"], body["tree"], [loaded[f"{i:06d}"] for i in range(body["num_tensors"])])
+        raise SaveError(f"{path}: {TENSORS} cannot be read: {error!r}") from error
+    if found != fields.text("tensors"):
+        raise SaveError(f"{path}: {TENSORS} does not match its checksum")
+    count = _count_tensors(path / TENSORS)
+    if count != fields.integer("num_tensors", low=0):
+        raise SaveError(
+            f"{path}: {TENSORS} does not hold the {fields.get('num_tensors')} tensors of the state"
+        )
+    try:
+        decode(fields.get("tree"), [torch.empty(0)] * count)
+    except ValueError as error:
+        raise SaveError(f"{path}: {STATE} holds no state: {error}") from error
+    return fields
 
 
-def find_save(directory: Path) -> tuple[Save | None, list[str]]:
-    """The newest readable save, and what was wrong with newer ones."""
-    problems: list[str] = []
-    for path in sorted(directory.glob(f"{PREFIX}*"), reverse=True):
-        try:
-            return read_save(path), problems
-        except SaveError as error:
-            problems.append(str(error))
-    return None, problems
+def _read_body(path: Path, secret: bytes) -> Fields:
+    what = f"{path}: {STATE}"
+    try:
+        data = (path / STATE).read_bytes()
+    except OSError as error:
+        raise SaveError(f"{what} cannot be read: {error!r}") from error
+    outer = Fields(load_json(data, what, SaveError), what, SaveError)
+    text = outer.text("body")
+    if outer.text("checksum") != _hash(text.encode()):
+        raise SaveError(f"{what} does not match its checksum")
+    problem = signature_problem(secret, text, outer.get("mac"), remedy='pass Saves(secret=b"")')
+    if problem:
+        raise SaveError(f"{what} {problem}")
+    return Fields(load_json(text, what, SaveError), what, SaveError)
+
+
+def _count_tensors(path: Path) -> int:
+    """How many tensors a file lists under the names that we give them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: Any = file.keys()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SaveError(f"{path} cannot be read: {error!r}") from error
+    if sorted(names) != [f"{i:06d}" for i in range(len(names))]:
+        raise SaveError(f"{path} holds other tensors than a save does")
+    return len(names)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's bytes, or a folder's names."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
 
 
 def _hash(data: bytes) -> str:
@@ -143,11 +196,3 @@ def _hash_file(path: Path) -> str:
         while block := file.read(1 << 20):
             sum_.update(block)
     return sum_.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

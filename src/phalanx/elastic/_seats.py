@@ -6,7 +6,8 @@ model; it gets a seat in the next round, at a step boundary.
 
 Rules: (1) a round's list is written once, by the worker that ``choose_round`` names; (2) workers with live state
 ("veterans") wait for all veterans they knew, never for newcomers; (3) when nobody has state, all members are waited
-for; (4) while veterans are inside an evaluation, which newcomers cannot join, only they get a seat.
+for; (4) while veterans are inside an evaluation, which newcomers cannot join, only they get a seat, and who is one step
+behind: its loop comes to that evaluation after it has taken the step over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx._fields import Fields, load_json, short
 from phalanx.comm import Group
+from phalanx.membership import RecordError
 
 FRESH = -1
 """The step of a worker that has no state yet."""
@@ -45,8 +48,18 @@ class Ready:
 
     @classmethod
     def from_json(cls, data: bytes) -> Ready:
-        step, evaluations, evaluating, peers = json.loads(data)
-        return cls(step=step, evaluations=evaluations, evaluating=evaluating, peers=tuple(peers))
+        """``RecordError`` when it is none."""
+        names = ("step", "evaluations", "evaluating", "peers")
+        row = load_json(data, "ready record", RecordError)
+        if not isinstance(row, list) or len(row) != len(names):
+            raise RecordError(f"ready record is {short(row)}; expected {len(names)} fields")
+        record = Fields(dict(zip(names, row, strict=True)), "ready record", RecordError)
+        return cls(
+            step=record.integer("step", low=FRESH),
+            evaluations=record.integer("evaluations", low=0),
+            evaluating=record.flag("evaluating"),
+            peers=record.texts("peers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,10 @@ class Round:
 
     @classmethod
     def from_json(cls, data: bytes) -> Round:
-        record = json.loads(data)
-        return cls(tuple(record["workers"]), record["move_to"])
+        """``RecordError`` when it is none."""
+        record = Fields(load_json(data, "round record", RecordError), "round record", RecordError)
+        move_to = None if record.get("move_to") is None else record.integer("move_to", low=0)
+        return cls(record.texts("workers"), move_to)
 
 
 def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, Round] | None:
@@ -92,7 +107,8 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
     best = max(ready[worker].position for worker in veterans)
     writer = next(worker for worker in veterans if ready[worker].position == best)
     if best[2]:
-        return writer, Round(tuple(worker for worker in here if ready[worker].position == best))
+        follow = {worker for worker in veterans if ready[worker].step == best[0] - 1}
+        return writer, Round(tuple(w for w in here if w in follow or ready[w].position == best))
     return writer, Round(tuple(here))
 
 

@@ -8,12 +8,14 @@ one after the other in blocks of ``BLOCK`` bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from phalanx._fields import Fields, load_json, short
 from phalanx.comm import Group
-from phalanx.elastic._codec import decode, dtype_from_name, encode
+from phalanx.elastic._codec import Json, decode, dtype_from_name, encode
 from phalanx.elastic._state import State
 
 BLOCK = 16 << 20
@@ -21,7 +23,11 @@ BLOCK = 16 << 20
 
 def send_state(group: Group, state: State, dst: int) -> int:
     """Send a state to one rank; returns the bytes sent."""
-    tree, tensors = encode(state)
+    return send_encoded(group, *encode(state), dst=dst)
+
+
+def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: int) -> int:
+    """The same for a state that is encoded already."""
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps({"tree": tree, "tensors": shapes}).encode()
     group.send(torch.tensor([len(header)]), dst)
@@ -43,8 +49,8 @@ def receive_state(group: Group, src: int) -> State:
     group.recv(length, src)
     data = torch.empty(int(length), dtype=torch.uint8)
     group.recv(data, src)
-    header = json.loads(data.numpy().tobytes())
-    tensors = [torch.empty(shape, dtype=dtype_from_name(name)) for name, shape in header["tensors"]]
+    tree, kinds = parse_header(data.numpy().tobytes())
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
     pieces = [t.reshape(-1).view(torch.uint8) for t in tensors]
     block = torch.empty(min(BLOCK, sum(p.numel() for p in pieces)), dtype=torch.uint8)
     for spans in _blocks([p.numel() for p in pieces]):
@@ -52,8 +58,20 @@ def receive_state(group: Group, src: int) -> State:
         group.recv(block[:filled], src)
         for i, start, end, at in spans:
             pieces[i][start:end].copy_(block[at : at + end - start])
-    state: State = decode(header["tree"], tensors)
+    state: State = decode(tree, tensors)
     return state
+
+
+def parse_header(data: bytes) -> tuple[Json, list[tuple[torch.dtype, list[int]]]]:
+    """The JSON tree, and dtype and shape of each tensor; ``ValueError`` when it is no header."""
+    header = Fields(load_json(data, "a state's header"), "a state's header")
+    kinds = []
+    for entry in header.items("tensors"):
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError(f"a state's header names a tensor {short(entry)}; expected dtype and shape")
+        fields = Fields(dict(zip(("dtype", "shape"), entry, strict=True)), "a state's header")
+        kinds.append((dtype_from_name(fields.text("dtype")), fields.integers("shape", low=0)))
+    return header.get("tree"), kinds
 
 
 def _blocks(sizes: list[int]) -> Iterator[list[tuple[int, int, int, int]]]:

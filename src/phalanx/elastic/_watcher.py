@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from phalanx import membership
 from phalanx.comm.stores import Store
+from phalanx.elastic._keys import Keys
+from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._seats import Seat
 from phalanx.errors import PeerLost, StoreError
 
@@ -33,12 +35,17 @@ class Signals:
 
 
 class Watcher:
-    def __init__(self, store: Store, seat: Seat, worker_id: str, signals: Signals) -> None:
+    def __init__(self, store: Store, keys: Keys, seat: Seat, worker_id: str, signals: Signals) -> None:
         self.progress = (-1, 0)
         """The step, and how often the main thread reported."""
         self.is_waiting = False
         """Whether the main thread waits for other workers: then it is not the one that hangs."""
+        self.committed = 0
+        """How many steps are committed, if this worker is the one to write it down."""
         self._store = store
+        self._keys = keys
+        self._ledger = Ledger(store, keys)
+        self._noted = 0
         self._seat = seat
         self._worker_id = worker_id
         self._signals = signals
@@ -63,6 +70,9 @@ class Watcher:
                 if self._look():
                     return
                 self._report()
+                committed = self.committed
+                if committed != self._noted and self._ledger.note(committed):
+                    self._noted = committed
             except StoreError as error:
                 self._break(f"the job's store is gone: {error}")
                 return
@@ -71,7 +81,12 @@ class Watcher:
         """Read the keys once; True when the generation is over."""
         g = self._seat.generation
         broken, wanted, num_ready, num_leaving = self._store.get_many(
-            [membership.broken_key(g), membership.wanted_key(g), num_ready_key(g), num_leaving_key(g)]
+            [
+                membership.broken_key(g),
+                membership.wanted_key(g),
+                self._keys.num_ready(g),
+                self._keys.num_leaving(g),
+            ]
         )
         if broken is not None:
             record = membership.Broken.from_json(broken)
@@ -108,12 +123,3 @@ def report_progress(store: Store, worker_id: str, step: int, count: int, num_wai
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
     record = {"step": step, "count": count, "waits": num_waits}
     store.set(membership.progress_key(worker_id), json.dumps(record).encode())
-
-
-def num_ready_key(generation: int) -> str:
-    """How many workers have ever declared to be ready in a generation."""
-    return f"elastic/{generation}/num_ready"
-
-
-def num_leaving_key(generation: int) -> str:
-    return f"elastic/{generation}/num_leaving"

@@ -17,15 +17,20 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch._record import read_error_file
+from phalanx.launch._record import EXIT_ENDS_JOB, EXIT_INCURABLE, read_error_file
 
 TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
 
 _COMPLAINT = re.compile(
-    r"^(PeerLost|PeerTimeout|GroupAborted)\b|(closed|reset) by peer|broken pipe|remote process exited", re.I
+    r"^(PeerLost|PeerTimeout|GroupAborted|([\w.]+\.)?(DistNetworkError|DistStoreError))\b"
+    r"|(closed|reset) by peer|broken pipe|remote process exited",
+    re.I,
 )
-"""What the transports say of a peer that went away: ours, gloo's, the system's, nccl's."""
+"""What the transports say of a peer that went away: ours, c10d's store, gloo's, the system's, nccl's."""
+
+_FROM_OUTSIDE = {-getattr(signal, name, 0) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")}
+"""Exit codes of a process that another one ended (or the kernel, which wanted its memory)."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +51,8 @@ class ProcessFailure:
     generation: int = 0
     stderr_tail: tuple[str, ...] = ()
     is_incurable: bool = False
+    ends_job: bool = False
+    """Whether the worker stopped the whole job on purpose: the survivors would come to the same point."""
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
@@ -63,7 +70,10 @@ class ProcessFailure:
             message=message,
             traceback=stack,
             timestamp=seconds or ended_at,
-            is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
+            is_incurable=_part(data, "phalanx").get("is_incurable") is True
+            or (exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB) and not data),
+            ends_job=_part(data, "phalanx").get("ends_job") is True
+            or (exitcode == EXIT_ENDS_JOB and not data),
             **fields,
         )
         if not failure.message:
@@ -89,12 +99,25 @@ class ProcessFailure:
         >>> min(killed, complains, key=lambda failure: failure.precedence).local_rank
         1
         """
-        return bool(_COMPLAINT.search(self.message)), self.timestamp
+        return self.is_complaint, self.timestamp
+
+    @property
+    def is_complaint(self) -> bool:
+        """Whether it died of a peer that went away."""
+        return bool(_COMPLAINT.search(self.message))
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it did not fail by itself: it was killed, but not for a fault that the agent has noted, or it only
+        complains of another."""
+        return self.is_complaint or (self.exitcode in _FROM_OUTSIDE and not self.note)
 
     def timestamp_isoformat(self) -> str:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
 
     def describe_exit(self) -> str:
+        if self.exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB):
+            return f"exit code {self.exitcode} (it would fail again, and could not write its error file)"
         if self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         hints = {"SIGKILL": "often the kernel's out-of-memory killer", "SIGSEGV": "a crash in native code"}
@@ -107,11 +130,6 @@ class ProcessFailure:
         record["stderr_tail"] = list(self.stderr_tail)
         return record
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> ProcessFailure:
-        known = {key: value for key, value in record.items() if key in cls.__dataclass_fields__}
-        return cls(**{**known, "stderr_tail": tuple(record.get("stderr_tail", ())), "exception": None})
-
 
 def asdict_shallow(value: ProcessFailure) -> dict[str, Any]:
     """The fields as they are: ``dataclasses.asdict`` would deep-copy an exception, which may not be possible."""
@@ -121,14 +139,32 @@ def asdict_shallow(value: ProcessFailure) -> dict[str, Any]:
 def _read(data: Mapping[str, Any]) -> tuple[str, str, float]:
     """Message, traceback and time of an error file; files of torch's own tools are understood too."""
     message: Any = data.get("message", "")
-    stack, seconds = "", float(data.get("timestamp") or 0)
+    stack, seconds = "", readable_time(data.get("timestamp"))
     if isinstance(message, Mapping):
-        extra = message.get("extraInfo") or {}
+        extra = _part(message, "extraInfo")
         stack = str(extra.get("py_callstack") or "")
-        seconds = float(extra.get("timestamp") or 0)
+        seconds = readable_time(extra.get("timestamp"))
         message = message.get("message") or ""
-    exact = (data.get("phalanx") or {}).get("time")
-    return str(message), stack, float(exact or seconds)
+    exact = readable_time(_part(data, "phalanx").get("time"))
+    return str(message), stack, exact or seconds
+
+
+def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = data.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def readable_time(value: Any) -> float:
+    """Seconds since 1970 as somebody else wrote them, maybe as text; 0 for what is no time that a date can be made of.
+
+    >>> readable_time("1700000000"), readable_time("soon"), readable_time(1e300)
+    (1700000000.0, 0.0, 0.0)
+    """
+    try:
+        seconds = float(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return seconds if 0 <= seconds < 1e11 else 0.0
 
 
 class ChildFailedError(PhalanxError, RuntimeError):

@@ -12,18 +12,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from phalanx._fields import Fields
 from phalanx.comm.stores._interface import Store
 from phalanx.launch._contact import Row
-from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._failures import ProcessFailure, readable_time
 from phalanx.launch._policy import Action, Verdict
+from phalanx.launch._streak import Streak
+from phalanx.launch.rendezvous._records import stage_key
 from phalanx.membership import (
+    FINISHING,
+    SETBACKS,
     VERSION,
     LostContact,
     RecordError,
+    Setbacks,
     any_contact_key,
     contact_key,
+    ended_key,
     leaving_key,
+    parse_record,
     progress_key,
+    regroups_key,
     wish_key,
 )
 
@@ -43,7 +52,7 @@ class Journal:
     def decide(self, generation: int, verdict: Verdict) -> Verdict:
         """Propose how a generation ends; the verdict that counts is returned."""
         key = _verdict_key(generation)
-        body = {**asdict(verdict), "action": verdict.action.value}
+        body = {**asdict(verdict), "action": verdict.action.value, "streak": verdict.streak.to_record()}
         if self._store.compare_and_set(key, None, _dump(body)):
             return verdict
         standing = self.verdict(generation)
@@ -54,20 +63,12 @@ class Journal:
         data = self._store.get(_verdict_key(generation))
         if data is None:
             return None
-        record = _load(data, "verdict")
-        row = record.get("lost_contact")
-        return Verdict(
-            action=Action(record["action"]),
-            restarts=record["restarts"],
-            reason=record["reason"],
-            replace=tuple(record.get("replace", ())),
-            lost_contact=None if row is None else Row(**row),
-        )
+        return parse_verdict(data)
 
-    def restarts_before(self, generation: int) -> int:
-        """How many restarts the job had used when ``generation`` formed."""
+    def verdict_before(self, generation: int) -> Verdict:
+        """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
         previous = self.verdict(generation - 1) if generation > 0 else None
-        return previous.restarts if previous else 0
+        return previous or Verdict(action=Action.REGROUP, restarts=0, reason="")
 
     def report(self, failure: ProcessFailure) -> None:
         record = failure.to_record()
@@ -82,29 +83,60 @@ class Journal:
         """All failures of a generation, of all nodes, by global rank."""
         found = {}
         for data in self._store.items(f"agents/failures/{generation}/").values():
-            failure = ProcessFailure.from_record(_load(data, "failure"))
+            try:
+                failure = parse_failure(data)
+            except RecordError as error:  # the others are worth telling all the same
+                log.warning("a failure of generation %d cannot be read: %s", generation, error)
+                continue
             found[failure.rank] = failure
         return found
 
     def say_done(self, generation: int, node_rank: int, stage: str) -> None:
-        self._store.set(f"agents/{stage}/{generation}/{node_rank}", _dump({}))
+        self._store.set(stage_key(stage, generation, node_rank), _dump({}))
 
     def wait_done(self, generation: int, num_nodes: int, stage: str, timeout: float) -> None:
         """Block until every node has said so. ``StoreTimeout`` or ``StoreLost`` when that does not happen."""
-        keys = [f"agents/{stage}/{generation}/{node_rank}" for node_rank in range(num_nodes)]
+        keys = [stage_key(stage, generation, node_rank) for node_rank in range(num_nodes)]
         self._store.wait(keys, timeout)
+
+    def num_left(self, generation: int, num_nodes: int) -> int:
+        """How many nodes of a generation are done and did not wait for the others."""
+        keys = [stage_key("left", generation, node_rank) for node_rank in range(num_nodes)]
+        return sum(value is not None for value in self._store.get_many(keys))
 
     def is_leaving(self, generation: int, worker_id: str) -> bool:
         return self._store.get(leaving_key(generation, worker_id)) is not None
+
+    def say_ended(self, worker_id: str) -> None:
+        """A worker's process has ended well; it may not have had the time to say so."""
+        self._store.set(ended_key(worker_id), b"1")
+
+    def has_ended(self, worker_id: str) -> bool:
+        """Whether a worker's script had ended well, whatever became of its process afterwards."""
+        return self._store.get(ended_key(worker_id)) is not None
+
+    def is_finishing(self) -> bool:
+        """Whether the workers have done all steps and only run what follows them."""
+        return bool(self._store.get(FINISHING))
+
+    def setbacks(self) -> Setbacks:
+        return _parse_setbacks(self._store.get(SETBACKS))
 
     def request_stacks(self, generation: int, reason: str) -> None:
         """Ask every agent to write its workers' stacks to the logs."""
         self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
 
-    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str]:
-        """The wished number of workers here, and why stacks are asked for ("": they are not)."""
-        wish, stacks = self._store.get_many([wish_key(node_id), _stacks_key(generation)])
-        return parse_wish(wish), str(_load(stacks, "stacks")["reason"]) if stacks else ""
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
+        """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
+        back to an earlier step."""
+        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), _stacks_key(generation), SETBACKS])
+        reason = parse_stacks_request(stacks) if stacks else ""
+        return parse_wish(wish), reason, _parse_setbacks(setbacks)
+
+    def read_regrouping(self, worker_ids: list[str]) -> set[str]:
+        """Who of these has said that it can regroup."""
+        found = self._store.get_many([regroups_key(worker_id) for worker_id in worker_ids])
+        return {worker_id for worker_id, value in zip(worker_ids, found, strict=True) if value is not None}
 
     def has_lost_contact(self, generation: int) -> bool:
         """Whether a worker of the generation says that it lost contact with others."""
@@ -146,10 +178,75 @@ def parse_wish(data: bytes | None) -> int | None:
     if data is None:
         return None
     try:
-        count = int(data)
+        count = int(data) if len(data) < 10 else 0
     except ValueError:
         return None
     return count if count >= 1 else None
+
+
+def parse_verdict(data: bytes) -> Verdict:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "verdict record")
+    try:
+        action = Action(record.text("action"))
+    except ValueError as error:
+        raise RecordError(f"verdict record: {error}") from error
+    try:
+        streak = Streak.from_record(record.get("streak"))
+    except ValueError as error:
+        raise RecordError(f"verdict record: {error}") from error
+    return Verdict(
+        action=action,
+        restarts=record.integer("restarts", low=0),
+        reason=record.text("reason"),
+        starts_anew=record.flag("starts_anew"),
+        streak=streak,
+        ports_taken=record.integer("ports_taken", low=0),
+        replace=record.texts("replace"),
+        lost_contact=_parse_row(record.get("lost_contact")),
+    )
+
+
+def _parse_row(value: Any) -> Row | None:
+    if value is None:
+        return None
+    row = Fields(value, "verdict record's lost_contact", RecordError)
+    return Row(count=row.integer("count", low=0), step=row.integer("step"))
+
+
+def parse_failure(data: bytes) -> ProcessFailure:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "failure record")
+    return ProcessFailure(
+        local_rank=record.integer("local_rank"),
+        pid=record.integer("pid"),
+        exitcode=record.integer("exitcode"),
+        error_file=record.text("error_file", default=""),
+        message=record.text("message", default=""),
+        traceback=record.text("traceback", default=""),
+        timestamp=readable_time(record.number("timestamp", default=0.0)),
+        host=record.text("host"),
+        rank=record.integer("rank"),
+        worker_id=record.text("worker_id", default=""),
+        generation=record.integer("generation", low=0, default=0),
+        stderr_tail=record.texts("stderr_tail", default=[]),
+        is_incurable=record.flag("is_incurable", default=False),
+        ends_job=record.flag("ends_job", default=False),
+        note=record.text("note", default=""),
+    )
+
+
+def parse_stacks_request(data: bytes) -> str:
+    """Why stacks are asked for; ``RecordError`` when it is no request."""
+    return parse_record(data, "stacks record").text("reason")
+
+
+def _parse_setbacks(data: bytes | None) -> Setbacks:
+    """What workers have counted; a count that makes no sense is as good as none."""
+    try:
+        return Setbacks() if data is None else Setbacks.from_json(data)
+    except RecordError:
+        return Setbacks()
 
 
 def _verdict_key(generation: int) -> str:
@@ -162,13 +259,3 @@ def _stacks_key(generation: int) -> str:
 
 def _dump(record: dict[str, Any]) -> bytes:
     return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()
-
-
-def _load(data: bytes, kind: str) -> dict[str, Any]:
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{kind} record is not JSON: {data[:80]!r}") from error
-    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
-        raise RecordError(f"{kind} record has an unknown version; expected {VERSION}: {data[:80]!r}")
-    return record

@@ -1,18 +1,24 @@
 """Where the output of workers goes: which streams to files, which to the console, under which names.
 
 Owns ``Std``, the paths of a run (``<log_dir>/<run_id>_<unique>/attempt_<generation>/<local_rank>/stdout.log``) and the
-public ``LogsSpecs`` interface. Moves no bytes: that is ``_pump``.
+public ``LogsSpecs`` interface. Moves no bytes: that is ``_pump``. A directory that cannot be made (a full or read-only
+disk) does not keep workers from starting: their files go to a temporary one then, and the log says where.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
+
+from phalanx.launch._folders import TEMPORARY_LOGS, OwnedFolder
+
+log = logging.getLogger(__name__)
 
 
 class Std(IntFlag):
@@ -104,6 +110,7 @@ class DefaultLogsSpecs(LogsSpecs):
             )
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir = ""
+        self._owned: OwnedFolder | None = None
 
     @property
     def root_log_dir(self) -> str:
@@ -117,13 +124,37 @@ class DefaultLogsSpecs(LogsSpecs):
     def run_log_dir(self, run_id: str) -> str:
         """This run's own directory, made at the first call."""
         if not self._run_log_dir:
-            if self._root_log_dir:
-                os.makedirs(self._root_log_dir, exist_ok=True)
             readable = re.sub(r"[^\w.-]+", "_", run_id)[:64]
-            root = self._root_log_dir or None
-            prefix = f"{readable}_" if root else f"phalanx_{readable}_"
-            self._run_log_dir = tempfile.mkdtemp(prefix=prefix, dir=root)
+            try:
+                if self._root_log_dir:
+                    os.makedirs(self._root_log_dir, exist_ok=True)
+                    self._run_log_dir = tempfile.mkdtemp(prefix=f"{readable}_", dir=self._root_log_dir)
+                else:
+                    self._owned = OwnedFolder(f"{TEMPORARY_LOGS}{readable}_")
+                    self._run_log_dir = self._owned.path
+            except OSError as error:
+                self._run_log_dir = self._elsewhere(error)
         return self._run_log_dir
+
+    def _elsewhere(self, error: OSError) -> str:
+        """A directory in place of one that cannot be made; nowhere if there is none."""
+        for root in (tempfile.gettempdir, lambda: "/dev/shm", lambda: os.curdir):
+            try:
+                found = tempfile.mkdtemp(prefix="phalanx_logs_", dir=root())
+            except OSError:
+                continue
+            log.error("logs cannot be kept in %r: %s; they go to %s", self.root_log_dir, error, found)
+            return found
+        log.error(
+            "logs cannot be kept in %r: %s; nor anywhere else: there are none", self.root_log_dir, error
+        )
+        return os.devnull
+
+    def close(self, *, keep: bool) -> None:
+        """The run is over: remove the directory if nobody asked for it, or keep it for who reads the report."""
+        if self._owned is not None:
+            self._owned.keep() if keep else self._owned.remove()
+            self._owned = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if not envs:
@@ -134,9 +165,8 @@ class DefaultLogsSpecs(LogsSpecs):
             attempt = ""
         else:
             number = any_env.get("PHALANX_GENERATION") or any_env.get("TORCHELASTIC_RESTART_COUNT", "0")
-            attempt = os.path.join(
-                self.run_log_dir(any_env.get("TORCHELASTIC_RUN_ID", "run")), f"attempt_{number}"
-            )
+            attempt = self._make_attempt(any_env.get("TORCHELASTIC_RUN_ID", "run"), f"attempt_{number}", envs)
+        if attempt:
             dest.filtered_stdout = os.path.join(attempt, "filtered_stdout.log")
             dest.filtered_stderr = os.path.join(attempt, "filtered_stderr.log")
         count = max(envs) + 1
@@ -145,6 +175,20 @@ class DefaultLogsSpecs(LogsSpecs):
             self._reify_rank(dest, rank, attempt, redirects[rank], tees[rank])
             env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[rank] if attempt else ""
         return dest
+
+    def _make_attempt(self, run_id: str, name: str, ranks: Iterable[int]) -> str:
+        """The directory of an attempt, with one in it for each rank; empty when nothing can be kept anywhere."""
+        for _ in range(2):
+            root = self.run_log_dir(run_id)
+            if root == os.devnull:
+                break
+            try:
+                for rank in ranks:
+                    os.makedirs(os.path.join(root, name, str(rank)), exist_ok=True)
+                return os.path.join(root, name)
+            except OSError as error:  # it could be made when the job began: the disk has filled up since
+                self._run_log_dir = self._elsewhere(error)
+        return ""
 
     def _reify_rank(self, dest: LogsDest, rank: int, attempt: str, redirect: Std, tee: Std) -> None:
         is_shown = not self._local_ranks_filter or rank in self._local_ranks_filter
@@ -155,7 +199,6 @@ class DefaultLogsSpecs(LogsSpecs):
             dest.error_files[rank] = os.devnull
             return
         directory = os.path.join(attempt, str(rank))
-        os.makedirs(directory, exist_ok=True)
         streams = (
             (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
             (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),

@@ -12,8 +12,17 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx._fields import load_json, short
+from phalanx.errors import PhalanxError
+
 _HEADER = struct.Struct("!I")
 _MAX_FDS = 16
+_MAX_SIZE = 256 << 20
+"""Bytes of a message: far more than an order with a large environment has."""
+
+
+class MessageError(PhalanxError, OSError):
+    """What came is not a message: the peer is not one of ours, or its memory is damaged."""
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -33,12 +42,23 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
         header = _receive_rest(sock, data, _HEADER.size)
         if header is None:
             return None
-        body = _receive_rest(sock, b"", _HEADER.unpack(header)[0])
+        size = _HEADER.unpack(header)[0]
+        if size > _MAX_SIZE:
+            raise MessageError(f"a message of {size} bytes; expected at most {_MAX_SIZE}")
+        body = _receive_rest(sock, b"", size)
+        if body is None:
+            return None
+        return parse_message(body), fds
     except ConnectionResetError:
         return None
-    if body is None:
-        return None
-    return json.loads(body), fds
+
+
+def parse_message(body: bytes) -> dict[str, Any]:
+    """``MessageError`` when it is none."""
+    message = load_json(body, "a message", MessageError)
+    if not isinstance(message, dict):
+        raise MessageError(f"a message is {short(message)}; expected an object with named fields")
+    return message
 
 
 def _receive_rest(sock: socket.socket, data: bytes, size: int) -> bytes | None:

@@ -2,11 +2,13 @@
 
 Owns one thread and the descriptors of all piped streams. A stream that only goes to a file, or to the console as it
 is, never passes through here: the worker gets that descriptor itself. stderr always does (unless it goes to a file),
-because the final report shows its last lines. A console that cannot take output any more is left alone, not fatal.
+because the final report shows its last lines. A console or a disk that cannot take output any more is told once and
+tried again with the next output: workers go on.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import socket
@@ -14,6 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 8192
 _CHUNK = 65536
@@ -28,6 +32,8 @@ class Sinks:
     prefix: bytes = b""
     filters: tuple[bytes, ...] = ()
     filtered_path: str = ""
+    num_lost: int = 0
+    """Pieces of output that a log file did not take in a row."""
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=64))
     partial: bytes = b""
 
@@ -141,7 +147,7 @@ class LogPump:
 def deliver(sinks: Sinks, data: bytes) -> None:
     """Give bytes to all sinks of a stream: files and plain consoles at once, prefixed or filtered ones line by line."""
     if sinks.file_fd >= 0:
-        _write(sinks.file_fd, data)
+        _note(sinks, _write(sinks.file_fd, data))
     if sinks.console_fd >= 0 and not sinks.prefix:
         _write(sinks.console_fd, data)
     *lines, rest = (sinks.partial + data).split(b"\n")
@@ -168,11 +174,26 @@ def _deliver_line(sinks: Sinks, line: bytes) -> None:
     if sinks.console_fd >= 0 and sinks.prefix:
         _write(sinks.console_fd, sinks.prefix + line + b"\n")
     if sinks.filters and any(text in line for text in sinks.filters):
-        with open(sinks.filtered_path, "ab") as file:
-            file.write(sinks.prefix + line + b"\n")
+        try:
+            with open(sinks.filtered_path, "ab", buffering=0) as file:
+                _note(sinks, _write(file.fileno(), sinks.prefix + line + b"\n"))
+        except OSError as error:
+            _note(sinks, error)
 
 
-def _write(fd: int, data: bytes) -> None:
+def _note(sinks: Sinks, problem: OSError | None) -> None:
+    """Say once that a log file takes nothing more, and once that it does again."""
+    if problem is not None:
+        if not sinks.num_lost:
+            log.error("output of a worker cannot be written to its log file: %s; the worker goes on", problem)
+        sinks.num_lost += 1
+    elif sinks.num_lost:
+        log.warning("a worker's log file can be written again; it lacks %d pieces", sinks.num_lost)
+        sinks.num_lost = 0
+
+
+def _write(fd: int, data: bytes) -> OSError | None:
+    """Write all of it; what the console or the disk says when it cannot."""
     view = memoryview(data)
     while view:
         try:
@@ -180,8 +201,9 @@ def _write(fd: int, data: bytes) -> None:
         except BlockingIOError:
             # a console in non-blocking mode: wait until it takes more
             _wait_writable(fd)
-        except OSError:
-            return  # the console or disk is gone; the worker must go on
+        except OSError as error:
+            return error
+    return None
 
 
 def _wait_writable(fd: int) -> None:

@@ -11,9 +11,15 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx.errors import JobStopped
+
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+EXIT_INCURABLE, EXIT_ENDS_JOB = 183, 184
+"""How a process says that it would fail again, or all others with it, when the disk takes no error file."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -43,10 +49,12 @@ def record(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return recorded
 
 
-def record_exception(error: BaseException, *, is_incurable: bool = False) -> None:
+def record_exception(error: BaseException, *, is_incurable: bool = False) -> int:
     """Write the error file of this process, unless there is none to write or an earlier error is in it.
 
-    ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would.
+    ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would, and
+    what stops the job (``JobStopped``). Returns the exit code of a process that ends by it: 1, or ``EXIT_INCURABLE`` or
+    ``EXIT_ENDS_JOB`` when the disk does not take the file, so that nobody restarts what would fail again.
     """
     from phalanx.launch._failures import ChildFailedError
     from phalanx.launch._script import user_traceback
@@ -54,25 +62,38 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> Non
     path = os.environ.get(ENV_ERROR_FILE, "")
     if isinstance(error, ChildFailedError):
         _copy_root_cause(error, path)
-        return
-    is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
-    write_error_file(
-        path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
+        return 1
+    ends_job = isinstance(error, JobStopped)
+    is_incurable = is_incurable or ends_job or isinstance(error, (ImportError, SyntaxError))
+    is_told = write_error_file(
+        path,
+        f"{type(error).__name__}: {error}",
+        user_traceback(error),
+        is_incurable=is_incurable,
+        ends_job=ends_job,
     )
+    if is_told or not is_incurable:
+        return 1
+    return EXIT_ENDS_JOB if ends_job else EXIT_INCURABLE
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> None:
-    """Write one error file. ``is_incurable`` marks what no restart can cure."""
+def write_error_file(
+    path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False
+) -> bool:
+    """Write one error file; False when the disk does not take it.
+
+    ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can.
+    """
     if not path or os.path.exists(path):
-        return
+        return True
     data = {
         "message": {
             "message": message,
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         },
-        "phalanx": {"time": time.time(), "is_incurable": is_incurable},
+        "phalanx": {"time": time.time(), "is_incurable": is_incurable, "ends_job": ends_job},
     }
-    _write(path, data)
+    return _write(path, data)
 
 
 def read_error_file(path: str) -> dict[str, Any] | None:
@@ -80,7 +101,7 @@ def read_error_file(path: str) -> dict[str, Any] | None:
     try:
         with open(path) as file:
             data = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
@@ -94,11 +115,16 @@ def _copy_root_cause(error: Any, path: str) -> None:
         _write(path, data)
 
 
-def _write(path: str, data: dict[str, Any]) -> None:
+def _write(path: str, data: dict[str, Any]) -> bool:
+    temporary = f"{path}.{os.getpid()}"
     try:
-        temporary = f"{path}.{os.getpid()}"
         with open(temporary, "w") as file:
             json.dump(data, file)
         os.replace(temporary, path)
+        return True
     except OSError as problem:
-        os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
+        with suppress(OSError):
+            os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
+        with suppress(OSError):
+            os.unlink(temporary)
+    return False

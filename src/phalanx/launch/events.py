@@ -8,6 +8,8 @@ Writing an event never fails a job: an error is logged once.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import logging
 import os
@@ -19,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
+
+from phalanx._fields import Fields, load_json, short
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +123,16 @@ class WorkerHung(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobWentBack(JobEvent):
+    """All workers were lost, and those that came after them began with an earlier step; ``count`` times so far."""
+
+    from_step: int
+    to_step: int
+    count: int
+    kind: ClassVar[str] = "job_went_back"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShutDown(JobEvent):
     reason: str
     succeeded: bool
@@ -136,6 +150,7 @@ EVENT_TYPES: dict[str, type[JobEvent] | type[Event]] = {
         WorkerReplaced,
         JobRestarted,
         WorkerHung,
+        JobWentBack,
         ShutDown,
     )
 }
@@ -155,24 +170,35 @@ def to_json(event: AnyEvent, *, now: float | None = None) -> str:
 
 def from_json(line: str) -> AnyEvent:
     """The event of a line; ``ValueError`` when it is none."""
-    try:
-        record: dict[str, Any] = json.loads(line)
-        version, kind = record.pop("v"), record.pop("kind")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"not an event: {line[:80]!r}") from error
-    if version != VERSION or kind not in EVENT_TYPES:
-        raise ValueError(f"event {kind!r} of version {version!r} is not known to this release")
-    if kind == Event.kind:
-        record["source"] = EventSource(record["source"])
-    try:
-        return EVENT_TYPES[kind](**record)
-    except TypeError as error:
-        raise ValueError(f"event {kind!r} has unexpected fields: {error}") from error
+    fields = Fields(load_json(line, "an event"), "an event")
+    kind = fields.text("kind")
+    if fields.get("v") != VERSION or kind not in EVENT_TYPES:
+        raise ValueError(f"event {kind!r} of version {short(fields.get('v'))} is not known to this release")
+    made = EVENT_TYPES[kind]
+    return made(**{one.name: _field(fields, one) for one in dataclasses.fields(made)})
+
+
+def _field(fields: Fields, one: dataclasses.Field[Any]) -> Any:
+    """A field as its type says; what is absent has its default, if there is one."""
+    default: Any = one.default
+    if one.name == "metadata":
+        return fields.mapping("metadata", default={})
+    if one.name == "source":
+        return EventSource(fields.text("source"))
+    if default is not dataclasses.MISSING and fields.get(one.name, fields) is fields:
+        return default
+    read: dict[str, Callable[[str], Any]] = {
+        "str": fields.text,
+        "int": fields.integer,
+        "float": fields.number,
+        "bool": fields.flag,
+    }
+    return read[str(one.type)](one.name)
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:
     """The events of a file, in order; a line that does not parse is logged and skipped."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield from_json(line)
@@ -191,6 +217,7 @@ class EventLog:
         self._handler = handler
         self._file: int | None = None
         self._failed = False
+        self._is_torn = False
 
     def write(self, event: AnyEvent) -> None:
         line = to_json(event)
@@ -199,17 +226,24 @@ class EventLog:
                 self._append(line)
             if self._handler is not None:
                 self._handler(line)
-        except OSError as error:
+        except Exception as error:  # a handler is the user's and may raise anything
             if not self._failed:
-                log.warning("cannot write events to %s: %s", self._path, error)
+                log.warning("cannot write events to %s: %s; the job goes on", self._path, error)
             self._failed = True
+        else:
+            if self._failed:
+                log.warning("events can be written to %s again; some are missing", self._path)
+            self._failed = False
 
     def _append(self, line: str) -> None:
         assert self._path is not None, "only called with a path"
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.write(self._file, line.encode() + b"\n")
+        data = (b"\n" if self._is_torn else b"") + line.encode() + b"\n"
+        self._is_torn = os.write(self._file, data) < len(data)  # a disk that is nearly full takes a part
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         if self._file is not None:

@@ -85,7 +85,10 @@ class JsonLinesMetricHandler(MetricHandler):
         self._file.write(json.dumps({"v": 1, **metric_data._asdict()}, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # the disk does not take the last lines
+            log.warning("metrics are incomplete: %s", error)
 
 
 class PrometheusMetricHandler(MetricHandler):

@@ -6,7 +6,7 @@ A box with a zero length holds nothing and overlaps nothing, wherever it begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -41,24 +41,6 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(tuple(begins), tuple(sizes))
 
 
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that together hold what ``box`` holds and ``hole`` does not."""
-    common = intersect(box, hole)
-    if common is None:
-        return [box] if box.volume else []
-    rest = []
-    begins, sizes = list(box.offsets), list(box.sizes)
-    for dim, (begin, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        before, end = begin - begins[dim], begins[dim] + sizes[dim]
-        for first, length in ((begins[dim], before), (begin + size, end - begin - size)):
-            if length > 0:
-                rest.append(
-                    Box((*begins[:dim], first, *begins[dim + 1 :]), (*sizes[:dim], length, *sizes[dim + 1 :]))
-                )
-        begins[dim], sizes[dim] = begin, size
-    return rest
-
-
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The positions of two boxes that share an element, or None. Sweeps along the dim with the most distinct begins."""
     filled = [index for index, box in enumerate(boxes) if box.volume]
@@ -77,14 +59,6 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 return min(other, index), max(other, index)
         active.append(index)
     return None
-
-
-def find_gap(boxes: Iterable[Box], sizes: Sequence[int]) -> Box | None:
-    """A box inside a tensor of ``sizes`` that none of ``boxes`` holds any element of, or None."""
-    rest = [Box.whole(sizes)] if prod(sizes) else []
-    for box in boxes:
-        rest = [piece for part in rest for piece in subtract(part, box)]
-    return min(rest) if rest else None
 
 
 def chunk_lengths(length: int, num_chunks: int) -> tuple[int, list[int]]:

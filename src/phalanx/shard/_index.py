@@ -8,20 +8,19 @@ is written last and the folder renamed as a whole: a checkpoint is there complet
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from phalanx._fields import MAX_INTEGER, Fields, load_json, short
+from phalanx._signature import sign, signature_problem
 from phalanx.errors import PhalanxError
 from phalanx.shard._boxes import Box
-from phalanx.shard._metadata import ShardMetadata
-from phalanx.shard._spec import check_cover, check_no_overlap
+from phalanx.shard._file import DTYPES
+from phalanx.shard._tiling import MAX_DIMS, find_fault
 
-ENV_SECRET = "PHALANX_CHECKPOINT_SECRET"
 INDEX = "index.json"
 BLOCK = 1 << 20
 _VERSION = 2
@@ -70,73 +69,100 @@ def digest(data: Any) -> str:
     return blake3(data).hexdigest(16)
 
 
-def _mac(secret: bytes, body: str) -> str:
-    return hmac.new(secret, body.encode(), hashlib.sha256).hexdigest()
-
-
-def resolve_secret(secret: bytes | None) -> bytes:
-    """The secret to use: the given one, else the environment's; empty for none.
-
-    Not the job's secret: a checkpoint outlives the job that wrote it.
-    """
-    return os.environ.get(ENV_SECRET, "").encode() if secret is None else secret
-
-
 def dump_index(index: Index, secret: bytes) -> str:
     body = json.dumps({"version": _VERSION, **asdict(index)}, sort_keys=True, separators=(",", ":"))
     outer = {"checksum": digest(body.encode()), "body": body}
-    return json.dumps({**outer, "mac": _mac(secret, body)} if secret else outer)
+    return json.dumps({**outer, "mac": sign(secret, body)} if secret else outer)
 
 
 def read_index(folder: Path, secret: bytes) -> Index:
-    """Raises CheckpointError if there is none, or it is torn, changed, of another version, or badly signed."""
+    """Raises CheckpointError if there is none, or it is torn, changed, of another version, or badly signed.
+
+    An index that is returned is sound: every shard lies inside its file, and the shards of a tensor fill it exactly.
+    """
     path = folder / INDEX
     try:
-        text = path.read_text()
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
             f"no checkpoint at {folder}: {path} is missing (an unfinished save leaves none)"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return parse_index(data, secret, str(path))
+
+
+def parse_index(data: bytes, secret: bytes, path: str) -> Index:
+    """The index in ``data``; ``path`` is for messages."""
     try:
-        outer = json.loads(text)
-        body = outer["body"]
-        if digest(body.encode()) != outer["checksum"]:
+        outer = Fields(load_json(data, "it"), "it")
+        body = outer.text("body")
+        if digest(body.encode()) != outer.text("checksum"):
             raise CheckpointError(f"{path} was changed after it was written: its checksum does not match")
-        if secret:
-            _check_mac(path, secret, body, outer.get("mac"))
-        inner = json.loads(body)
-        if inner["version"] != _VERSION:
+        if problem := signature_problem(secret, body, outer.get("mac"), remedy='pass secret=b""'):
+            raise CheckpointError(f"{path} {problem}")
+        inner = Fields(load_json(body, "its body"), "its body")
+        if inner.get("version") != _VERSION:
             raise CheckpointError(
-                f"{path} has version {inner['version']!r}; this reader knows version {_VERSION}"
+                f"{path} has version {short(inner.get('version'))}; this reader knows version {_VERSION}"
             )
-        return _parse(inner, path)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is torn or no index of a checkpoint ({type(error).__name__}: {error})"
-        ) from error
+        return _parse(inner)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is torn or no index of a checkpoint: {error}") from error
 
 
-def _check_mac(path: Path, secret: bytes, body: str, mac: Any) -> None:
-    if mac is None:
-        raise CheckpointError(
-            f"{path} is not signed, but there is a secret; if it was saved without one and you trust it, "
-            f'pass secret=b"" to read it'
+def _parse(inner: Fields) -> Index:
+    sizes = Fields(inner.mapping("files"), "files")
+    files = {name: sizes.integer(name, low=0) for name in inner.mapping("files")}
+    for file in files:
+        if Path(file).name != file or "\0" in file:
+            raise ValueError(f"it names a file outside its folder: {short(file)}")
+    return Index(
+        {name: _parse_tensor(name, entry, files) for name, entry in inner.mapping("tensors").items()}, files
+    )
+
+
+def _parse_tensor(name: str, entry: Any, files: dict[str, int]) -> StoredTensor:
+    what = f"tensor {short(name)}"
+    fields = Fields(entry, what)
+    dtype, size = DTYPES.get(fields.text("dtype")), fields.integers("size", low=0)
+    if dtype is None:
+        raise ValueError(f"{what} has the unknown dtype {short(fields.get('dtype'))}")
+    if len(size) > MAX_DIMS or prod(length or 1 for length in size) * dtype.itemsize > MAX_INTEGER:
+        raise ValueError(f"{what} has the size {short(size)}, which no tensor has")
+    shards = [_parse_shard(what, shard, size, dtype.itemsize, files) for shard in fields.items("shards")]
+    fault = find_fault([shard.box for shard in shards], size)
+    if fault is not None:
+        point, holders = fault
+        if not holders:
+            raise ValueError(f"{what}: no shard holds the element at {list(point)}; size {size}")
+        pair = [shards[index] for index in holders[:2]]
+        raise ValueError(
+            f"{what}: shards overlap at {list(point)}: offsets {pair[0].offsets}, sizes {pair[0].sizes} and "
+            f"offsets {pair[1].offsets}, sizes {pair[1].sizes}"
         )
-    if not isinstance(mac, str) or not hmac.compare_digest(mac.encode(), _mac(secret, body).encode()):
-        raise CheckpointError(
-            f"{path} was tampered with, or saved with another secret: its signature does not match"
+    return StoredTensor(fields.text("dtype"), size, shards)
+
+
+def _parse_shard(what: str, entry: Any, size: list[int], itemsize: int, files: dict[str, int]) -> StoredShard:
+    fields = Fields(entry, f"a shard of {what}")
+    shard = StoredShard(
+        fields.integers("offsets", low=0),
+        fields.integers("sizes", low=0),
+        fields.text("file"),
+        fields.integer("begin", low=0),
+        list(fields.texts("sums")),
+    )
+    if not len(shard.offsets) == len(shard.sizes) == len(size):
+        raise ValueError(f"a shard of {what} has another number of dims than its size {size}")
+    nbytes = shard.box.volume * itemsize
+    inside = zip(shard.offsets, shard.sizes, size, strict=True)
+    if any(length > whole or (nbytes and begin + length > whole) for begin, length, whole in inside):
+        raise ValueError(
+            f"{what}: the shard at {shard.offsets} of sizes {shard.sizes} lies outside of size {size}"
         )
-
-
-def _parse(inner: dict[str, Any], path: Path) -> Index:
-    tensors = {}
-    for name, entry in inner["tensors"].items():
-        shards = [StoredShard(**shard) for shard in entry["shards"]]
-        described = [ShardMetadata(shard.offsets, shard.sizes) for shard in shards]
-        check_no_overlap(described)
-        check_cover(described, entry["size"])
-        tensors[name] = StoredTensor(entry["dtype"], entry["size"], shards)
-    for file in inner["files"]:
-        if Path(file).name != file:
-            raise CheckpointError(f"{path} names a file outside its folder: {file!r}")
-    return Index(tensors, inner["files"])
+    if shard.file not in files:
+        raise ValueError(f"a shard of {what} lies in {short(shard.file)}, which is not among the files")
+    if shard.begin + nbytes > files[shard.file] or len(shard.sums) != -(-nbytes // BLOCK):
+        raise ValueError(f"a shard of {what} does not lie inside {shard.file}; the index is wrong")
+    return shard

@@ -5,8 +5,10 @@ Files are mapped, and every block of which a byte is used is checked against the
 
 from __future__ import annotations
 
+import io
 import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._signature import resolve_secret
 from phalanx.shard._boxes import Box, intersect, view_of
 from phalanx.shard._convert import box_at
 from phalanx.shard._file import DTYPES
@@ -26,7 +29,6 @@ from phalanx.shard._index import (
     StoredTensor,
     digest,
     read_index,
-    resolve_secret,
 )
 from phalanx.shard._spec import ShardingSpec
 from phalanx.shard._tensor import ShardedTensor
@@ -108,9 +110,7 @@ class Checkpoint:
 
     def _fill(self, name: str, out: Tensor, box: Box) -> None:
         stored = self._stored(name)
-        dtype = DTYPES.get(stored.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{self.path}: {name!r} has the unknown dtype {stored.dtype!r}")
+        dtype = DTYPES[stored.dtype]
         for shard in stored.shards:
             common = intersect(shard.box, box)
             if common is None:
@@ -130,7 +130,7 @@ class Checkpoint:
         """A whole stored shard, straight from the file into the tensor, block by block."""
         data = out.view(-1).view(torch.uint8).numpy().data
         self._check_place(name, shard, len(data))
-        with open(self.path / shard.file, "rb", buffering=0) as file:
+        with self._opened(name, shard.file) as file:
             file.seek(shard.begin)
             for block in range(len(shard.sums)):
                 part = data[block * BLOCK : (block + 1) * BLOCK]
@@ -148,7 +148,7 @@ class Checkpoint:
         """The stored shard as a tensor over the mapped file, with the blocks that hold ``common`` checked."""
         nbytes = shard.box.volume * dtype.itemsize
         self._check_place(name, shard, nbytes)
-        memory = self._open(shard.file)
+        memory = self._map_file(name, shard.file)
         data = memoryview(memory)[shard.begin : shard.begin + nbytes]
         for begin, end in runs(common, shard.box, dtype.itemsize):
             for block in range(begin // BLOCK, -(-end // BLOCK)):
@@ -181,6 +181,8 @@ class Checkpoint:
             found = path.stat().st_size
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing; {name!r} needs it") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; {name!r} needs it") from error
         if found != wanted:
             raise CheckpointError(
                 f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it"
@@ -188,11 +190,20 @@ class Checkpoint:
         if shard.begin < 0 or shard.begin + nbytes > found or len(shard.sums) != -(-nbytes // BLOCK):
             raise CheckpointError(f"{path}: {name!r} does not lie inside the file; the index is wrong")
 
-    def _open(self, file: str) -> mmap.mmap:
+    def _map_file(self, name: str, file: str) -> mmap.mmap:
         if file not in self._maps:
-            with open(self.path / file, "rb") as opened:
+            with self._opened(name, file) as opened:
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+    @contextmanager
+    def _opened(self, name: str, file: str) -> Iterator[io.FileIO]:
+        """A file of the checkpoint; what the disk says of it is an error of the checkpoint."""
+        try:
+            with open(self.path / file, "rb", buffering=0) as opened:
+                yield opened
+        except OSError as error:
+            raise CheckpointError(f"{self.path / file} cannot be read: {error}; {name!r} needs it") from error
 
 
 def runs(part: Box, whole: Box, itemsize: int) -> Iterator[tuple[int, int]]:

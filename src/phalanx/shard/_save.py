@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx._signature import resolve_secret
 from phalanx.comm import Group
 from phalanx.shard._convert import box_at, is_first_replica
 from phalanx.shard._file import NAMES, layout, start_writing, sync_folder
@@ -30,7 +31,6 @@ from phalanx.shard._index import (
     StoredTensor,
     digest,
     dump_index,
-    resolve_secret,
 )
 from phalanx.shard._tensor import ShardedTensor
 from phalanx.tensor import DTensor

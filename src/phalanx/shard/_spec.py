@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.shard._boxes import chunk_lengths, find_gap, find_overlap
+from phalanx.shard._boxes import chunk_lengths, find_overlap
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard._placement import RemoteDevice
+from phalanx.shard._tiling import find_fault
 
 if TYPE_CHECKING:
     from phalanx.shard._tensor import ShardedTensor
@@ -129,6 +130,8 @@ def check_no_overlap(shards: Sequence[ShardMetadata]) -> None:
 
 def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
     """Raise ValueError unless the shards (known not to overlap) fill a tensor of ``sizes`` exactly."""
+    if not shards:
+        raise ValueError(f"no shards of a tensor of size {tuple(sizes)}; give at least one")
     rank = len(shards[0].shard_offsets)
     if rank != len(sizes):
         raise ValueError(f"Rank of tensor is {len(sizes)} (size {tuple(sizes)}), but shards rank is {rank}")
@@ -141,12 +144,8 @@ def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
                 )
     total, wanted = sum(shard.box.volume for shard in shards), prod(sizes)
     if total != wanted:
-        gap = find_gap([shard.box for shard in shards], sizes)
-        where = (
-            ""
-            if gap is None
-            else f"; e.g. nothing holds offsets {list(gap.offsets)}, sizes {list(gap.sizes)}"
-        )
+        fault = find_fault([shard.box for shard in shards], sizes)
+        where = "" if fault is None or fault[1] else f"; e.g. nothing holds offsets {list(fault[0])}"
         raise ValueError(
             f"Total volume of shards: {total} does not match tensor volume: {wanted} of size {tuple(sizes)}{where}"
         )

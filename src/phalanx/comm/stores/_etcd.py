@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.comm.stores import _etcd_gateway
 from phalanx.comm.stores._counter import counter_value
-from phalanx.comm.stores._etcd_gateway import NOT_FOUND, PATIENCE, EtcdError, Gateway, b64, range_end, unb64
+from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, b64, range_end, unb64
 from phalanx.comm.stores._etcd_watch import EtcdWatch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -51,13 +52,10 @@ class EtcdStore(Store):
         *,
         timeout: float = 30.0,
         root: str = "phalanx",
-        starting: bool = True,
+        gateway: Gateway | None = None,
     ) -> None:
-        """``StoreLost`` when no member answers within ``timeout`` seconds.
-
-        ``starting``: the servers may be about to start; else it is also raised as soon as all refuse the connection.
-        """
-        self._gateway = Gateway(endpoints)
+        """``StoreLost`` when no member answers within ``timeout`` seconds. ``gateway``: a client to use, for clones."""
+        self._gateway = gateway or Gateway(endpoints)
         self._root = root
         self._values = f"{root}/v/"
         self._marker = f"{root}/clients/{os.urandom(8).hex()}".encode()
@@ -65,7 +63,7 @@ class EtcdStore(Store):
         self._writing = threading.Lock()
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
-        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=starting)
+        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout)
 
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
@@ -139,7 +137,7 @@ class EtcdStore(Store):
 
     def watch(self, prefix: str = "") -> Watch:
         answer = self._gateway.call("/v3/kv/range", {"key": b64(self._marker)})
-        gateway = Gateway(self._gateway.endpoints)
+        gateway = self._gateway.another()
         start = (self._values + prefix).encode()
         return EtcdWatch(gateway, start, len(self._values), int(answer["header"]["revision"]))
 
@@ -157,7 +155,8 @@ class EtcdStore(Store):
 
     def _another(self, root: str) -> EtcdStore:
         """One more client of a cluster that has answered before."""
-        return EtcdStore(self._gateway.endpoints, timeout=PATIENCE, root=root, starting=False)
+        gateway = self._gateway.another()
+        return EtcdStore(gateway.endpoints, timeout=_etcd_gateway.PATIENCE, root=root, gateway=gateway)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
         from phalanx.comm.stores._c10d import for_torch

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from phalanx.comm.stores._etcd_gateway import PATIENCE, Attempts, Gateway, b64, range_end, unb64
+from phalanx.comm.stores._etcd_gateway import Attempts, Gateway, b64, range_end, unb64
 from phalanx.comm.stores._interface import Change, Watch
 from phalanx.errors import StoreError, StoreLost
 
@@ -71,7 +71,7 @@ class EtcdWatch(Watch):
     def _run(self) -> None:
         import httpx
 
-        attempts = Attempts(self._gateway, PATIENCE)
+        attempts = Attempts(self._gateway)
         while not self._closed.is_set():
             url = self._gateway.url("/v3/watch")
             started = self._next
@@ -79,13 +79,11 @@ class EtcdWatch(Watch):
                 try:
                     self._read_stream(url)
                 except httpx.ReadTimeout:
-                    attempts = Attempts(self._gateway, PATIENCE)  # silence is no failure
+                    attempts = Attempts(self._gateway)  # silence is no failure
                     continue
-                except httpx.ConnectError as error:
-                    attempts.refused(url, error)
                 except httpx.TransportError as error:
                     if self._next != started:
-                        attempts = Attempts(self._gateway, PATIENCE)
+                        attempts = Attempts(self._gateway)
                     attempts.failed(url, error)
             except (StoreError, StoreLost) as error:
                 self._arrived.put(error)
@@ -106,6 +104,7 @@ class EtcdWatch(Watch):
             headers={"Grpc-Metadata-hasleader": "true"},
             timeout=httpx.Timeout(SILENCE, connect=1.0),
         ) as response:
+            self._gateway.outage.end()
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
             for line in response.iter_lines():
                 if self._closed.is_set():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +24,30 @@ from phalanx.comm import stores
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
+from phalanx.launch import _linux
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._records import NodeRecord
+from phalanx.launch.rendezvous._runs import join_run
+from phalanx.launch.rendezvous._waiting import saying
 from phalanx.membership import job_prefix
 
 DEFAULT_PORT = 29400
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SERVED = "phalanx/served"
+_SERVED_PATIENCE = 10.0
+"""Seconds for whoever has the port on this machine to show that it is an agent: it says so as soon as it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenStore:
-    """A connected store, where it is, and whether it ends with this process."""
+    """A connected store, where it is, whether it ends with this process, and whether it stays when all agents end."""
 
     store: Store
     url: str
     is_host: bool = False
+    outlives_agents: bool = False
 
 
 def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -58,7 +65,7 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
 def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated."""
     url = f"etcd://{params.endpoint}"
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -66,7 +73,7 @@ def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     directory = Path(params.endpoint.removeprefix("file://")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = directory.as_uri()
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def make_handler(
@@ -75,19 +82,23 @@ def make_handler(
     """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
     machine."""
     secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
-    signer = Signer(params.run_id, read_secret(path=secret_file or None))
+    secret, options = read_secret(path=secret_file or None), options_of(params)
+    job = params.run_id
+    if opened.outlives_agents:
+        job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
     return StoreRendezvousHandler(
         params.backend,
         params.run_id,
-        opened.store.namespace(job_prefix(params.run_id)),
+        opened.store.namespace(job_prefix(job)),
         rules_of(params),
         describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
-        options=options_of(params),
-        signer=signer,
+        options=options,
+        signer=Signer(job, secret),
         store_url=opened.url,
         is_host=opened.is_host,
         close_store=opened.store.close,
         secret_file=secret_file,
+        job=job,
     )
 
 
@@ -179,6 +190,12 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
+            if not _is_served(host, port):
+                holder = _linux.listener_on(port) or "another process"
+                raise RendezvousConnectionError(
+                    f"port {port} of {host}, where this node should serve the rendezvous, is taken by {holder}, which "
+                    "is no agent of this release; end it, or choose another port on all nodes"
+                ) from error
         else:
             port = int(store.address.rsplit(":", 1)[1])
             store.set(_SERVED, b"{}")
@@ -188,9 +205,11 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open"
         )
     url = _tcp_url(host, port)
+    line = f"waiting up to {timeout:g} s for the agent that serves the rendezvous at {host}:{port}; is it started?"
     try:
-        store = stores.TCPStore(host, port, timeout=timeout)
-        store.wait([_SERVED], timeout)
+        with saying(line):
+            store = stores.TCPStore(host, port, timeout=timeout)
+            store.wait([_SERVED], timeout)
     except StoreTimeout as error:
         raise RendezvousConnectionError(
             f"{host}:{port} answers, but no agent of this release serves a rendezvous there: {error}"
@@ -201,6 +220,25 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             "that machine running, and the port open?"
         ) from error
     return OpenStore(store=store, url=url)
+
+
+def _is_served(host: str, port: int) -> bool:
+    """Whether an agent serves a rendezvous there. Asked in a thread that is left behind if need be: torch's client
+    waits without a limit for the greeting of a server that accepts and says nothing."""
+    found = threading.Event()
+
+    def ask() -> None:
+        try:
+            with stores.TCPStore(host, port, timeout=_SERVED_PATIENCE) as store:
+                store.wait([_SERVED], _SERVED_PATIENCE)
+                found.set()
+        except StoreError:
+            pass
+
+    thread = threading.Thread(target=ask, name="phalanx-ask-port", daemon=True)
+    thread.start()
+    thread.join(_SERVED_PATIENCE)
+    return found.is_set()
 
 
 def _tcp_url(host: str, port: int) -> str:

@@ -11,7 +11,8 @@ All keys are in the job's namespace, under ``rdzv/``:
 ``ended/<g>/<kind>`` ``Broken``: generation g is over; kind is ``broken`` or ``wanted``
 ``leader``           ``LeaderRecord``: the node that decides
 ``waiting``          how many nodes could be admitted now
-``closed``           the job is over, and why
+``closed``           ``Closing``: the job is over, how it ended, and when
+``runs``             how often a job of this id was run anew; see ``_runs``
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
 ==================== ========================================================================================
@@ -29,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from phalanx._fields import Fields, load_json, short
 from phalanx.launch.rendezvous._interface import NodeInfo
 from phalanx.membership import RecordError
 
@@ -40,6 +42,9 @@ LEADER = "rdzv/leader"
 WAITING = "rdzv/waiting"
 CLOSED = "rdzv/closed"
 BELLS = "rdzv/bells"
+RUNS = "rdzv/runs"
+
+MAX_LOCAL_SIZE = 65_536
 
 GONE = b"{}"
 """What an old generation's record is replaced with: its key must stay taken, so that it is never decided
@@ -62,15 +67,67 @@ def bell_key(number: int) -> str:
     return f"rdzv/live/bell/{number}"
 
 
+def stage_key(stage: str, generation: int, rank: int) -> str:
+    """Written by the agent of the node at ``rank`` when it has come to a stage of its end: ``done`` (all its workers
+    have succeeded), ``left`` (and it did not wait for the others) or ``failed``."""
+    return f"agents/{stage}/{generation}/{rank}"
+
+
 def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def load(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"{what} is not JSON: {data[:60]!r}") from error
+    """Any JSON value; ``RecordError`` when it is none."""
+    return load_json(data, what, RecordError)
+
+
+def load_count(data: bytes, what: str) -> int:
+    """A number that is at least 0; ``RecordError`` when it is none."""
+    return Fields({"it": load(data, what)}, what, RecordError).integer("it", low=0)
+
+
+def _fields(data: bytes, what: str) -> Fields:
+    return Fields(load(data, what), what, RecordError)
+
+
+def _plain(value: Any) -> str:
+    """As text that can be printed and sent on, whatever it is."""
+    text = value if isinstance(value, str) else short(value, 200)
+    return text.encode(errors="replace").decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """The end of a job: ``outcome`` is ``succeeded``, ``failed`` or empty (whoever closed it did not say)."""
+
+    reason: str
+    outcome: str = ""
+    time: float = 0.0
+    """In seconds since 1970, by the clock of the node that closed it."""
+
+    def to_json(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Closing:
+        """Whatever was written closes the job; what is not a record of ours is taken for a reason."""
+        try:
+            record = load(data, "closing record")
+        except RecordError:
+            return cls(reason=data[:200].decode(errors="replace"))
+        if not isinstance(record, dict):
+            return cls(reason=short(record, 200))
+        fields = Fields(record, "closing record", RecordError)
+        try:
+            moment = fields.number("time", default=0.0)
+        except RecordError:
+            moment = 0.0
+        return cls(
+            reason=_plain(fields.get("reason", ""))[:200] or "no reason was given",
+            outcome=_plain(fields.get("outcome", "")),
+            time=moment,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +151,21 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeRecord:
-        record = load(data, "node record")
-        try:
-            return cls(**{**record, "worker_ids": tuple(record["worker_ids"])})
-        except (TypeError, KeyError) as error:
-            raise RecordError(f"node record has unexpected fields: {error}") from error
+        """``RecordError`` when it is none."""
+        record = _fields(data, "node record")
+        return cls(
+            id=record.text("id"),
+            ticket=record.integer("ticket", low=0),
+            host=record.text("host"),
+            addr=record.text("addr"),
+            port=record.integer("port", low=0),
+            local_size=_local_size(record.integer("local_size", low=0)),
+            wants=record.integer("wants", default=0),
+            worker_ids=record.texts("worker_ids"),
+            topology=record.text("topology", default=""),
+            fixed_rank=record.integer("fixed_rank", low=-1, default=-1),
+            role=record.text("role", default=""),
+        )
 
     def rejoin(self, wants: int, port: int) -> NodeRecord:
         return replace(self, wants=wants, port=port)
@@ -171,12 +238,33 @@ class GenerationRecord:
 
 @lru_cache(maxsize=4)  # nodes that share a process (simulations, several agents in tests) parse a record once
 def _parse_generation(data: bytes) -> GenerationRecord:
-    record = load(data, "generation record")
-    try:
-        seats = tuple(Seat._make((*row[:-1], tuple(row[-1]))) for row in record["seats"])
-        return GenerationRecord(record["generation"], seats)
-    except (TypeError, KeyError) as error:
-        raise RecordError(f"generation record has unexpected fields: {error}") from error
+    record = _fields(data, "generation record")
+    seats = tuple(_parse_seat(row) for row in record.items("seats"))
+    return GenerationRecord(record.integer("generation", low=0), seats)
+
+
+def _parse_seat(row: Any) -> Seat:
+    if not isinstance(row, list) or len(row) != len(Seat._fields):
+        raise RecordError(f"generation record has a seat {short(row)}; expected {len(Seat._fields)} fields")
+    seat = Fields(dict(zip(Seat._fields, row, strict=True)), "generation record", RecordError)
+    return Seat(
+        id=seat.text("id"),
+        ticket=seat.integer("ticket", low=0),
+        host=seat.text("host"),
+        addr=seat.text("addr"),
+        port=seat.integer("port", low=0),
+        local_size=_local_size(seat.integer("local_size", low=0)),
+        topology=seat.text("topology"),
+        role=seat.text("role"),
+        worker_ids=seat.texts("worker_ids"),
+    )
+
+
+def _local_size(size: int) -> int:
+    """A node lists its workers by name: a size that no machine has would fill the memory of all others."""
+    if size > MAX_LOCAL_SIZE:
+        raise RecordError(f"a node of {size} workers; expected at most {MAX_LOCAL_SIZE}")
+    return size
 
 
 @dataclass(frozen=True)
@@ -193,8 +281,11 @@ class LeaderRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> LeaderRecord:
-        record = load(data, "leader record")
-        try:
-            return cls(**record)
-        except TypeError as error:
-            raise RecordError(f"leader record has unexpected fields: {error}") from error
+        """``RecordError`` when it is none."""
+        record = _fields(data, "leader record")
+        return cls(
+            record.text("id"),
+            record.integer("ticket", low=0),
+            record.integer("min_nodes", low=0),
+            record.integer("max_nodes", low=0),
+        )

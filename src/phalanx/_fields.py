@@ -1,0 +1,131 @@
+"""Reading JSON that anybody may have written: every field is asked for by its name and type.
+
+Owns the checks between ``json.loads`` and a value of ours: records in a store, lines of a log, an index on disk. What
+is not as it should be raises the error that the caller documents, and no other: not ``KeyError``, ``TypeError`` or
+``RecursionError``. Fields that nobody asks for are ignored: a later release may have added them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+MAX_INTEGER: Final = 2**63 - 1
+"""What a tensor library and a file system can count; JSON itself has no limit."""
+
+_ABSENT: Final = object()
+
+
+def load_json(data: bytes | bytearray | str, what: str, error: type[Exception] = ValueError) -> Any:
+    """The value of a JSON text; ``error`` when it is none, also when it is nested too deeply to be one of ours."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{what} is not JSON ({type(problem).__name__}): {data[:80]!r}") from problem
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """A value for a message, cut where it gets long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists in lists
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+class Fields:
+    """A JSON object whose fields are taken out one by one.
+
+    >>> fields = Fields({"step": 3, "name": "a"}, "the record")
+    >>> fields.integer("step"), fields.text("name"), fields.integer("rank", default=-1)
+    (3, 'a', -1)
+    >>> fields.text("step")
+    Traceback (most recent call last):
+      ...
+    ValueError: the record: field 'step' is 3; expected text
+    """
+
+    def __init__(self, value: Any, what: str, error: type[Exception] = ValueError) -> None:
+        self._what, self._error = what, error
+        if not isinstance(value, dict):
+            raise error(f"{what} is {short(value)}; expected an object with named fields")
+        self._value: dict[str, Any] = value
+
+    def integer(self, name: str, *, low: int = -MAX_INTEGER, default: Any = _ABSENT) -> int:
+        value = self._get(name, default)
+        if type(value) is not int or not low <= value <= MAX_INTEGER:
+            self._refuse(name, value, f"an integer of at least {low}" if low > -MAX_INTEGER else "an integer")
+        return int(value)
+
+    def number(self, name: str, *, default: Any = _ABSENT) -> float:
+        """A finite number."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not _is_finite(value):
+            self._refuse(name, value, "a finite number")
+        return float(value)
+
+    def text(self, name: str, *, default: Any = _ABSENT) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str) or not _is_unicode(value):
+            self._refuse(name, value, "text")
+        return str(value)
+
+    def flag(self, name: str, *, default: Any = _ABSENT) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            self._refuse(name, value, "true or false")
+        return bool(value)
+
+    def items(self, name: str, *, default: Any = _ABSENT) -> list[Any]:
+        value = self._get(name, default)
+        if not isinstance(value, list):
+            self._refuse(name, value, "a list")
+        return list(value)
+
+    def texts(self, name: str, *, default: Any = _ABSENT) -> tuple[str, ...]:
+        values = self.items(name, default=default)
+        if not all(isinstance(value, str) and _is_unicode(value) for value in values):
+            self._refuse(name, values, "a list of texts")
+        return tuple(values)
+
+    def integers(self, name: str, *, low: int = -MAX_INTEGER) -> list[int]:
+        values = self.items(name)
+        if not all(type(value) is int and low <= value <= MAX_INTEGER for value in values):
+            self._refuse(name, values, f"a list of integers of at least {low}")
+        return values
+
+    def mapping(self, name: str, *, default: Any = _ABSENT) -> dict[str, Any]:
+        value = self._get(name, default)
+        if not isinstance(value, dict):
+            self._refuse(name, value, "an object with named fields")
+        return dict(value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field as it is, for the caller to look at."""
+        return self._value.get(name, default)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._value.get(name, default)
+        if value is _ABSENT:
+            raise self._error(f"{self._what} has no field {name!r}")
+        return value
+
+    def _refuse(self, name: str, value: Any, expected: str) -> None:
+        raise self._error(f"{self._what}: field {name!r} is {short(value)}; expected {expected}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half a character; such a text cannot be encoded, so not be printed, hashed or sent either."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

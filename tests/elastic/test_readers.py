@@ -1,0 +1,179 @@
+"""Saves, states, lines and records of a job that others have written: read whole, or refused as documented."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from elastic_training import make_job, train
+from hypothesis import given
+from hypothesis import strategies as st
+
+from junk import changed, junk, long, quick, raw, torn
+from phalanx.elastic import RunOptions, SaveError, Saves
+from phalanx.elastic._codec import decode, encode
+from phalanx.elastic._finish import Finish
+from phalanx.elastic._history import make_history
+from phalanx.elastic._records import parse_lines
+from phalanx.elastic._report import render
+from phalanx.elastic._save_folder import find_save, write_save
+from phalanx.elastic._saves import _hash, read_save
+from phalanx.elastic._seats import Ready, Round
+from phalanx.elastic._store_roster import parse_evaluation
+from phalanx.elastic._stream import parse_header
+from phalanx.elastic.audit import check
+from phalanx.membership import RecordError
+
+TENSORS = [torch.arange(4.0), torch.ones(2, dtype=torch.int64)]
+STATE = {
+    "a": TENSORS[0], "b": (TENSORS[1], {1: "x"}, {"y"}), "c": b"bytes", "d": torch.float32, "e": torch.device("cpu"),
+    "f": torch.ones(3).numpy(), "g": [None, True, 1.5, float("inf")],
+}  # fmt: skip
+
+
+def seal(body) -> bytes:
+    text = json.dumps(body)
+    return json.dumps({"checksum": _hash(text.encode()), "body": text}).encode()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A good save, an older one, and the bytes of the newer one's files."""
+    folder = tmp_path_factory.mktemp("saves")
+    tree, tensors = encode(STATE)
+    for step in (1, 2):
+        path = write_save(folder, step, tree, tensors, keep=2)
+    return folder, path, {name.name: name.read_bytes() for name in path.iterdir()}
+
+
+def fuzz_saves(given_settings):
+    @given_settings
+    @given(st.data())
+    def test(saved, data) -> None:
+        folder, path, good = saved
+        body = json.loads(json.loads(good["state.json"])["body"])
+        state = data.draw(st.one_of(changed(body).map(seal), junk.map(seal), raw, torn(good["state.json"])))
+        tensors = data.draw(
+            st.one_of(st.just(good["tensors.safetensors"]), torn(good["tensors.safetensors"]), raw)
+        )
+        if data.draw(st.booleans()) and tensors != good["tensors.safetensors"]:
+            state = seal({**body, "tensors": _hash(tensors)})  # crafted: the checksum fits
+        (path / "state.json").write_bytes(state)
+        (path / "tensors.safetensors").write_bytes(tensors)
+        try:
+            save = read_save(path)
+        except SaveError:
+            found, problems = find_save(folder)
+            assert (found.step, len(problems)) == (1, 1), "the one before is used"
+        else:
+            decode(save.tree, save.tensors)
+
+    return test
+
+
+test_a_save_is_read_or_the_one_before_it_is_used = pytest.mark.fast(fuzz_saves(quick))
+test_a_save_is_read_or_the_one_before_it_is_used_many_times = pytest.mark.soak(fuzz_saves(long))
+
+
+def fuzz_codec(given_settings):
+    @given_settings
+    @given(st.one_of(changed(encode(STATE)[0]), junk))
+    def test(tree) -> None:
+        try:
+            decode(tree, TENSORS)
+        except ValueError:
+            pass
+
+    return test
+
+
+test_a_state_is_decoded_or_refused = pytest.mark.fast(fuzz_codec(quick))
+test_a_state_is_decoded_or_refused_many_times = pytest.mark.soak(fuzz_codec(long))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "tensor", "i": -1}, {"$": "tensor", "i": True}, {"$": "tensor"}, {"$": "dict", "v": [1]},
+        {"$": "set", "v": [[]]},
+        {"$": "array", "dtype": "O", "shape": [1], "v": "AAAAAAAAAAA="}, {"$": "device", "v": "nowhere"},
+        {"$": "dtype", "v": ["float32"]}, {"$": "bytes", "v": 7}, {"$": []},
+    ],
+)  # fmt: skip
+def test_what_encode_cannot_have_made_is_refused(tree) -> None:
+    with pytest.raises(ValueError):
+        decode(tree, TENSORS)
+
+
+RECORDS = {
+    "ready": (Ready.from_json, Ready(step=3, peers=("a",)).to_json()),
+    "round": (Round.from_json, Round(("a", "b")).to_json()),
+    "finish": (
+        Finish.from_json,
+        Finish(generation=1, round=0, step=9, workers=("a",), hosts=("h",)).to_json(),
+    ),
+    "evaluation": (parse_evaluation, b'{"loss": 0.5}'),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", RECORDS)
+@quick
+@given(st.data())
+def test_a_record_is_read_or_refused(name, data) -> None:
+    parse, good = RECORDS[name]
+    parse(good)
+    try:
+        parse(
+            data.draw(
+                st.one_of(raw, torn(good), changed(json.loads(good)).map(lambda v: json.dumps(v).encode()))
+            )
+        )
+    except RecordError:
+        pass
+
+
+@pytest.mark.fast
+@quick
+@given(
+    st.one_of(
+        raw,
+        changed({"tree": {"a": 1}, "tensors": [["float32", [2, 3]]]}).map(lambda v: json.dumps(v).encode()),
+    )
+)
+def test_a_header_is_read_or_refused(data) -> None:
+    try:
+        parse_header(data)
+    except ValueError:
+        pass
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """The lines that a job writes: its audit and its events."""
+    folder = tmp_path_factory.mktemp("logs")
+    saves = Saves(directory=folder / "saves", every=2)
+    train(make_job(length=40, saves=saves, run=RunOptions(progress=False, log_dir=folder)), max_steps=2)
+    return {
+        kind: [json.loads(line) for line in next(folder.glob(f"{kind}-*")).read_bytes().splitlines()]
+        for kind in ("audit", "events")
+    }
+
+
+def fuzz_lines(given_settings):
+    @given_settings
+    @given(st.data())
+    def test(logs, data) -> None:
+        records = data.draw(st.one_of(changed(logs["audit"], most=6), st.lists(junk, max_size=5)))
+        check(records if isinstance(records, list) else [])
+        events = data.draw(st.one_of(changed(logs["events"], most=6), st.lists(junk, max_size=5)))
+        render(make_history(events if isinstance(events, list) else []), title="")
+        parse_lines(data.draw(raw) + b"\n" + data.draw(raw))
+
+    return test
+
+
+test_any_lines_can_be_audited_and_shown = pytest.mark.fast(fuzz_lines(quick))
+test_any_lines_can_be_audited_and_shown_many_times = pytest.mark.soak(fuzz_lines(long))
