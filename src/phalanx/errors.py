@@ -32,12 +32,21 @@ class CommError(PhalanxError, RuntimeError):
 
 
 class PeerLost(CommError):
-    """A peer of the group is gone. ``ranks`` holds those known to be dead (group ranks; may be empty)."""
+    """A peer of the group is gone. ``ranks`` holds those known to be dead (group ranks; may be empty), ``suspects``
+    those whose connection ended although nobody is known to be dead."""
 
-    def __init__(self, message: str, *, generation: int = 0, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        generation: int = 0,
+        ranks: tuple[int, ...] = (),
+        suspects: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.generation = generation
         self.ranks = ranks
+        self.suspects = suspects
 
 
 class PeerTimeout(CommError, TimeoutError):

@@ -3,7 +3,9 @@
 ``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves. By files in DIR a test
 decides what must not be left to the speed of the machine: ``closed`` keeps workers that start from joining, ``hold``
 names the step that nobody may pass, ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
-whose commit it dies. ``--save`` saves, ``--gloo`` leaves shared memory alone, ``--timeout=S`` is the group's.
+whose commit it dies; ``fail-WORKER`` says what a worker does to itself, once, and ``cut-WORKER`` that its connections
+to the others end before every step. ``--save`` saves, ``--gloo`` leaves shared memory alone, ``--timeout=S`` is the
+group's.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ def put(path: Path, text: str) -> None:
 
 def hold(job: Job, step: int, directory: Path) -> None:
     """Fail if told so, and stay before the step that may not be passed yet. A regroup passes: it needs a boundary."""
+    if (directory / f"cut-{job.worker_id}").exists() and job.world_size > 1:
+        reset(of_store=False)
     while True:
         fail(directory / f"fail-{job.worker_id}")
         signals = job.team.roster.signals

@@ -8,7 +8,8 @@ Guarantees: a dead peer raises ``PeerLost`` in every survivor, from the call in 
 raises ``PeerTimeout`` after the group's timeout; ``abort`` returns at once and wakes waiters within a slice.
 How: waiting is cut into slices, between which the transport's cause of death is looked at. The first rank that fails
 drops its backend (in a thread of its own, since that may block), which closes its connections, so that ranks which
-wait for *it* fail too: the news runs through the group without anyone's help.
+wait for *it* fail too: the news runs through the group without anyone's help. When nobody is known to be dead it waits
+a moment with that (``FailureDetector.give_up``), so that those whose own connection ended can tell with whom.
 What is under way is in ``_c10d_work``.
 """
 
@@ -306,7 +307,7 @@ class C10dTransport(Transport):
     def _fail(self, error: BaseException | None) -> BaseException:
         """Settle why the group ended (once) and let go of the connections."""
         cause = self._failures.settle(error)
-        self._release()
+        self._release(self._failures.give_up if getattr(cause, "suspects", ()) else None)
         return cause
 
     def abort(self, cause: BaseException) -> None:
@@ -316,13 +317,13 @@ class C10dTransport(Transport):
     def close(self) -> None:
         self._release()
 
-    def _release(self) -> None:
+    def _release(self, before: Callable[[], None] | None = None) -> None:
         with self._lock:
             holder = [self._engine, *(work.detach() for work in self._pending), self._store]
             self._engine = None
         self._failures.stop()
         if holder[0] is not None and self._store is not None:
-            _release.drop(holder)
+            _release.drop(holder, before)
 
 
 def _one_run(parts: Sequence[Tensor]) -> Tensor | None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx._fields import Fields, load_json
-from phalanx.comm import _auto, _release
+from phalanx.comm import _addresses, _auto, _release
 from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
@@ -146,6 +146,8 @@ def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: 
         return _connect_auto(place, peers, interrupt)
     store = place.store.as_c10d()
     engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place, store))
+    if backend == "gloo":
+        _addresses.publish(place.store, place.rank)
     failures = FailureDetector(
         rank=place.rank,
         size=place.size,

@@ -11,9 +11,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from phalanx._fields import Fields, load_json
+from phalanx.comm._addresses import rank_named
 from phalanx.comm._liveness import Identity, forget_deaths, watch_deaths
 from phalanx.errors import CommError, PeerLost, PeerTimeout, StoreError
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from phalanx.comm.stores import Store
 
 FAILURE_KEY = "failure"
+LINGER = 0.15
+"""Seconds for which a rank that lost a connection keeps the others: so long, who lost one names whom it really lost."""
 _LATE_WORDS = ("timed out", "timeout", "time out")
 _CLOSED_WORDS = ("connection", "broken pipe", "socket")
 _FAULT_WORDS = (
@@ -33,6 +37,10 @@ _FAULT_WORDS = (
     "aborted",
     "shutdown",
 )
+
+
+def _given_up_key(rank: int) -> str:
+    return f"given-up/{rank}"
 
 
 class FailureDetector:
@@ -122,11 +130,32 @@ class FailureDetector:
         ):  # whoever closed had given up on it, but had no time yet to say so
             return self._late(self._timeout)
         detail = f" ({text.splitlines()[0][:160]})" if text else ""
+        named = None if self._store is None else rank_named(text, self._store, self._size)
+        who = "a peer" if named is None else f"rank {named}"
+        if named is not None and self._has_given_up(named):
+            return PeerLost(
+                f"rank {self._rank}: {who} of generation {self._generation} closed its connection, since it had lost "
+                "that of another; regroup",
+                generation=self._generation,
+            )
         return PeerLost(
-            f"rank {self._rank}: a peer of generation {self._generation} closed its connection{detail}; "
+            f"rank {self._rank}: {who} of generation {self._generation} closed its connection{detail}; "
             f"regroup without it, or see its log for why it left",
             generation=self._generation,
+            suspects=() if named is None else (named,),
         )
+
+    def give_up(self) -> None:
+        """Say that this rank's connections will close, and not for a fault of its own. Blocks for a moment before."""
+        time.sleep(LINGER)
+        if self._store is not None:
+            with suppress(StoreError):
+                self._store.set(_given_up_key(self._rank), b"1")
+
+    def _has_given_up(self, rank: int) -> bool:
+        with suppress(StoreError):
+            return self._store is not None and self._store.get(_given_up_key(rank)) is not None
+        return False
 
     def _dead_ranks(self, patience: float) -> tuple[int, ...]:
         """Dead peers of this machine. A dying process closes its sockets a moment before it counts as dead."""

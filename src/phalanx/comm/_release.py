@@ -10,20 +10,23 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _PATIENCE = 5.0
 _threads: set[threading.Thread] = set()
 
 
-def drop(holder: list[Any]) -> None:
-    """Empty ``holder``, which has the only references, without waiting for it."""
-    thread = threading.Thread(target=_clear, args=(holder,), name="phalanx-release", daemon=True)
+def drop(holder: list[Any], before: Callable[[], None] | None = None) -> None:
+    """Empty ``holder``, which has the only references, without waiting for it; ``before`` is called first."""
+    thread = threading.Thread(target=_clear, args=(holder, before), name="phalanx-release", daemon=True)
     _threads.add(thread)
     thread.start()
 
 
-def _clear(holder: list[Any]) -> None:
+def _clear(holder: list[Any], before: Callable[[], None] | None) -> None:
+    if before is not None:
+        before()
     holder.clear()
     _threads.discard(threading.current_thread())
 

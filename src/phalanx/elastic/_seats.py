@@ -102,8 +102,7 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
     veterans = [worker for worker in here if ready[worker].is_veteran]
     if not veterans:
         return (members[0], Round(tuple(members))) if len(here) == len(members) else None
-    known = {peer for worker in veterans for peer in ready[worker].peers}
-    if any(worker in known and worker not in ready for worker in members):
+    if awaited_veterans(members, ready):
         return None
     best = max(ready[worker].position for worker in veterans)
     writer = next(worker for worker in veterans if ready[worker].position == best)
@@ -111,6 +110,16 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
         follow = {worker for worker in veterans if ready[worker].step == best[0] - 1}
         return writer, Round(tuple(w for w in here if w in follow or ready[w].position == best))
     return writer, Round(tuple(here))
+
+
+def awaited_veterans(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, ...]:
+    """Members with a state whom the first round of a generation has to wait for, since they have not declared yet.
+
+    >>> awaited_veterans(("a", "c", "d"), {"a": Ready(step=7, peers=("a", "b", "c"))})
+    ('c',)
+    """
+    known = {peer for one in ready.values() if one.is_veteran for peer in one.peers}
+    return tuple(worker for worker in members if worker in known and worker not in ready)
 
 
 def choose_source(steps: Sequence[int]) -> int:

@@ -28,7 +28,7 @@ from phalanx.elastic._roster import (
     Roster,
     ToldToLeave,
 )
-from phalanx.elastic._seats import Ready, Round, Seat, choose_round
+from phalanx.elastic._seats import Ready, Round, Seat, awaited_veterans, choose_round
 from phalanx.elastic._watcher import PROGRESS_EVERY, Signals, Watcher, report_progress
 from phalanx.errors import CommError, PeerTimeout
 from phalanx.membership import RecordError
@@ -143,7 +143,7 @@ class StoreRoster:
                     self._store.set(membership.leaving_key(generation, self.worker_id), b"1")
                     raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
 
-        wait = _Wait(self.timeout, report)
+        wait, absent = _Wait(self.timeout, report), _Absence(self)
         while True:
             done, evaluated, broken, members, record = self._store.get_many(
                 [
@@ -187,7 +187,9 @@ class StoreRoster:
             elif found is not None:
                 round_ += 1
             else:
-                choice = choose_round(ids, self._ready(generation, ids)) if round_ == 0 else None
+                ready = self._ready(generation, ids) if round_ == 0 else {}
+                choice = choose_round(ids, ready) if round_ == 0 else None
+                absent.look(generation, awaited_veterans(ids, ready), ids, mine)
                 if choice is not None and choice[0] == self.worker_id:
                     key = self.keys.round(generation, round_)
                     self._store.compare_and_set(key, None, choice[1].to_json())
@@ -278,16 +280,22 @@ class StoreRoster:
 
     def _tell_lost_contact(self, seat: Seat, cause: CommError, step: int) -> None:
         ranks = getattr(cause, "ranks", ()) or getattr(cause, "suspects", ())
-        word = membership.LostContact(
-            by=self.worker_id,
-            of=tuple(seat.workers[rank] for rank in ranks if rank < len(seat.workers)),
-            late=isinstance(cause, PeerTimeout),
-            peers=seat.workers,
-            step=step,
-            reason=str(cause).splitlines()[0][:300],
+        self.tell_agents(
+            seat.generation,
+            membership.LostContact(
+                by=self.worker_id,
+                of=tuple(seat.workers[rank] for rank in ranks if rank < len(seat.workers)),
+                late=isinstance(cause, PeerTimeout),
+                peers=seat.workers,
+                step=step,
+                reason=(str(cause).splitlines() or [""])[0][:300],
+            ),
         )
-        self._store.set(membership.contact_key(seat.generation, self.worker_id), word.to_json())
-        self._store.set(membership.any_contact_key(seat.generation), b"1")
+
+    def tell_agents(self, generation: int, word: membership.LostContact) -> None:
+        """First what is said, then that something is: agents look at the second key only."""
+        self._store.set(membership.contact_key(generation, self.worker_id), word.to_json())
+        self._store.set(membership.any_contact_key(generation), b"1")
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 
@@ -362,6 +370,35 @@ class StoreRoster:
 
     def close(self) -> None:
         self._stop_watching()
+
+
+class _Absence:
+    """Tells the agents of workers with a state that are members and do not come for as long as a group's timeout."""
+
+    def __init__(self, roster: StoreRoster) -> None:
+        self._roster = roster
+        self._seen: tuple[int, tuple[str, ...]] = (-1, ())
+        self._since = 0.0
+
+    def look(self, generation: int, absent: tuple[str, ...], members: tuple[str, ...], mine: Ready) -> None:
+        roster, now = self._roster, time.monotonic()
+        if (generation, absent) != self._seen:
+            self._seen, self._since = (generation, absent), now
+        if not absent or now - self._since < roster.comm_timeout:
+            return
+        self._since = now
+        reason = f"waited {roster.comm_timeout:g} s for {', '.join(absent)} to join generation {generation}"
+        roster.tell_agents(
+            generation,
+            membership.LostContact(
+                by=roster.worker_id,
+                of=absent,
+                late=True,
+                peers=(roster.worker_id, *absent),
+                step=mine.step,
+                reason=reason,
+            ),
+        )
 
 
 class _Wait:

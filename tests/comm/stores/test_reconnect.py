@@ -74,6 +74,16 @@ def test_every_call_goes_on_after_its_connection_has_ended(server: TCPStore) -> 
         client.get("a")
 
 
+def test_a_watch_hears_what_was_written_over_a_connection_that_had_ended(server: TCPStore) -> None:
+    client = connect(server.address)
+    with server.watch("k") as watch:
+        for number in range(5):
+            end_connections(port_of(server))
+            client.set(f"k{number}", b"v")
+            assert [change.key for change in watch.wait(20.0)] == [f"k{number}"]
+    client.close()
+
+
 def test_another_server_at_the_same_address_is_not_taken_for_the_one_that_was_there(server: TCPStore) -> None:
     client, port = connect(server.address), port_of(server)
     client.set("a", b"1")

@@ -165,8 +165,8 @@ class TorchLease(Lease):
         if link.read(_REAPER) is None:
             raise StoreError(f"{link.address} keeps no leases: host the server with TCPStore.serve")
         self.id = link.add(_COUNT, 1)
-        link.call(lambda: link.native.set(_beat_key(self.id), b"1"))
-        link.call(lambda: link.native.queue_push(_NEW, json.dumps([self.id, ttl])))
+        link.send(lambda: link.native.set(_beat_key(self.id), b"1"))
+        link.send(lambda: link.native.queue_push(_NEW, json.dumps([self.id, ttl])))
 
     def refresh(self) -> bool:
         with self._lock:
@@ -186,7 +186,7 @@ class TorchLease(Lease):
         """Write ``key`` bound to this lease. Listed first, so that the reaper finds it whenever we die."""
         self._check_running(key)
         line = json.dumps(key) + "\n"
-        self._link.call(lambda: self._link.native.append(_keys_key(self.id), line))
+        self._link.send(lambda: self._link.native.append(_keys_key(self.id), line))
         raw = self._writer.encode(value, self.id)
         self._link.write(VALUES + key, raw, self._writer.encode(b""))
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -45,6 +46,7 @@ REOPEN_TIMEOUT = 5.0
 
 _NEVER = b"\x00never a stored value"
 _TICK = "p/tick"
+_NEW_LINK = "new connection "
 SERVER = "p/server"
 """Holds what tells one server from another at the same address."""
 
@@ -90,9 +92,13 @@ class Link:
                 return False
             other = _within(REOPEN_TIMEOUT, self._fork)
             if other is None or other._server != self._server:
-                return (
-                    False  # somebody else's store, or a server that was started anew: it knows nothing of us
-                )
+                # Somebody else's store, or a server that was started anew: it knows nothing of us.
+                return False
+            try:
+                # A tick that went into the old connection may be lost; watches must not miss what it told of.
+                other.native.set(_TICK, f"{_NEW_LINK}{secrets.token_hex(8)}")
+            except dist.DistNetworkError:
+                return False
             self.native = other.native
             log.info("the connection to the store %s had ended; there is a new one", self.address)
             return True
@@ -121,9 +127,17 @@ class Link:
         return [self.read(key) for key in keys]
 
     def write(self, key: str, raw: bytes, tick: bytes) -> None:
-        """Write and wait for the acknowledgement (that of a harmless read: the server answers in order)."""
-        self.call(lambda: self.native.multi_set([key, _TICK], [raw, tick]))
-        self.read(_TICK)
+        self.send(lambda: self.native.multi_set([key, _TICK], [raw, tick]))
+
+    def send(self, operation: Callable[[], object]) -> None:
+        """A call that the server does not acknowledge, and then a harmless read: the server answers in order. Both are
+        repeated on a new connection: what went into one that had ended is lost without a word."""
+
+        def send_and_see() -> None:
+            operation()
+            self.native.compare_set(_TICK, _NEVER, _NEVER)
+
+        self.call(send_and_see)
 
     def swap(self, key: str, expected: bytes | None, raw: bytes) -> bool:
         """Compare-and-set of raw entries; ``raw`` must be a distinct one."""
