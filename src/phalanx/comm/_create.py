@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm import _auto, _release
+from phalanx.comm import _background as background
 from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
@@ -188,14 +189,14 @@ def _make_in_thread(
     done = threading.Event()
 
     def run() -> None:
-        try:
-            outcome.append(make())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
+        outcome.append(make())
+        done.set()
 
-    threading.Thread(target=run, name="phalanx-connect", daemon=True).start()
+    def failed(error: BaseException) -> None:
+        errors.append(error)
+        done.set()
+
+    background.start(run, "phalanx-connect", on_failure=failed)
     local = {rank: peer for rank, peer in peers.items() if peer.machine == peers[place.rank].machine}
     while not done.wait(_SLICE):
         dead = tuple(rank for rank, peer in local.items() if rank != place.rank and not peer.is_alive())

@@ -176,14 +176,17 @@ class FailureDetector:
             return None
         if data is None:
             return None
-        record = json.loads(data)
-        if record.get("kind") != "timeout":
+        try:
+            record = json.loads(data)
+            kind, by, ranks = record["kind"], int(record["by"]), tuple(int(rank) for rank in record["ranks"])
+        except (ValueError, TypeError, KeyError):
+            return None  # no rank wrote that
+        if kind != "timeout":
             return None
-        ranks = tuple(int(rank) for rank in record["ranks"])
         who = f"rank {', '.join(map(str, ranks))}" if ranks else "some rank"
         return PeerTimeout(
             f"rank {self._rank}: {who} of generation {self._generation} did not take part within "
-            f"{self._timeout:g} s (rank {record['by']} waited longest); it may hang",
+            f"{self._timeout:g} s (rank {by} waited longest); it may hang",
             generation=self._generation,
             ranks=ranks,
         )

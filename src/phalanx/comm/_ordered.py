@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from phalanx.comm._background import FOREVER, Background
 from phalanx.comm._transport import Work
 from phalanx.errors import PeerTimeout
 
@@ -51,7 +52,7 @@ class OrderedCalls:
         self._queue: queue.SimpleQueue[QueuedCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
 
     def run(self, call: Callable[[], object]) -> None:
         """Make a call after all that were queued before, and wait for it."""
@@ -65,7 +66,9 @@ class OrderedCalls:
             self._num_queued += 1
             self._queue.put(queued)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread = Background(
+                    self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER
+                )
                 self._thread.start()
         return queued
 

@@ -1,8 +1,10 @@
 """Workers under agents that heal: how a worker gets a seat in the next round, through the job's store.
 
 Owns the conversation with the store (see ``_seats`` for the rules and ``phalanx.membership`` for the agents' keys).
-Workers' own keys: ``elastic/G/ready/ID``, ``elastic/G/num_ready``, ``elastic/G/round/R``, ``elastic/G/crossed/R``,
-``elastic/evaluation/N`` and ``elastic/done``. Each generation has its own; nothing of an earlier one is ever read.
+Workers' own keys: ``elastic/G/ready/ID``, ``elastic/G/leaving``, ``elastic/G/round/R``, ``elastic/G/crossed/R/ID``,
+``elastic/evaluation/N`` and ``elastic/done``. Each generation has its own; nothing of an earlier one is ever read. All
+are records that one worker writes, none is a counter, so that the job's secret covers them; a worker that waits for a
+seat writes its own again if somebody deleted them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping
 from phalanx import membership
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
+from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic._roster import (
     Ejected,
     EvaluationKnown,
@@ -29,8 +32,8 @@ from phalanx.elastic._watcher import (
     PROGRESS_EVERY,
     Signals,
     Watcher,
-    num_leaving_key,
-    num_ready_key,
+    any_leaving_key,
+    ready_key,
     report_progress,
 )
 from phalanx.errors import CommError, PeerLost
@@ -64,7 +67,7 @@ class StoreRoster:
         self.timeout = timeout
         self.comm_timeout = comm_timeout
         self._first = generation
-        self._root = store
+        self._groups = signed_store(store, job)
         self._store = job_store(store, job)
         self._watcher: Watcher | None = None
 
@@ -83,7 +86,7 @@ class StoreRoster:
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         self._stop_watching()
         generation = seat.generation
-        self._store.add(_crossed_key(seat))
+        self._store.set(_crossed_key(seat, self.worker_id), b"1")
         if seat.rank == 0:
             self._close_round(seat)
         found = self._take_seat(generation, mine, first_round=seat.round + 1, declared=True)
@@ -123,13 +126,14 @@ class StoreRoster:
 
         wait = _Wait(self.timeout, report)
         while True:
-            done, evaluated, broken, members, record = self._store.get_many(
+            done, evaluated, broken, members, record, own = self._store.get_many(
                 [
                     DONE_KEY,
                     _evaluation_key(mine.evaluations),
                     membership.broken_key(generation),
                     membership.members_key(generation),
                     _round_key(generation, round_),
+                    ready_key(generation, self.worker_id),
                 ]
             )
             if done is not None and not mine.evaluating:
@@ -149,11 +153,11 @@ class StoreRoster:
                     f"worker {self.worker_id} is not among the members of generation {generation} of job "
                     f"{self.job!r}: {', '.join(ids)}"
                 )
-            if not declared:
-                self._declare(generation, mine)
+            if not declared or own is None:
+                self._store.set(ready_key(generation, self.worker_id), mine.to_json())
                 declared = True
             elif found is not None and self.worker_id in found.workers:
-                seat = self._join(generation, round_, found.workers)
+                seat = self._join(generation, round_, found.workers, ids)
                 if seat is not None:
                     return seat
                 wait.a_little(f"generation {generation} to break")
@@ -167,47 +171,50 @@ class StoreRoster:
                 else:
                     wait.a_little(f"a seat in generation {generation}, round {round_}")
 
-    def _join(self, generation: int, round_: int, workers: tuple[str, ...]) -> Seat | None:
+    def _join(
+        self, generation: int, round_: int, workers: tuple[str, ...], members: tuple[str, ...]
+    ) -> Seat | None:
         """Form the group of a round; None when a worker of it was lost meanwhile."""
         rank = workers.index(self.worker_id)
         group: Group | None = None
         if len(workers) > 1:
             try:
                 group = Group.create(
-                    self._root.namespace(f"round/{round_}"),
+                    self._groups.namespace(f"round/{round_}"),
                     rank,
                     len(workers),
                     timeout=self.comm_timeout,
                     job=self.job,
                     generation=generation,
-                    interrupt=lambda: self._broken_error(generation),
+                    interrupt=lambda: self._look_while_joining(generation, round_, workers),
                 )
             except CommError as error:
                 self._make_sure_broken(Seat(generation, round_, workers, rank, None), error)
                 return None
         seat = Seat(generation, round_, workers, rank, group)
         self.signals = Signals()
-        self._watcher = Watcher(self._store.clone(), seat, self.worker_id, self.signals)
+        absent = tuple(worker for worker in members if worker not in workers)
+        self._watcher = Watcher(self._store.clone(), seat, self.worker_id, self.signals, absent)
         self._watcher.start()
         return seat
 
     # -- the store --------------------------------------------------------------------------------------------
-
-    def _declare(self, generation: int, mine: Ready) -> None:
-        self._store.set(_ready_key(generation, self.worker_id), mine.to_json())
-        self._store.add(num_ready_key(generation))
 
     def _members(self, generation: int) -> tuple[str, ...]:
         (data,) = self._store.wait([membership.members_key(generation)], self.timeout)
         return tuple(member.id for member in membership.Members.from_json(data).workers)
 
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
-        found = self._store.get_many([_ready_key(generation, worker) for worker in workers])
+        found = self._store.get_many([ready_key(generation, worker) for worker in workers])
         return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
 
-    def _broken_error(self, generation: int) -> PeerLost | None:
-        data = self._store.get(membership.broken_key(generation))
+    def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
+        """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
+        round_key = _round_key(generation, round_)
+        data, record = self._store.get_many([membership.broken_key(generation), round_key])
         if data is None:
+            if record is None:
+                self._store.compare_and_set(round_key, None, Round(workers).to_json())
             return None
         reason = membership.Broken.from_json(data).reason
         return PeerLost(f"generation {generation} is over: {reason}", generation=generation)
@@ -227,21 +234,23 @@ class StoreRoster:
 
     def announce_leaving(self, seat: Seat) -> None:
         self._store.set(membership.leaving_key(seat.generation, self.worker_id), b"1")
-        self._store.add(num_leaving_key(seat.generation))
+        self._store.set(any_leaving_key(seat.generation), b"1")
 
     def step_aside(self, seat: Seat, patience: float = 20.0) -> None:
         self._stop_watching()
         self._store.compare_and_set(
             _round_key(seat.generation, seat.round + 1), None, Round(move_to=seat.generation + 1).to_json()
         )
-        self._store.add(_crossed_key(seat))
+        self._store.set(_crossed_key(seat, self.worker_id), b"1")
         until = time.monotonic() + patience
-        while time.monotonic() < until:
-            crossed, broken = self._store.get_many(
-                [_crossed_key(seat), membership.broken_key(seat.generation)]
+        missing = [worker for worker in seat.workers if worker != self.worker_id]
+        while missing and time.monotonic() < until:
+            broken, *crossed = self._store.get_many(
+                [membership.broken_key(seat.generation), *(_crossed_key(seat, worker) for worker in missing)]
             )
-            if int(crossed or 0) >= len(seat.workers) or broken is not None:
+            if broken is not None:
                 return
+            missing = [worker for worker, record in zip(missing, crossed, strict=True) if record is None]
             time.sleep(0.002)
 
     def declare_done(self) -> None:
@@ -310,13 +319,9 @@ def make_roster(
     return FixedRoster(init(default=False) if world.size > 1 else None, worker_id)
 
 
-def _ready_key(generation: int, worker: str) -> str:
-    return f"elastic/{generation}/ready/{worker}"
-
-
-def _crossed_key(seat: Seat) -> str:
-    """How many workers have committed the last step of a round."""
-    return f"elastic/{seat.generation}/crossed/{seat.round}"
+def _crossed_key(seat: Seat, worker: str) -> str:
+    """Present when the worker has committed the last step of a round."""
+    return f"elastic/{seat.generation}/crossed/{seat.round}/{worker}"
 
 
 def _evaluation_key(number: int) -> str:

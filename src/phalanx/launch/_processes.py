@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from phalanx.comm._background import Background
 from phalanx.errors import PhalanxError
 from phalanx.launch import _linux
 from phalanx.launch._messages import receive_message, send_message
@@ -91,7 +92,9 @@ class Zygote:
         self._count = 0
         self._is_gone = False
         self._is_closed = False
-        self._reader = threading.Thread(target=self._read, name="phalanx-zygote-reader", daemon=True)
+        self._reader = Background(
+            self._read, "phalanx-zygote-reader", on_failure=lambda error: self._gone(), attempts=1
+        )
 
     @classmethod
     def fork(cls, functions: Mapping[str, Any] | None = None, preload: Sequence[str] = ()) -> Zygote:
@@ -171,7 +174,7 @@ class Zygote:
                 send_message(self._sock, {"kind": "end"})
             except OSError:
                 pass
-        if self._reader.is_alive() and threading.current_thread() is not self._reader:
+        if self._reader.is_alive() and not self._reader.is_current:
             self._reader.join(timeout=CLOSE_TIMEOUT)
         self._sock.close()
         if not self._reap(CLOSE_TIMEOUT):

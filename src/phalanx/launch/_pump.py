@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from phalanx.comm import _background as background
+from phalanx.comm._background import Background
+
 _TAIL_BYTES = 8192
 _CHUNK = 65536
 
@@ -44,7 +47,10 @@ class LogPump:
         self._new: list[tuple[int, Sinks]] = []
         self._drains: list[threading.Event] = []
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="phalanx-logs", daemon=True)
+        # Begun again for ever: workers stand still when nobody reads what they print.
+        self._thread = Background(
+            self._run, "phalanx-logs", on_failure=lambda error: None, attempts=background.FOREVER
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -71,7 +77,7 @@ class LogPump:
     def close(self) -> None:
         """Pass on what is left and stop."""
         if not self._thread.is_alive():
-            if self._thread.ident is None:  # never started
+            if not self._thread.has_started:
                 self._finish()
             return
         with self._lock:
@@ -168,8 +174,11 @@ def _deliver_line(sinks: Sinks, line: bytes) -> None:
     if sinks.console_fd >= 0 and sinks.prefix:
         _write(sinks.console_fd, sinks.prefix + line + b"\n")
     if sinks.filters and any(text in line for text in sinks.filters):
-        with open(sinks.filtered_path, "ab") as file:
-            file.write(sinks.prefix + line + b"\n")
+        try:
+            with open(sinks.filtered_path, "ab") as file:
+                file.write(sinks.prefix + line + b"\n")
+        except OSError:
+            pass  # the disk is gone or full; the worker must go on
 
 
 def _write(fd: int, data: bytes) -> None:

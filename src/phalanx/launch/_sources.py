@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
@@ -106,7 +107,7 @@ class Sources:
             else:
                 self.post(Formed(info))
 
-        _thread(wait, "phalanx-rendezvous")
+        background.start(wait, "phalanx-rendezvous", on_failure=lambda error: self.post(JoinFailed(error)))
 
     def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
         """Report the end of a generation, and requests in the store every ``interval`` seconds."""
@@ -141,8 +142,13 @@ class Sources:
             except StoreError:
                 return  # the rendezvous notices by itself that the store is gone
 
-        _thread(wait_end, "phalanx-generation")
-        _thread(poll, "phalanx-requests")
+        def lost(error: BaseException) -> None:
+            if not stopped.is_set():
+                reason = f"this agent cannot follow the job any more: {error!r}"
+                self.post(Ended(info.generation, GenerationEnd(kind="lost", reason=reason)))
+
+        background.start(wait_end, "phalanx-generation", on_failure=lost, attempts=background.ATTEMPTS)
+        background.start(poll, "phalanx-requests", on_failure=lost, attempts=background.ATTEMPTS)
 
     def leave_generation(self) -> None:
         """Stop following the current generation."""
@@ -162,8 +168,7 @@ class Sources:
                 error = str(problem)
             self.post(AllDone(info.generation, error))
 
-        _thread(wait, "phalanx-exit-barrier")
+        def failed(error: BaseException) -> None:
+            self.post(AllDone(info.generation, repr(error)))
 
-
-def _thread(target: Callable[[], None], name: str) -> None:
-    threading.Thread(target=target, name=name, daemon=True).start()
+        background.start(wait, "phalanx-exit-barrier", on_failure=failed)

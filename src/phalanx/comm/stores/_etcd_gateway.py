@@ -153,6 +153,14 @@ def unb64(text: str) -> bytes:
     return base64.b64decode(text)
 
 
+def as_text(text: str) -> str | None:
+    """A key as text; None for one that is none, which only a stranger can have written."""
+    try:
+        return unb64(text).decode()
+    except UnicodeDecodeError:
+        return None
+
+
 def range_end(prefix: bytes) -> bytes:
     """The first key after all that start with ``prefix``."""
     for index in reversed(range(len(prefix))):

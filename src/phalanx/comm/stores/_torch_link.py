@@ -9,18 +9,22 @@ replies would be read by the wrong call (the connection is given up for good).
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # from where its stub can be seen
 
 from phalanx.errors import StoreLost
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -90,8 +94,15 @@ class Link:
     def read_tick(self) -> bytes | None:
         return self.read(_TICK)
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self.call(lambda: self.native.add(key, amount)))
+    def list_keys(self) -> list[str]:
+        """All keys. One whose name is no text can only be a stranger's; torch cannot list any while it is there."""
+        while True:
+            try:
+                return list(self.call(self.native.list_keys))
+            except UnicodeDecodeError as error:
+                name = error.object
+                log.warning("deleted a key of %s whose name is no text: %r", self.address, name[:60])
+                self.call(partial(self.native.delete_key, name))
 
     def delete(self, key: str) -> bool:
         return bool(self.call(lambda: self.native.delete_key(key)))
