@@ -147,7 +147,7 @@ class Agent:
         if self.current:
             self.current.close()
         self.current = generation = Generation(info, self._handler)
-        if not generation.serve_bootstrap():
+        if not generation.serve_bootstrap(self.spec.master_addr):
             self._change_members("the bootstrap port was taken")
             return
         places = generation.places(self.spec.master_addr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from phalanx.comm import stores
+from phalanx.launch._addresses import bind_address
 from phalanx.launch._environment import JobFacts, Place
 from phalanx.launch._journal import Journal
 from phalanx.launch._policy import Situation, Verdict
@@ -30,17 +31,18 @@ class Generation:
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
-    def serve_bootstrap(self) -> bool:
+    def serve_bootstrap(self, master_addr: str | None = None) -> bool:
         """On the first node: serve the store for ``init_process_group("env://")``. False when its port is taken.
 
+        It listens where workers will look for it: at ``master_addr``, or at this node's own address.
         torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
         """
         if self.info.rank != 0 or self._handler.use_agent_store:
             return True
         port = self.info.bootstrap_store_info.master_port
-        host = "127.0.0.1" if self.info.world_size == 1 else "0.0.0.0"
+        told = master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
         try:
-            self._bootstrap = stores.TCPStore.serve(host, port)
+            self._bootstrap = stores.TCPStore.serve(bind_address(told), port)
         except OSError as error:
             log.warning("port %d for the workers' store is taken: %s", port, error)
             return False

@@ -62,13 +62,17 @@ def store_url(backend: str, endpoint: str) -> str:
 
 def scale(url: str, run_id: str, size: int, node: str = "") -> list[str]:
     """Ask the nodes of a job for ``size`` workers each; the ids of those that were asked."""
-    from phalanx.comm.stores import connect, job_store
+    from phalanx.comm.stores import connect
+    from phalanx.comm.stores._sealed import SealedStore
+    from phalanx.comm.stores._signing import Signer, read_secret
+    from phalanx.launch.rendezvous._backends import secret_here
     from phalanx.launch.rendezvous._records import NODES
-    from phalanx.membership import wish_key
+    from phalanx.membership import job_prefix, wish_key
 
     store = connect(url)
     try:
-        job = job_store(store, run_id)
+        signer = Signer(run_id, read_secret() or secret_here(store, run_id))
+        job = SealedStore(store.namespace(job_prefix(run_id)), signer)
         live = [key.removeprefix(NODES) for key in job.items(NODES)]  # verified: a wrong secret finds nobody
         nodes = sorted(node_id for node_id in live if node_id.startswith(node))  # an id starts with its host
         if not nodes:

@@ -100,7 +100,9 @@ def look_often(*handlers: StoreRendezvousHandler) -> None:
     for handler in handlers:
         with handler._changed:
             handler._participant._ttl = 4.0
-        ring(handler._store, handler._signer)  # the next look is due by the old interval: this one sets the new
+        ring(
+            handler._store, handler._signer
+        )  # the next look is due by the old interval: this one sets the new
 
 
 def vanish(handler: StoreRendezvousHandler) -> None:
@@ -112,7 +114,9 @@ def vanish(handler: StoreRendezvousHandler) -> None:
 def stop_thread(handler: StoreRendezvousHandler) -> None:
     with handler._changed:
         handler._stopping = True
-    ring(handler._store, handler._signer)  # a leader waits for news, which nobody else may have for a long time
+    ring(
+        handler._store, handler._signer
+    )  # a leader waits for news, which nobody else may have for a long time
     handler._participant.interrupt()
     assert handler._thread is not None
     handler._thread.join()

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.stores._counter import counter_value
+from phalanx.comm.stores._etcd_access import Access
 from phalanx.comm.stores._etcd_gateway import (
     NOT_FOUND,
     PATIENCE,
@@ -54,13 +55,14 @@ class EtcdStore(Store):
     >>> EtcdStore(["node1:2379", "node2:2379", "node3:2379"]).add("joined")        # doctest: +SKIP
     1
 
-    Plain HTTP without authentication: keep it inside a private network.
+    ``access``: encryption, certificates and user; without it plain HTTP, which belongs into a private network.
     """
 
     def __init__(
         self,
         endpoints: Sequence[str],
         *,
+        access: Access | None = None,
         timeout: float = 30.0,
         root: str = "phalanx",
         starting: bool = True,
@@ -69,7 +71,7 @@ class EtcdStore(Store):
 
         ``starting``: the servers may be about to start; else it is also raised as soon as all refuse the connection.
         """
-        self._gateway = Gateway(endpoints)
+        self._gateway = Gateway(endpoints, access)
         self._root = root
         self._values = f"{root}/v/"
         self._marker = self._new_marker()
@@ -77,7 +79,13 @@ class EtcdStore(Store):
         self._writing = threading.Lock()
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
-        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=starting)
+        try:
+            self._gateway.call(
+                "/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=starting
+            )
+        except BaseException:
+            self._gateway.close()
+            raise
 
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
@@ -155,7 +163,7 @@ class EtcdStore(Store):
 
     def watch(self, prefix: str = "") -> Watch:
         answer = self._gateway.call("/v3/kv/range", {"key": b64(self._marker)})
-        gateway = Gateway(self._gateway.endpoints)
+        gateway = Gateway(self._gateway.endpoints, self._gateway.access)
         start = (self._values + prefix).encode()
         return EtcdWatch(gateway, start, len(self._values), int(answer["header"]["revision"]))
 
@@ -173,7 +181,10 @@ class EtcdStore(Store):
 
     def _another(self, root: str) -> EtcdStore:
         """One more client of a cluster that has answered before."""
-        return EtcdStore(self._gateway.endpoints, timeout=PATIENCE, root=root, starting=False)
+        gateway = self._gateway
+        return EtcdStore(
+            gateway.endpoints, access=gateway.access, timeout=PATIENCE, root=root, starting=False
+        )
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
         from phalanx.comm.stores._c10d import for_torch

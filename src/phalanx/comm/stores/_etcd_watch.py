@@ -110,7 +110,7 @@ class EtcdWatch(Watch):
             "POST",
             url,
             json={"create_request": request},
-            headers={"Grpc-Metadata-hasleader": "true"},
+            headers={"Grpc-Metadata-hasleader": "true", **self._gateway.headers()},
             timeout=httpx.Timeout(SILENCE, connect=1.0),
         ) as response:
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
@@ -125,6 +125,8 @@ class EtcdWatch(Watch):
         import httpx
 
         if "error" in message:
+            if "auth token" in str(message["error"]):
+                self._gateway.log_in_again()
             raise httpx.RemoteProtocolError(str(message["error"]))  # no leader any more: ask another member
         result = message["result"]
         if "compact_revision" in result:

@@ -5,8 +5,8 @@ as absent, is named in the log once, and does not stand in the way of the rightf
 absent replaces it. Without a secret values pass through as they are, except that a signed one is an error (this process
 was not given the secret). Counters are signed too, so ``add`` is a compare-and-set here; one that a stranger overwrote
 or deleted begins again at 0, so a count may only ever be a reason to look at records. What process groups exchange by
-``as_c10d`` is signed like the rest. Nothing here keeps a stranger with write access from deleting keys, nor from writing
-an old record of a key to that key again.
+``as_c10d`` is signed like the rest. Nothing here keeps a stranger with write access from deleting keys, nor from
+writing an old record of a key to that key again.
 """
 
 from __future__ import annotations

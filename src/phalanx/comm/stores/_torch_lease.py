@@ -7,7 +7,8 @@ them wins. The owner of a key that changed hands in between keeps it: entries ar
 ``_record``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
 starts it). A pause of that process (SIGSTOP, a swapped-out host) is not held against the owners, who could
 not reach it meanwhile. What strangers write into the book-keeping is named, ignored and put right; they can end a lease
-(its owner then takes another one), and keep one alive for as long as they write. Rejected: readers that judge by themselves (one that arrives late has to wait a
+(its owner then takes another one), and keep one alive for as long as they write.
+Rejected: readers that judge by themselves (one that arrives late has to wait a
 whole ttl); expiry times in wall clock (skew between hosts).
 """
 

@@ -43,6 +43,7 @@ from phalanx.launch.rendezvous._leader import (
     ring,
     write_once,
 )
+from phalanx.launch.rendezvous._own_secret import OwnSecret
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.membership import Broken, RecordError
@@ -77,6 +78,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         is_host: bool = False,
         close_store: Callable[[], None] | None = None,
         secret_file: str = "",
+        own_secret: OwnSecret | None = None,
         master: tuple[str, int] | None = None,
     ) -> None:
         self._backend = backend
@@ -89,6 +91,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._is_host = is_host
         self._close_store = close_store
         self._secret_file = secret_file
+        self._own_secret = own_secret
         self._participant = Participant(store, signer, rules, node, lease=options.lease)
         self._changed = threading.Condition()
         self._thread: Background | None = None
@@ -114,7 +117,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def secret_file(self) -> str:
-        return self._secret_file
+        return self._secret_file if self._own_secret is None else self._own_secret.keep()
 
     @property
     def node_id(self) -> str:
@@ -329,6 +332,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._agent_store.close()
         if self._close_store is not None:
             self._close_store()
+        if self._own_secret is not None:
+            self._own_secret.remove()
         return told
 
     def _leave(self) -> bool:
