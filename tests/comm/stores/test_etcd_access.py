@@ -136,8 +136,8 @@ def test_tls_client_certificates_and_users(
         connect(f"etcds://{place}?ca={folder}/ca.pem", timeout=0.5)  # shows no certificate
     with pytest.raises(StoreError):
         connect(f"etcds://{place}?{trusted}", timeout=5)  # says no name
+    named = f"cert={folder}/named.pem&key={folder}/named.key"
     with pytest.raises(StoreError, match="certificates without a common name"):
-        named = f"cert={folder}/named.pem&key={folder}/named.key"
         connect(f"etcds://root:hush@{place}?ca={folder}/ca.pem&{named}", timeout=5)
     with pytest.raises(StoreError, match=r"refused user 'root'.*check user and password"):
         connect(f"etcds://root:wrong@{place}?{trusted}", timeout=5)

@@ -3,9 +3,9 @@
 Owns the reading of ``etcd://`` and ``etcds://`` addresses. A password never becomes part of an address that is shown.
 
 ``etcds://[user[:password]@]host:port[,host:port...][?ca=FILE&cert=FILE&key=FILE&password_file=FILE]``: TLS; the
-servers' certificates are verified against ``ca`` (default: the authorities that the system trusts), ``cert`` and ``key`` are
-this client's own. ``etcd://`` is the same without encryption. Without a password in the address it is read from
-``password_file`` or from ``PHALANX_ETCD_PASSWORD``.
+servers' certificates are verified against ``ca`` (default: the authorities that the system trusts), ``cert`` and
+``key`` are this client's own. ``etcd://`` is the same without encryption. Without a password in the address it is
+read from ``password_file`` or from ``PHALANX_ETCD_PASSWORD``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The secret of a job on one node that nobody gave one: made by the agent that serves the store.
 
-Owns the file that hands it to workers and to ``phalanx scale`` of the same user: a file under
-``/tmp/phalanx-UID``, with modes that keep everybody else out, gone with the job. The place does not depend on ``TMPDIR``, which
-may differ between the shell that runs a job and the one that scales it. The agent writes the file again when something
-has tidied it away: a worker that replaces another days later needs it too.
+Owns the file that hands it to workers and to ``phalanx scale`` of the same user: one under ``/tmp/phalanx-UID``, with
+modes that keep everybody else out, gone with the job. The place does not depend on ``TMPDIR``, which may differ between
+the shell that runs a job and the one that scales it. The agent writes the file again when something has tidied it away:
+a worker that replaces another days later needs it too.
 
 Rejected: a secret for jobs on stores that outlive their agents (file, etcd): the same job, begun again elsewhere, could
 not read its own records.

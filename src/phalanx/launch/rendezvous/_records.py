@@ -20,7 +20,8 @@ All keys are in the job's namespace, under ``rdzv/``:
 Who changes something that all nodes want to know (formed, ended, leader, closed) then *rings*: takes the next
 number of ``bells`` and writes that bell. Nodes wait for the next bell, one key each, and on hearing it read
 the records: what counts is their state, never the sequence of rings, so a ring that is lost or doubled does
-no harm; nor does one of a stranger, who can only make nodes look. Only the leader watches ``live/``: nodes that come and go wake nobody else.
+no harm; nor does one of a stranger, who can only make nodes look. Only the leader
+watches ``live/``: nodes that come and go wake nobody else.
 """
 
 from __future__ import annotations
