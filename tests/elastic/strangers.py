@@ -6,6 +6,7 @@ writes signed records of one key to another, and old ones of other generations. 
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
@@ -50,7 +51,8 @@ class Stranger:
                 if key:
                     self._write(key, value)
                     self.num_writes += 1
-                    self.kinds.add(re.sub(r"\d+|vm[\w.]*", "*", key))
+                    name = key if not isinstance(self.store, EtcdStore) else base64.b64decode(key).decode()
+                    self.kinds.add(re.sub(r"\d+|vm[\w.]*", "*", name))
             except StoreError:
                 return  # the job is over
 
@@ -106,7 +108,5 @@ class Stranger:
         elif isinstance(self.store, FileStore):
             Path(key).write_bytes(value)
         else:
-            import base64
-
             body = {"key": key, "value": base64.b64encode(value).decode()}
             self.store._gateway.call("/v3/kv/put", body)

@@ -84,7 +84,8 @@ def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
 
 def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identity]:
     mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
-    place.store.set(f"member/{place.rank}", mine)
+    own = f"member/{place.rank}"
+    place.store.set(own, mine)
     keys = [f"member/{rank}" for rank in range(place.size)]
     deadline = time.monotonic() + place.timeout
     while True:
@@ -92,6 +93,8 @@ def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identi
             records = place.store.wait(keys, timeout=_SLICE)
             break
         except StoreTimeout:
+            if place.store.get(own) != mine:
+                place.store.set(own, mine)  # a stranger wrote over it or deleted it
             cause = interrupt()
             if cause is not None:
                 raise cause from None

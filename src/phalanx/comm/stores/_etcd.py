@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.comm.stores._complaints import Complaints
 from phalanx.comm.stores._counter import counter_value
 from phalanx.comm.stores._etcd_access import Access
 from phalanx.comm.stores._etcd_gateway import (
@@ -77,6 +78,7 @@ class EtcdStore(Store):
         self._marker = self._new_marker()
         self._marker_revision = 0
         self._writing = threading.Lock()
+        self._complaints = Complaints(log)
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
         try:
@@ -234,7 +236,9 @@ class EtcdStore(Store):
             if (0 if mark is None else mark.revision) != self._marker_revision:
                 # A stranger wrote to the marker or deleted it, so that this write cannot have been carried out, and
                 # no later one would: take another marker. To the caller it is as if another writer had been quicker.
-                log.warning("%s: the marker of this client was changed by a stranger", self.address)
+                self._complaints.say(
+                    "marker", f"{self.address}: a stranger changed the marker of this client"
+                )
                 self._marker, self._marker_revision = self._new_marker(), 0
             return False, entry
 
