@@ -6,7 +6,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 
-.PHONY: demo test check bench soak coverage format clean
+.PHONY: demo test check bench soak coverage format release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -39,8 +39,18 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Wheel and sdist, checked, and the wheel tried in an environment of its own (without torch: a version needs none).
+release: $(RUN)
+	$(PIP) -e ".[release]"
+	rm -rf dist
+	$(PY) -m build --quiet >/dev/null
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv --clear build/try
+	build/try/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	build/try/bin/phalanx --version
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build src/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist src/*.egg-info
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)

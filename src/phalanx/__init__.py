@@ -6,9 +6,31 @@ Names are loaded on first use, so that ``import phalanx`` stays quick and needs 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import _torch_hook
+
+if TYPE_CHECKING:
+    from phalanx import comm as comm
+    from phalanx import data as data
+    from phalanx import ddp as ddp
+    from phalanx import elastic as elastic
+    from phalanx import errors as errors
+    from phalanx import launch as launch
+    from phalanx import membership as membership
+    from phalanx import shard as shard
+    from phalanx import tensor as tensor
+    from phalanx import world as world
+    from phalanx.comm import DeviceMesh as DeviceMesh
+    from phalanx.comm import Group as Group
+    from phalanx.comm import init as init
+    from phalanx.comm import init_device_mesh as init_device_mesh
+    from phalanx.comm import simulate as simulate
+    from phalanx.data import ElasticBatchSampler as ElasticBatchSampler
+    from phalanx.data import ElasticDistributedSampler as ElasticDistributedSampler
+    from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
+    from phalanx.elastic import Job as Job
+    from phalanx.tensor import DTensor as DTensor
 
 __version__ = "0.1.0"
 
@@ -32,14 +54,16 @@ _PACKAGES = frozenset(
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    if name in _PACKAGES:
-        return import_module(f"phalanx.{name}")
-    raise AttributeError(f"module 'phalanx' has no attribute {name!r}; it offers {', '.join(__all__)}")
+if not TYPE_CHECKING:  # a checker would take every name from it, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+            globals()[name] = value
+            return value
+        if name in _PACKAGES:
+            return import_module(f"phalanx.{name}")
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@
     ├── StoreError
     │   ├── StoreLost (ConnectionError)  the store cannot be reached any more
     │   └── StoreTimeout (TimeoutError)  a key did not appear in time
+    ├── JobStopped                       the job itself stops: another try would end alike
     ├── SimulationError
     │   ├── RankFailed                   a simulated rank raised
     │   └── SimulatedDeadlock            every simulated rank waits for another
@@ -70,6 +71,13 @@ class StoreLost(StoreError, ConnectionError):
 
 class StoreTimeout(StoreError, TimeoutError):
     """What was waited for did not appear in the store in time."""
+
+
+class JobStopped(PhalanxError, RuntimeError):
+    """The job stops on purpose, all of it: a replacement or a restart would only come to the same point again.
+
+    An agent that finds it in a worker ends the job with a non-zero exit code and starts nothing in its place.
+    """
 
 
 class SimulationError(PhalanxError, RuntimeError):

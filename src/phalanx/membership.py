@@ -8,6 +8,8 @@ How a heal goes: a worker dies -> its agent sets ``broken_key(g)`` -> survivors 
 ``PHALANX_GENERATION=g+1``) form the group of g+1 in ``group_prefix(job, g + 1)``. A newcomer that can wait sets
 ``wanted_key(g)`` instead: workers regroup at the next step boundary. A worker that leaves politely sets
 ``leaving_key(g, worker_id)``; its agent plans g+1 without it and breaks g once the worker has exited with code 0.
+All this needs workers that take part: one that will says so by ``regroups_key(worker_id)`` before its first step. Where
+nobody of a role has, agents do not heal but start all workers anew.
 """
 
 from __future__ import annotations
@@ -30,6 +32,15 @@ ENV_ON_FAILURE = "PHALANX_ON_FAILURE"
 ENV_SECRET = "PHALANX_JOB_SECRET"
 ENV_SECRET_FILE = "PHALANX_JOB_SECRET_FILE"
 """With either, agents and workers sign all records and refuse those that are not signed."""
+
+ENV_EXIT_CODE = "PHALANX_EXIT_CODE"
+"""Set in a worker when its script has ended, before functions registered with ``atexit`` run: the code it ends with."""
+
+FINISHING = "finishing"
+"""Present, and not empty, when the workers have done all steps and only run what their scripts do after them."""
+
+SETBACKS = "setbacks"
+"""JSON of ``Setbacks``: how often the job went back to an earlier step."""
 
 
 def job_prefix(job: str) -> str:
@@ -61,9 +72,20 @@ def leaving_key(generation: int, worker_id: str) -> str:
     return f"gen/{generation}/leaving/{worker_id}"
 
 
+def regroups_key(worker_id: str) -> str:
+    """Present when the worker follows ``members_key`` from generation to generation, and so can outlive its peers."""
+    return f"regroups/{worker_id}"
+
+
 def progress_key(worker_id: str) -> str:
-    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; the hang detector reads it."""
+    """JSON ``{"step": n}``, rewritten by a worker when it makes progress; ``n`` counts over the whole job. Agents tell
+    by it who hangs, and whether workers die again and again without a step in between."""
     return f"progress/{worker_id}"
+
+
+def ended_key(worker_id: str) -> str:
+    """Present when a worker's script has ended well; the process may stay for a while to hand over its state."""
+    return f"ended/{worker_id}"
 
 
 def wish_key(node_id: str) -> str:
@@ -122,6 +144,41 @@ class Broken:
     def from_json(cls, data: bytes) -> Broken:
         record = _parse(data, "broken")
         return cls(reason=record["reason"], workers=tuple(record["workers"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setbacks:
+    """How often all workers were lost and the job went back, how many steps were computed again for it, and the
+    last time from which step to which."""
+
+    count: int = 0
+    num_steps: int = 0
+    last_from: int = 0
+    last_to: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Setbacks:
+        record = _parse(data, "setbacks")
+        try:
+            return cls(**{name: int(record[name]) for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"setbacks record has unexpected fields: {data[:80]!r}") from error
+
+    def plus(self, before: int, after: int) -> Setbacks:
+        """One more, from step ``before`` to step ``after``.
+
+        >>> Setbacks().plus(57, 50)
+        Setbacks(count=1, num_steps=7, last_from=57, last_to=50)
+        """
+        return Setbacks(
+            count=self.count + 1,
+            num_steps=self.num_steps + before - after,
+            last_from=before,
+            last_to=after,
+        )
 
 
 def _parse(data: bytes, kind: str) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_mistakes_are_value_errors_that_name_the_value(call, message):
 
 def test_a_dataset_without_length_is_a_type_error():
     with pytest.raises(TypeError, match="has no length"):
-        ElasticBatchSampler(iter([1]), 1, 1, slots=[0])
+        ElasticBatchSampler(object(), 1, 1, slots=[0])
 
 
 def test_nothing_wanted_is_nothing_given():

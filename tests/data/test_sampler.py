@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler as TorchSampler
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from phalanx.data import ElasticDistributedSampler, PaddingIndex, weight_of
+from phalanx.data import ElasticBatchSampler, ElasticDistributedSampler, PaddingIndex, WithWeights, weight_of
 
 pytestmark = pytest.mark.fast
 
@@ -74,12 +74,82 @@ def test_without_shuffle_the_indices_are_those_of_torch(length, count, drop_last
 
 
 def test_a_dataset_without_length_is_a_type_error():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(())
+    class Endless(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            return index
 
-    with pytest.raises(TypeError, match="Stream has no length"):
-        ElasticDistributedSampler(Stream(), 1, 0)
+    with pytest.raises(TypeError, match="Endless has no length"):
+        ElasticDistributedSampler(Endless(), 1, 0)
+
+
+class Stream(IterableDataset):
+    """As the streaming datasets that divide themselves: ``len`` is this rank's share, ``[i]`` counts over all."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+class Lazy:
+    """No subclass of torch's; can only be iterated, and knows how long that takes."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+class Halfway(torch.utils.data.Dataset):
+    """Inherits a ``__getitem__`` that only raises."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("kind", [Stream, Lazy, Halfway])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda dataset: ElasticDistributedSampler(dataset, 1, 0),
+        lambda dataset: ElasticBatchSampler(dataset, 1, 1, slots=[0]),
+        lambda dataset: WithWeights(dataset),
+    ],
+)
+def test_every_iterable_dataset_is_refused_even_with_a_length(kind, use):
+    with pytest.raises(
+        TypeError, match=f"dataset {kind.__name__} is iterable: .* Expected a map-style dataset"
+    ):
+        use(kind())
+
+
+def test_loaders_and_mappings_are_no_datasets():
+    with pytest.raises(
+        TypeError, match=r"dataset is a DataLoader.*pass the dataset that it reads \(loader\.dataset"
+    ):
+        ElasticDistributedSampler(torch.utils.data.DataLoader(Numbers(3)), 1, 0)
+    with pytest.raises(
+        TypeError, match="dataset is a dict with keys 'train', 'test'; pass one of its values"
+    ):
+        ElasticDistributedSampler({"train": Numbers(3), "test": Numbers(3)}, 1, 0)
+
+
+def test_what_gives_samples_by_number_is_taken_also_when_it_can_be_iterated():
+    class Many(Halfway):
+        def __getitems__(self, indices):
+            return indices
+
+    subset = torch.utils.data.Subset(Stream(), range(100))
+    for dataset in ([1, 2], (1, 2), range(2), torch.zeros(2), {0: "a", 1: "b"}, Many(), subset):
+        assert len(ElasticDistributedSampler(dataset, 1, 0)) == len(dataset)
 
 
 @pytest.mark.parametrize("start", [-1, 10, 11])

@@ -539,3 +539,15 @@ def test_lazy_futures_chain_and_pass_errors_on():
     failing = LazyFuture(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failing.then(lambda f: f.value()).wait()
+
+
+def test_callbacks_of_a_lazy_future_run_after_a_failure_too():
+    calls = []
+    failing = LazyFuture(lambda: 1 / 0)
+    failing.add_done_callback(lambda f: calls.append("told"))
+    cured = failing.then(lambda f: calls.append("asked") or "instead")
+    assert cured.wait() == "instead"
+    assert calls == ["told", "asked"]
+    for ask in (failing.wait, failing.value, failing.then(lambda f: f.wait()).wait):
+        with pytest.raises(ZeroDivisionError):
+            ask()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.elastic._records import read_lines
@@ -32,6 +33,7 @@ class Cluster:
         pace: float = 0.01,
         *,
         hold: int | None = None,
+        script: Path = SCRIPT,
         **options: str,
     ) -> None:
         self.directory = directory
@@ -44,11 +46,11 @@ class Cluster:
         flags = [
             f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
         ]
-        script_flag = [options["script_flag"]] if "script_flag" in options else []
+        script_flag = options["script_flag"].split() if "script_flag" in options else []
         self.output = (directory / "output").open("wb")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}", "--on-failure=heal",
-             f"--preload={PRELOAD}", *flags, str(SCRIPT), str(directory), str(num_steps), str(pace), *script_flag],
+             f"--preload={PRELOAD}", *flags, str(script), str(directory), str(num_steps), str(pace), *script_flag],
             stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
             env={**os.environ, "TMPDIR": str(self.scratch)},
         )  # fmt: skip
@@ -132,13 +134,18 @@ class Cluster:
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def finish(self, timeout: float = 150.0) -> Verdict:
-        """Wait for the end of the job; everything that must hold then, but for the digest."""
+    def finish(self, timeout: float = 150.0, *, tracebacks: Sequence[str] = ()) -> Verdict:
+        """Wait for the end of the job; everything that must hold then, but for the digest.
+
+        ``tracebacks`` are the last lines of those that the test has brought about; another is a failure.
+        """
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}") from None
         assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
+        unexpected = [line for line in errors_of(self.text()) if line not in tracebacks]
+        assert unexpected == [], f"a worker that nobody killed has failed:\n{self.text()[-6000:]}"
         deadline = time.monotonic() + 60
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -156,6 +163,19 @@ class Cluster:
             self.process.kill()
         self.process.wait()
         self.output.close()
+
+
+def errors_of(text: str) -> list[str]:
+    """The last lines of all tracebacks in what processes printed."""
+    found = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line and not line[0].isspace():
+            found.append(line)
+            inside = False
+    return found
 
 
 def started(pid: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from elastic_training import Mean
 from torch import nn
 from torch.nn import functional as F
 
@@ -48,6 +49,7 @@ class World:
         self.threads: list[threading.Thread] = []
         self.num_steps = 15  # three epochs
         self.saves: Saves | None = None
+        self.hold = 3600.0
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
 
@@ -66,20 +68,28 @@ class World:
             ms.broken_key(generation), ms.Broken(reason="the script says so", workers=lost).to_json()
         )
 
-    def start(self, worker: str, generation: int = 0, on_step=lambda job, step: None, after=None) -> None:
+    def start(
+        self,
+        worker: str,
+        generation: int = 0,
+        on_step=lambda job, step: None,
+        after=None,
+        on_commit=lambda job, step, outcome: None,
+    ) -> None:
         def main() -> None:
             self._local.roster = StoreRoster(
                 self.root.clone(), "j", worker, generation, timeout=200.0, comm_timeout=200.0
             )
             try:
-                self.results[worker] = self.train(on_step, after)
+                self.results[worker] = self.train(on_step, after, on_commit)
+                self.keys.set(ms.ended_key(worker), b"1")  # as its agent would, when it sees code 0
             except (Die, SystemExit, Exception) as error:
                 self.results[worker] = error
 
         self.threads.append(threading.Thread(target=main, daemon=True))
         self.threads[-1].start()
 
-    def train(self, on_step, after) -> object:
+    def train(self, on_step, after, on_commit) -> object:
         generator = torch.Generator().manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
         with torch.no_grad():
@@ -89,7 +99,7 @@ class World:
         callbacks = Callbacks(
             on_regroup=self.news.append, on_newcomer=self.newcomers.append, on_leave=self.leavers.append
         )
-        run = RunOptions(progress=False, verify=True, log_dir=self.directory)
+        run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold)
         job = Job(
             model,
             optimizer,
@@ -99,13 +109,17 @@ class World:
             saves=self.saves,
             run=run,
             callbacks=callbacks,
+            state={"mean": (mean := Mean(model))},
         )
         try:
             for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
                     micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
                 on_step(job, step)
-                step.commit(max_grad_norm=1.0)
+                outcome = step.commit(max_grad_norm=1.0)
+                if outcome:
+                    mean.update(model)
+                on_commit(job, step, outcome)
             return after(job) if after is not None else job.digest()
         finally:
             job.close()

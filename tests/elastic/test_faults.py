@@ -10,6 +10,8 @@ import sys
 import pytest
 from cluster import NUM_STEPS, Cluster
 
+from phalanx.launch.events import JobWentBack, read_events
+
 pytestmark = pytest.mark.timeout(400)
 
 HOLD = 20
@@ -47,6 +49,19 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
     verdict = cluster.finish()
     assert verdict.num_steps == NUM_STEPS
     assert cluster.digests() == {undisturbed}
+
+
+def test_who_misses_the_end_of_a_step_that_others_have_applied_takes_it_over(start, undisturbed):
+    cluster = start(3)
+    cluster.wait_step(10)
+    _, second, third = cluster.pids()
+    for what, worker in (("miss", second), ("die", third)):
+        (cluster.directory / f"{what}-{worker}").write_text(str(HOLD + 2))
+    cluster.release()
+    cluster.finish()
+    assert cluster.digests() == {undisturbed}
+    received = [(e["worker"], e["step"]) for e in cluster.events("received") if e["step"] == HOLD + 3]
+    assert (second, HOLD + 3) in received
 
 
 @pytest.mark.parametrize(
@@ -90,7 +105,7 @@ def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
     cluster.release()
     cluster.finish()
     assert cluster.digests() == {undisturbed}
-    assert "no progress" in cluster.text()
+    assert "it is stopped (by SIGSTOP" in cluster.text()
 
 
 def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):
@@ -108,8 +123,8 @@ def test_a_worker_joins_and_another_leaves_politely(start, undisturbed):
     assert verdict.num_dropped == 0, "nobody died: no step had to be computed twice"
 
 
-def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed):
-    cluster = start(2, script_flag="--save")
+def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed, tmp_path):
+    cluster = start(2, script_flag="--save", log_dir=str(tmp_path / "agent"))
     cluster.wait_until(lambda: any(e["step"] >= 10 for e in cluster.events("saved")), "a save")
     cluster.close_door()  # a replacement of the first could otherwise take over from the second
     for worker in cluster.pids():
@@ -118,7 +133,16 @@ def test_when_all_die_the_job_resumes_from_its_last_save(start, undisturbed):
     cluster.release()
     cluster.finish()
     assert cluster.digests() == {undisturbed}
-    assert [event["step"] >= 10 for event in cluster.events("resumed")] == [True]
+    (resumed,) = [event["step"] for event in cluster.events("resumed")]
+    assert resumed >= 10
+    for event in cluster.events("went_back"):  # unless they died in the moment of a save
+        line = f"the job goes back from step {event['before']} to step {resumed}, its newest save"
+        assert line in cluster.text()
+    (path,) = (tmp_path / "agent").rglob("events.jsonl")
+    counted = [event for event in read_events(path) if isinstance(event, JobWentBack)]
+    assert [(event.from_step, event.to_step) for event in counted] == [
+        (event["before"], event["step"]) for event in cluster.events("went_back")
+    ]
 
 
 def test_sigterm_to_the_job_saves_and_a_later_run_goes_on_with_the_same_bits(start, undisturbed, tmp_path):

@@ -120,15 +120,71 @@ def test_sparse_gradients_are_refused():
         run_loop(linear_job(model=Lookup()))
 
 
+def hidden(width=3, **keywords):
+    return nn.Sequential(nn.Linear(6, width, **keywords), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+
+def frozen(model):
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            lambda: hidden(4),
+            "parameter 0.weight is float32 (3, 6) on worker rank0 and float32 (4, 6) on rank2; "
+            "parameter 0.bias is float32 (3,) on worker rank0 and float32 (4,) on rank2; "
+            "parameter 1.weight is float32 (3,) on worker rank0 and float32 (4,) on rank2; 4 more differ",
+        ),
+        (lambda: hidden(bias=False), "parameter 0.bias is only on rank0"),
+        (
+            lambda: frozen(hidden()),
+            "parameter 2.bias is float32 (1,) on worker rank0 and float32 (1,), frozen on rank2",
+        ),
+        (
+            lambda: nn.Sequential(*hidden()[:2], nn.Linear(3, 1, dtype=torch.float64)),
+            "parameter 2.weight is float32 (1, 3) on worker rank0 and float64 (1, 3) on rank2",
+        ),
+    ],
+)
+def test_workers_that_run_different_models_are_told_which_parameter_differs(other, told):
+    def main(group):
+        job = linear_job(group, model=hidden() if group.rank < 2 else other())
+        with pytest.raises(WorkersDiffer) as caught:
+            next(job.steps(epochs=1))
+        return str(caught.value)
+
+    (message,) = set(simulate(3).run(main))
+    assert f"the models differ: {told}" in message
+    assert "all workers must run the same script with the same arguments" in message
+
+
+def test_models_that_differ_in_order_only_are_told_apart():
+    from phalanx.elastic._identity import tell_apart
+
+    one = {"parameter a": "float32 ()", "parameter b": "float32 ()"}
+    told = tell_apart("x", one, "y", dict(reversed(one.items())))
+    assert (
+        told
+        == "parameters and buffers come in another order: parameter a on worker x where parameter b is on y"
+    )
+
+
 def test_workers_that_run_different_jobs_are_told_so():
     def main(group):
-        job = linear_job(group, model=nn.Linear(6, 1 + group.rank))
+        model = nn.Linear(6, 1)
+        kind = torch.optim.SGD if group.rank == 0 else torch.optim.Adam
+        run = RunOptions(progress=False, group=group)
+        job = Job(model, kind(model.parameters()), Rows(), num_slots=4, slot_batch_size=4, run=run)
         next(job.steps(epochs=1))
 
     with pytest.raises(RankFailed) as caught:
         simulate(2).run(main)
     assert isinstance(caught.value.__cause__, WorkersDiffer)
-    assert "parameters is" in str(caught.value.__cause__)
+    told = "optimizer is 'SGD of 2 parameters' on worker rank0 and 'Adam of 2 parameters' on rank1"
+    assert told in str(caught.value.__cause__)
 
 
 def test_unequal_machines_are_warned_of():
@@ -137,7 +193,7 @@ def test_unequal_machines_are_warned_of():
 
     told = [{"job": {}, "machine": {**fingerprint(), "threads": threads}} for threads in (1, 1, 2)]
     with pytest.warns(BitsWarning, match="workers a and c differ in threads 1 and 2"):
-        _check_same(Seat(0, 0, ("a", "b", "c"), 0, None), told)
+        _check_same(Seat(0, 0, ("a", "b", "c"), 0, None), told, job=None)
 
 
 def test_a_save_of_an_unequal_machine_is_warned_of(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
-from phalanx.elastic import Ejected, Saves
+from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic._saves import find_save
 from phalanx.elastic.audit import check_directory
 
@@ -215,3 +215,71 @@ def test_who_comes_after_the_end_goes_away_with_code_0(world, alone):
     late = world.join()["z"]
     assert isinstance(late, SystemExit)
     assert late.code == 0
+
+
+def test_a_replacement_takes_the_rank_and_the_state_though_the_first_to_hand_it_over_dies(world, alone):
+    """a is lost after the last step; b, which d asks first, is lost while it hands over; c then gives d the state."""
+    world.agree(0, "a", "b", "c")
+    dead, is_handed, seen = threading.Event(), threading.Event(), {}
+
+    def after(job):
+        if job.worker_id == "a":
+            world.break_(0, "a")
+            world.agree(1, "d", "b", "c")
+            dead.set()
+            raise Die
+        if job.worker_id == "b":
+            keeper = job.team._keeper
+            keeper._stop.set()  # it says that it keeps the state, but never answers
+            keeper._thread.join()
+            world.keys.wait(["elastic/1/ask/b/d"], 100.0)
+            world.break_(1, "b")
+            world.agree(2, "d", "e", "c")
+            raise Die
+        if job.worker_id == "c":
+            for param in job.model.parameters():
+                param.data.zero_()  # the script's own business: d gets what it was
+            assert is_handed.wait(100)
+            return job.rank
+        seen[job.worker_id] = (job.rank, job.world_size, job.step)
+        if len(seen) == 2:
+            is_handed.set()
+        return job.digest()
+
+    for worker in "abc":
+        world.start(worker, after=after)
+    assert dead.wait(100)
+    world.keys.set("elastic/1/keeps/b", b"1")
+    world.start("d", 1, after=after)
+    world.threads[1].join(100)
+    world.start("e", 2, after=after)
+    results = world.join()
+    assert results["d"] == results["e"] == alone
+    assert results["c"] == 2
+    assert seen == {"d": (0, 3, 15), "e": (1, 3, 15)}
+
+
+def test_without_a_kept_state_a_loss_after_the_last_step_is_an_error(world, alone):
+    world.agree(0, "a", "b")
+    world.hold = 0.0
+    dead, asked = threading.Event(), threading.Event()
+
+    def after(job):
+        if job.worker_id == "a":
+            world.break_(0, "a")
+            world.agree(1, "d", "b")
+            dead.set()
+            raise Die
+        assert asked.wait(100)
+        return job.digest()
+
+    world.start("a", after=after)
+    world.start("b", after=after)
+    assert dead.wait(100)
+    world.start("d", 1)
+    world.threads[2].join(100)
+    asked.set()
+    results = world.join()
+    assert results["b"] == alone
+    assert isinstance(results["d"], ResultLost)
+    assert "takes the place of rank 0" in str(results["d"])

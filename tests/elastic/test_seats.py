@@ -31,13 +31,15 @@ def test_a_known_worker_that_is_no_member_any_more_is_not_waited_for():
     assert choose_round(("b",), {"b": Ready(step=4, peers=ABC)}) == ("b", Round(("b",)))
 
 
-def test_while_some_evaluate_only_they_get_a_seat():
+def test_while_some_evaluate_only_they_and_who_will_come_to_that_evaluation_get_a_seat():
     ready = {
         "a": Ready(step=4, peers=ABC),
         "b": Ready(step=5, evaluating=True, peers=ABC),
         "c": Ready(step=5, evaluating=True, peers=ABC),
     }
-    assert choose_round(ABC, ready) == ("b", Round(("b", "c")))
+    assert choose_round(ABC, ready) == ("b", Round(ABC)), "a takes step 4 over, then its loop evaluates"
+    for other in (Ready(), Ready(step=3, peers=ABC), Ready(step=5, peers=ABC)):
+        assert choose_round(ABC, {**ready, "a": other}) == ("b", Round(("b", "c")))
 
 
 def test_who_was_cut_off_from_a_completed_evaluation_gets_a_seat_with_those_who_completed_it():

@@ -2,11 +2,13 @@
 
 ``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves. By files in DIR a test
 decides what must not be left to the speed of the machine: ``closed`` keeps workers that start from joining, ``hold``
-names the step that nobody may pass.
+names the step that nobody may pass, ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
+whose commit it dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 from elastic_training import make_job
 from torch.nn import functional as F
 
+from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Job, RunOptions, Saves
 
 
@@ -37,8 +40,12 @@ def main() -> None:
         for micro in step:
             micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
             time.sleep(pace)
-        if step.commit(max_grad_norm=1.0):
+        with missing_the_end(job, step.number, directory):
+            outcome = step.commit(max_grad_norm=1.0)
+        if outcome:
             job.mean.update(job.model)
+        if is_due(directory / f"die-{job.worker_id}", step.number):
+            os.kill(os.getpid(), signal.SIGKILL)
     put(directory / f"digest-{job.worker_id}", f"{job.step} {job.digest()}")
 
 
@@ -62,6 +69,17 @@ def hold(job: Job, step: int, directory: Path) -> None:
             return
         job.team.roster.report(job.step)
         time.sleep(0.01)
+
+
+def is_due(wish: Path, step: int) -> bool:
+    return wish.exists() and int(wish.read_text()) == step
+
+
+def missing_the_end(job: Job, step: int, directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Lose the result of the step's last collective, if the test has written that down for this worker."""
+    if not is_due(directory / f"miss-{job.worker_id}", step):
+        return contextlib.nullcontext()
+    return play(lose_result_at(job.rank, 0, name="all_gather_into_tensor"))
 
 
 def fail(wish: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,17 +83,37 @@ class Launcher:
         self.agents: list[AgentProcess] = []
         self._nursery = nursery
 
-    def run(self, *words: object, cold: bool = False, **env: str) -> AgentProcess:
-        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``."""
-        resolved = [str(WORKERS / word) if (WORKERS / str(word)).is_file() else str(word) for word in words]
+    def run(
+        self, *words: object, cold: bool = False, options: Sequence[str] = (), **env: str
+    ) -> AgentProcess:
+        """``phalanx run`` with these words. A worker script is named by its file name in ``workers``.
+
+        ``options`` are those of a cold agent's interpreter.
+        """
+        return self._start("phalanx", True, ["run", *_resolved(words)], cold=cold, options=options, **env)
+
+    def script(self, name: str, *words: object) -> AgentProcess:
+        """A script of ``workers`` that is an agent itself."""
+        return self._start(str(WORKERS / name), False, _resolved(words))
+
+    def _start(
+        self,
+        target: str,
+        is_module: bool,
+        args: list[str],
+        *,
+        cold: bool = False,
+        options: Sequence[str] = (),
+        **env: str,
+    ) -> AgentProcess:
         log = self.directory / f"agent{len(self.agents)}.log"
         process = self._nursery.zygote.park()
         ended = self._nursery.ended[process.pid] = threading.Event()
         order = {
             "kind": "script",
-            "target": "phalanx",
-            "is_module": True,
-            "args": ["run", *resolved],
+            "target": target,
+            "is_module": is_module,
+            "args": args,
             "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
             "unset": [],
             "cpus": [],
@@ -102,7 +122,7 @@ class Launcher:
             "stacks": "",
         }
         if cold:
-            order |= {"kind": "exec", "command": [sys.executable, "-m", "phalanx", "run", *resolved]}
+            order |= {"kind": "exec", "command": [sys.executable, *options, "-m", target, *args]}
         fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         copy = os.dup(fd)
         process.order(order, {"stdout": fd, "stderr": copy})
@@ -118,6 +138,10 @@ class Launcher:
         while (left := self._nursery.descendants()) and time.monotonic() < until:
             time.sleep(0.02)
         assert not left, f"processes outlived the job: {left}"
+
+
+def _resolved(words: tuple[object, ...]) -> list[str]:
+    return [str(WORKERS / str(word)) if (WORKERS / str(word)).is_file() else str(word) for word in words]
 
 
 @pytest.fixture(scope="session")

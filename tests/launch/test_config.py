@@ -56,6 +56,7 @@ def test_torchs_fields_are_all_there_in_their_order():
     [
         {"min_nodes": 0}, {"min_nodes": 3}, {"nproc_per_node": 0}, {"max_restarts": -1}, {"on_failure": "x"},
         {"shutdown_timeout": -1}, {"signals_to_handle": "SIGNO"}, {"hang_timeout": -1.0}, {"standby": -1},
+        {"start_timeout": -1.0},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(fields):

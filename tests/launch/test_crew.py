@@ -45,7 +45,7 @@ class StuckProcess(WorkerProcess):
     def send_signal(self, signum: int, *, to_group: bool = True) -> None:
         self.got.append(signum)
         if signum == self.dies_by and self.exit_code is None:
-            self.exit_code = -signum
+            self.end(-signum)
             assert self.crew is not None
             self.crew._on_exit(self)
 
@@ -54,8 +54,8 @@ class PretendZygote:
     def __init__(self, *processes: StuckProcess) -> None:
         self._processes = list(processes)
 
-    def park(self) -> StuckProcess:
-        return self._processes.pop(0)
+    def park(self) -> tuple[StuckProcess, bool]:
+        return self._processes.pop(0), True
 
     def close(self) -> None:
         pass
@@ -157,7 +157,10 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
     other = threading.Thread(target=other_node)
     other.start()
     watch = HangWatch(crew, timeout=10)
+    assert watch.check({"w0": b'{"step":3}'}, generation, now=0) is None
     assert watch.check({"w0": b'{"step":4}'}, generation, now=0) is None
+    assert watch.check({"w0": b'{"step":4}'}, generation, now=11) is None  # they are being written
+    assert watch._dump.is_written.wait(60)
     member, reason = watch.check({"w0": b'{"step":4}'}, generation, now=11)
     assert written == ["stacks"]
     assert member.id == "w0"
@@ -223,12 +226,12 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
             crew = SimpleNamespace(running=[CrewMember(place=place, process=process, stacks_file=str(log))])
             assert slow.stdout.readline() == "ready\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
-            assert _diagnosis.dump_stacks(crew, "of a test") == {"w": ""}  # does not catch it
+            assert _diagnosis.dump_stacks(crew.running, "of a test") == {"w": ""}  # does not catch it
             slow.stdin.write("\n")
             slow.stdin.flush()
             assert slow.stdout.readline() == "catches\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signum)
-            found = _diagnosis.dump_stacks(crew, "of a test")["w"]
+            found = _diagnosis.dump_stacks(crew.running, "of a test")["w"]
             assert [str(frame) for frame in frames_of(found)] == ["inner (a.py:1)", "outer (a.py:2)"]
             process.discard()
             theirs.close()
@@ -247,28 +250,36 @@ SLEEPS = (
 def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeypatch):
     """Rank 0 waits and has been silent for longest; rank 1, which it waits for, is late a moment after it."""
     dumps = []
-    monkeypatch.setattr(_diagnosis, "dump_stacks", lambda crew, reason: dumps.append(reason) or stacks)
+    monkeypatch.setattr(_diagnosis, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
     crew, _ = crew_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
     store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
     generation = SimpleNamespace(
         journal=Journal(store), number=0, info=SimpleNamespace(rank=0, world_size=1, store=store)
     )
     watch = HangWatch(crew, timeout=10)
+
+    def check(now: float):
+        found = watch.check(at, generation, now)
+        if watch._dump is not None and found is None:
+            assert watch._dump.is_written.wait(60)
+            found = watch.check(at, generation, now)
+        return found
+
     at = {"w0": b'{"step":4}', "w1": b'{"step":3}'}
-    assert watch.check(at, generation, now=0) is None
+    assert check(now=0) is None
     at["w1"] = b'{"step":4}'
-    assert watch.check(at, generation, now=1) is None
-    assert watch.check(at, generation, now=10.5) is None  # only the one that waits is late
-    member, reason = watch.check(at, generation, now=11.5)
+    assert check(now=1) is None
+    assert check(now=10.5) is None  # only the one that waits is late
+    member, reason = check(now=11.5)
     assert member.place.rank == 1
     assert reason == (
         "rank 1 made no progress for 10 s after step 4; it is in load (train.py:7), while rank 0 waits in a collective"
     )
     assert len(dumps) == 1
-    assert watch.check(at, generation, now=12) is None  # everybody has the full time again
+    assert check(now=12) is None  # everybody has the full time again
     stacks["w1"] = WAITS  # now both wait for each other: the exchange itself hangs
-    assert watch.check(at, generation, now=22) is None
-    assert watch.check(at, generation, now=32)[0].place.rank == 0
+    assert check(now=22) is None
+    assert check(now=32)[0].place.rank == 0
     crew.close()
     for process in processes:
         process.theirs.close()

@@ -26,6 +26,7 @@ from phalanx.launch._journal import Journal, parse_wish
 from phalanx.launch._policy import Action, Situation, Verdict
 from phalanx.launch._roster import Roster
 from phalanx.launch._signals import parse_signals
+from phalanx.launch._streak import Death, Streak
 from phalanx.world import World
 
 pytestmark = pytest.mark.fast
@@ -39,6 +40,10 @@ situations = st.builds(
     min_nodes=st.integers(1, 4),
     survivors=st.integers(0, 4),
     is_under_way=st.booleans(),
+    num_left=st.integers(0, 1),
+    is_finishing=st.booleans(),
+    can_regroup=st.booleans(),
+    streak=st.builds(Streak, errors=st.integers(0, 5), step=st.integers(-1, 1)),
 )
 
 
@@ -55,6 +60,10 @@ def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
         assert verdict.action in (Action.RESTART, Action.FAIL)
     if verdict.action is Action.SHRINK:
         assert now.survivors or now.num_nodes - 1 >= now.min_nodes
+        assert not now.is_finishing, "what the lost one does after the last step would be missing"
+        assert now.can_regroup
+    if verdict.action is not Action.FAIL:
+        assert verdict.starts_anew is not now.keeps_survivors
 
 
 def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
@@ -62,6 +71,12 @@ def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
         heals=True, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
     )
     assert _policy.on_failure(now, reason="x", is_incurable=True).action is Action.SHRINK
+
+
+@given(situations, st.booleans())
+def test_a_worker_that_stops_the_job_ends_it_whoever_survives(now, is_incurable):
+    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable, ends_job=True)
+    assert (verdict.action, verdict.restarts) == (Action.FAIL, now.restarts)
 
 
 class Started:
@@ -162,13 +177,166 @@ def test_progress_keeps_a_worker_out_of_suspicion():
     assert hang.hanging(now=205) == []
 
 
+def test_a_worker_that_starts_has_a_limit_of_its_own():
+    """Imports, and whatever precedes the first step that it computes."""
+    hang = HangDetector(10, start_timeout=100)
+    hang.observe({"old": b'{"step":4}', "new": None}, now=0)
+    hang.observe({"old": b'{"step":5}', "new": None}, now=1)
+    assert hang.hanging(now=12) == ["old"]
+    hang.observe({"old": b'{"step":6}', "new": b'{"step":-1,"count":0}'}, now=50)
+    hang.observe(
+        {"old": b'{"step":6}', "new": b'{"step":6,"count":0}'}, now=51
+    )  # has the state, has its first to make
+    assert hang.hanging(now=70) == ["old"]
+    assert hang.hanging(now=152) == ["old", "new"]
+    hang.observe({"old": b'{"step":7}', "new": b'{"step":7}'}, now=160)
+    assert sorted(hang.hanging(now=171)) == ["new", "old"]
+    assert (hang.limit("new"), hang.limit("unknown")) == (10, 100)
+
+
+def test_one_that_is_stopped_while_it_starts_is_not_given_the_time_to_start():
+    hang = HangDetector(10, start_timeout=1000)
+    hang.observe({"old": b'{"step":4}', "new": None}, now=0)
+    hang.observe({"old": b'{"step":5}', "new": None}, now=100, stopped={"new"})
+    assert hang.hanging(now=109) == []  # it has only just been seen stopped
+    assert hang.hanging(now=111) == ["new", "old"]
+    hang.observe({"old": b'{"step":6}', "new": None}, now=112)  # somebody let it go on
+    assert hang.hanging(now=120) == []
+
+
+def test_a_worker_that_says_that_it_computes_has_started():
+    hang = HangDetector(10, start_timeout=1000)
+    hang.observe({"w": b'{"step":5,"count":0,"waits":3}'}, now=0)
+    assert hang.limit("w") == 1000
+    hang.observe({"w": b'{"step":5,"count":1,"waits":3}'}, now=1)
+    assert hang.limit("w") == 10
+
+
 def test_every_generation_has_one_verdict():
     journal = Journal(MemoryStore())
     first = Verdict(action=Action.RESTART, restarts=1, reason="rank 1")
     second = Verdict(action=Action.FAIL, restarts=0, reason="rank 2")
     assert journal.decide(0, first) == first
     assert journal.decide(0, second) == first
-    assert (journal.restarts_before(0), journal.restarts_before(1), journal.restarts_before(9)) == (0, 1, 0)
+    assert [journal.verdict_before(g).restarts for g in (0, 1, 9)] == [0, 1, 0]
+
+
+def test_everything_in_a_verdict_travels_to_the_other_agents():
+    journal = Journal(MemoryStore())
+    streak = Streak(errors=2, kills=1, generation=4, begin=7, step=9)
+    sent = Verdict(
+        action=Action.REGROUP, restarts=3, reason="x", starts_anew=True, streak=streak, ports_taken=2
+    )
+    journal.decide(4, sent)
+    assert journal.verdict_before(5) == sent
+
+
+@pytest.mark.parametrize("garbage", [b'{"v":1}', b'{"v":1,"action":"heal","restarts":[]}', b"[]"])
+def test_a_verdict_that_is_none_is_refused(garbage):
+    store = MemoryStore()
+    store.set("agents/verdict/0", garbage)
+    with pytest.raises(membership.RecordError, match="verdict"):
+        Journal(store).verdict(0)
+
+
+def crash(generation: int, *, born: int | None = None, **facts) -> Death:
+    return Death(generation=generation, born=generation if born is None else born, **facts)
+
+
+def streak_of(*deaths: Death) -> Streak:
+    streak = Streak()
+    for death in deaths:
+        streak = streak.after(death)
+    return streak
+
+
+def test_the_fourth_death_in_a_row_is_a_crash_loop():
+    assert not streak_of(*(crash(g) for g in range(3))).is_loop
+    assert streak_of(*(crash(g) for g in range(4))).is_loop
+
+
+def test_a_wave_that_is_noticed_over_several_generations_counts_once():
+    streak = streak_of(*(crash(g, born=0) for g in range(8)))
+    assert (streak.errors, streak.is_loop) == (1, False)
+
+
+def test_a_step_in_between_ends_a_streak_but_the_same_step_again_does_not():
+    at = [crash(g, step=57, took_part=True) for g in range(4)]
+    assert streak_of(*at).is_loop  # from a save to the same bad sample, again and again
+    on = [crash(g, step=57 + g, took_part=True) for g in range(100)]
+    assert not streak_of(*on).is_loop
+
+
+def test_who_is_killed_is_replaced_more_often_than_who_crashes():
+    kills = [crash(g, is_killed=True) for g in range(11)]
+    assert not streak_of(*kills[:10], crash(10)).is_loop
+    assert streak_of(*kills).is_loop
+
+
+def test_of_scripts_that_report_no_steps_a_long_life_is_taken_for_progress():
+    assert not streak_of(*(crash(g, lived=1e4) for g in range(100))).is_loop
+
+
+def test_replacements_that_cannot_start_leave_a_job_that_goes_on_with_fewer():
+    """The script was edited under a running job: survivors train on, whoever starts now dies."""
+    streak = streak_of(crash(0, step=10, took_part=True), *(crash(g, step=10 + g) for g in range(1, 4)))
+    now = Situation(
+        heals=True, restarts=3, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
+    )
+    verdict = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
+    assert (verdict.action, verdict.streak) == (Action.SHRINK, Streak())
+    plain = replace(now, can_regroup=False)
+    verdict = _policy.on_failure(plain, reason="x", is_incurable=False, streak=streak)
+    assert verdict.action is Action.FAIL
+    assert "3 replacements in a row died" in verdict.reason
+
+
+def test_a_crash_loop_under_restart_is_bounded_by_its_restarts_alone():
+    streak = streak_of(*(crash(g) for g in range(9)))
+    now = Situation(heals=False, restarts=8, max_restarts=9, num_nodes=1, min_nodes=1, survivors=0)
+    assert _policy.on_failure(now, reason="x", is_incurable=False, streak=streak).action is Action.RESTART
+
+
+def test_workers_that_cannot_regroup_start_anew_whatever_happens():
+    now = Situation(
+        heals=True, restarts=0, max_restarts=1, num_nodes=2, min_nodes=1, survivors=3, can_regroup=False
+    )
+    failed = _policy.on_failure(now, reason="x", is_incurable=False)
+    assert (failed.action, failed.starts_anew, failed.restarts) == (Action.RESTART, True, 1)
+    changed = _policy.on_membership_change(now, reason="x")
+    assert (changed.action, changed.starts_anew, changed.restarts) == (Action.REGROUP, True, 0)
+    used = _policy.on_failure(replace(now, restarts=1), reason="x", is_incurable=False)
+    assert used.action is Action.FAIL  # they could not go on with fewer
+
+
+def test_one_word_counts_for_a_role_and_every_role_must_have_spoken():
+    workers = {"trainer": ["a", "b"], "reader": ["c"]}
+    assert not _policy.all_can_regroup(workers, {"a"})
+    assert _policy.all_can_regroup(workers, {"b", "c"})
+
+
+def test_ports_that_are_taken_again_and_again_end_the_job():
+    now = Situation(heals=False, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=0)
+    for count in range(1, _policy.MAX_PORTS):
+        verdict = _policy.on_port_taken(now, reason="x", is_chosen=False)
+        assert (verdict.action, verdict.ports_taken) == (Action.REGROUP, count)
+        now = replace(now, ports_taken=verdict.ports_taken)
+    assert _policy.on_port_taken(now, reason="x", is_chosen=False).action is Action.FAIL
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_from_outside"),
+    [
+        ({"exitcode": -9}, True),
+        ({"exitcode": -9, "note": "it hung"}, False),
+        ({"exitcode": -11}, False),
+        ({"exitcode": 1, "message": "NameError: name 'x' is not defined"}, False),
+        ({"exitcode": 1, "message": "DistNetworkError: The client socket has failed to connect"}, True),
+        ({"exitcode": 1, "message": "torch.distributed.DistNetworkError: failed to recv"}, True),
+    ],
+)
+def test_who_was_killed_or_complains_did_not_fail_by_itself(fields, is_from_outside):
+    assert ProcessFailure(local_rank=0, pid=1, **fields).is_from_outside is is_from_outside
 
 
 def test_failures_of_all_nodes_are_found_again():

@@ -9,7 +9,7 @@ import signal
 import pytest
 from tests.launch.conftest import complete_rows as lines
 
-from phalanx.launch._linux import process_state
+from phalanx.launch._linux import children_of, process_state
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -118,13 +118,60 @@ def test_killed_agent_takes_everything_with_it(launcher, tmp_path, wait_for):
     launcher.wait_until_empty()
 
 
-def test_killed_zygote_fails_the_job_and_leaves_nobody(launcher, tmp_path, wait_for):
-    agent = launcher.run("--nproc-per-node", 2, "children.py", tmp_path)
+def test_a_killed_zygote_is_replaced_and_its_workers_go_on(launcher, tmp_path, wait_for):
+    """Then a worker dies: its end is noticed, and the successor starts another. Then the agent: nobody is left."""
+    words = ("--nproc-per-node", 2, "--on-failure", "heal", "healing.py", tmp_path, 100000)
+    agent = launcher.run(*words)
+
+    def workers() -> dict[str, list[list[str]]]:
+        return {path.name: lines(path) for path in tmp_path.glob("*.*.*") if lines(path)}
+
+    def have_steps(names: set[str], after: int = 0) -> bool:
+        return all(len(workers().get(name, ())) > after + 5 for name in names)
+
+    wait_for(lambda: len(workers()) == 2 and have_steps(set(workers())), "two workers", agent)
+    first = {name: int(rows[0][1]) for name, rows in workers().items()}
+    (zygote,) = (pid for pid in children_of(agent.pid) if set(first.values()) <= set(children_of(pid)))
+    os.kill(zygote, signal.SIGKILL)
+    known = max(len(rows) for rows in workers().values())
+    wait_for(lambda: have_steps(set(first), known), "the workers to go on", agent)
+    victim = next(iter(first))
+    os.kill(first[victim], signal.SIGKILL)
+    wait_for(lambda: len(workers()) == 3 and have_steps(set(workers()) - {victim}), "a new worker", agent)
+    assert "killed by SIGKILL" in agent.output, agent.output
+    os.kill(agent.pid, signal.SIGKILL)
+    agent.wait()
+    launcher.wait_until_empty()
+
+
+@pytest.mark.parametrize("method", ["warm", "exec"])
+def test_who_kills_the_zygote_and_the_agent_leaves_nobody(launcher, tmp_path, wait_for, method):
+    agent = launcher.run("--nproc-per-node", 2, "--start-method", method, "children.py", tmp_path)
     wait_for(lambda: len(lines(tmp_path / "pids")) == 4, "two workers and their children", agent)
     zygote = int(lines(tmp_path / "pids")[0][1])
     os.kill(zygote, signal.SIGKILL)
-    assert agent.wait() == 1
-    assert "SIGKILL" in agent.output
+    os.kill(agent.pid, signal.SIGKILL)
+    agent.wait()
+    launcher.wait_until_empty()
+
+
+def test_workers_of_a_killed_zygote_end_with_their_own_exit_codes(launcher, tmp_path, wait_for):
+    script, ready = tmp_path / "ends.py", tmp_path / "ready"
+    script.write_text(
+        "import os, sys, time\n"
+        "with open(sys.argv[1], 'a') as file:\n    file.write(f'{os.getppid()}\\n')\n"
+        "while not os.path.exists(sys.argv[1] + '.end'):\n    time.sleep(0.01)\n"
+        "sys.exit(7 if os.environ['RANK'] == '1' and sys.argv[2] == 'fails' else 0)\n"
+    )
+    for how, code in (("fails", 1), ("ends", 0)):
+        agent = launcher.run("--nproc-per-node", 2, script, f"{ready}-{how}", how)
+        wait_for(lambda how=how: len(lines(tmp_path / f"ready-{how}")) == 2, "two workers", agent)
+        os.kill(int(lines(tmp_path / f"ready-{how}")[0][0]), signal.SIGKILL)
+        wait_for(lambda agent=agent: "another is started" in agent.output, "the loss to be noticed", agent)
+        (tmp_path / f"ready-{how}.end").touch()
+        assert agent.wait() == code, agent.output
+        assert ("exitcode  : 7" in agent.output) == (how == "fails"), agent.output
+    launcher.wait_until_empty()
 
 
 def test_children_of_a_dead_worker_are_killed(launcher, tmp_path, wait_for):

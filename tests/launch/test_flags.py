@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from phalanx.launch import _settings
 from phalanx.launch._cli import local_world_size, main
 from phalanx.launch._flags import FLAGS, UsageError, parse, words
 from phalanx.launch._from_flags import config_from_args, parse_nodes, parse_settings
@@ -206,6 +209,8 @@ def test_a_wrong_flag_is_answered_without_importing_torch():
             ["--rdzv-conf", "endpoint=h:1"],
             "--rdzv-conf has 'endpoint=h:1'; that is said with --rdzv-endpoint",
         ),
+        (["--rdzv-conf", "lease=4,join_timout=9"], "'join_timout' is unknown (did you mean 'join_timeout'?)"),
+        (["--rdzv-conf", "foo=1"], "'foo' is unknown; expected one of admit_delay, close_timeout"),
         (["--redirects", "7"], "streams are '7'; expected 0, 1, 2 or 3"),
         (["--signals-to-handle", "SIGX"], "unknown signal 'SIGX'"),
         (["--logs-specs", "none-such"], "no installed package offers it"),
@@ -220,6 +225,17 @@ def test_wrong_values_get_one_line_and_code_2(flags, message, capsys):
     assert printed.startswith("phalanx run: ")
     assert printed.count("\n") == 1
     assert message in printed
+
+
+def test_every_setting_that_backends_read_is_in_the_table_and_in_the_manual():
+    source = Path(_settings.__file__).parent / "rendezvous"
+    text = "".join(path.read_text() for path in source.glob("*.py"))
+    read = set(re.findall(r"params\.get(?:_as_\w+)?\(\s*\"(\w+)\"", text))
+    assert read == _settings.SETTINGS
+    manual = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    assert [key for key in _settings.SETTINGS if f"`{key}" not in manual] == []
+    _settings.check_settings(["heartbeat_timeout", "use_libuv", "rank"], "c10d")  # a torchrun user's
+    _settings.check_settings(["anything"], "a-plugin")
 
 
 def test_unknown_commands_get_the_nearest(capsys):

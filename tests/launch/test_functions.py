@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
+import numpy
 import pytest
 import torch
 
@@ -23,6 +30,7 @@ from phalanx.launch import (
     WorkerState,
     elastic_launch,
 )
+from phalanx.launch._session import method_that_works, why_only_here
 from phalanx.launch.rendezvous import get_rendezvous_handler
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
@@ -179,3 +187,93 @@ def test_agent_tells_about_its_workers(tmp_path):
     assert WorkerState.is_running(seen[0].state)
     assert agent.restart_count == 0
     assert time.time() - agent.alive_time() < 600
+
+
+def test_a_forked_function_leaves_alone_what_belongs_to_its_caller(tmp_path):
+    """Exit functions and temporary directories of the caller are not the worker's; queues carry what it puts in."""
+    ended = tmp_path / "ended"
+    queue = multiprocessing.get_context("fork").Queue()
+    queue.put("from the caller")  # starts the thread that feeds it, which no fork has
+    assert queue.get(timeout=90) == "from the caller"
+
+    def draw() -> tuple[float, int]:
+        atexit.register(lambda: ended.open("a").write("own\n"))
+        queue.put(int(os.environ["RANK"]))
+        return numpy.random.rand(), torch.initial_seed()
+
+    def ends_in_caller_only() -> None:
+        ended.open("a").write("caller's\n")
+
+    torch.initial_seed()  # the caller's generator is seeded before the fork
+    atexit.register(ends_in_caller_only)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            drawn = elastic_launch(config(tmp_path, start_method="fork"), draw)()
+            assert Path(directory).exists()
+    finally:
+        atexit.unregister(ends_in_caller_only)
+    assert {queue.get(timeout=90) for _ in range(2)} == {0, 1}
+    assert drawn[0][0] != drawn[1][0]
+    assert len({drawn[0][1], drawn[1][1], torch.initial_seed()}) == 3
+    assert ended.read_text() == "own\nown\n"
+    queue.close()
+    queue.join_thread()
+
+
+SESSION = """
+import torch
+from phalanx.launch import LaunchConfig, elastic_launch
+
+class Thing:
+    def __init__(self, value):
+        self.value = value
+
+def train(thing):
+    threads = torch.get_num_threads()
+    product = torch.ones(600, 600) @ torch.ones(600, 600)
+    return Thing((thing.value * product[0, 0].item(), threads))
+
+torch.set_num_threads(2)
+torch.ones(600, 600) @ torch.ones(600, 600)  # starts a pool of threads, which no fork has
+for size in (1, 2):
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size)
+    results = elastic_launch(config, train)(Thing(3.0))
+    print("results", sorted((rank, thing.value) for rank, thing in results.items()))
+"""
+
+
+def test_functions_of_an_interactive_session_are_forked(tmp_path):
+    """As in a notebook: no file holds the function, a class of its arguments or the result, and torch has computed."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-"], input=SESSION, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "results [(0, (1800.0, 2))]\nresults [(0, (1800.0, 1)), (1, (1800.0, 1))]\n" in done.stdout, (
+        done.stdout
+    )
+    assert (
+        done.stderr.count("its workers are forked from this process (start_method='fork', not 'spawn')") == 2
+    )
+
+
+@pytest.mark.fast
+def test_what_no_file_holds_is_recognised(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    source = "def from_file(): pass"
+    script.write_text(source)
+    main = ModuleType("__main__")
+    exec(compile(source, str(script), "exec"), main.__dict__)
+    exec("def typed(): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.__file__ = str(script)
+    assert why_only_here(main.from_file, ()) == ""
+    assert "typed was typed into" in why_only_here(main.typed, ())  # after python -i script.py
+    assert why_only_here(functions.add, (1, 2)) == ""
+    del main.__file__
+    assert "from_file or its arguments are defined in" in why_only_here(main.from_file, ())
+    assert "add or its arguments are defined in" in why_only_here(functions.add, (main.typed, 2))
+    assert method_that_works(main.typed, (), "spawn") == "fork"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(TypeError, match=r"this process has used CUDA.*%%writefile"):
+        method_that_works(main.typed, (), "spawn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -174,4 +175,25 @@ def test_a_job_with_a_secret_heals_and_is_scaled_only_by_who_knows_it(
     wait_for(lambda: 3 in sizes(), "three workers", agent)
     os.kill(agent.pid, signal.SIGTERM)
     assert agent.wait() == 128 + signal.SIGTERM
+    launcher.wait_until_empty()
+
+
+def test_a_job_on_one_node_is_scaled_without_saying_which(
+    launcher, out, tmp_path, wait_for, monkeypatch, capsys
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    agent = launcher.run("--nproc-per-node", 2, *FLAGS, "healing.py", out, 100000, TMPDIR=str(temporary))
+
+    def sizes() -> set[int]:
+        story = Story(out)
+        return {story.steps(worker_id)[-1][3] for worker_id in story.lines if story.steps(worker_id)}
+
+    wait_for(lambda: sizes() == {2}, "two workers", agent)
+    assert scale_main(["--nproc", "3"]) == 0, capsys.readouterr().err
+    wait_for(lambda: 3 in sizes(), "three workers", agent)
+    os.kill(agent.pid, signal.SIGTERM)
+    assert agent.wait() == 128 + signal.SIGTERM
+    assert scale_main(["--nproc", "3"]) == 2
     launcher.wait_until_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,12 @@ import pytest
 from tests.comm.stores.conftest import Server, etcd_cluster
 from tests.launch.conftest import complete_rows as lines
 
+from phalanx.comm.stores import TCPStore
+from phalanx.comm.stores._signing import Signer
 from phalanx.launch._linux import children_of
+from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._leader import write_once
+from phalanx.membership import job_prefix
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -188,6 +194,32 @@ def test_the_job_goes_on_when_the_etcd_leader_is_killed(launcher, tmp_path, wait
     launcher.wait_until_empty()
 
 
+def test_a_job_outlives_the_restart_of_its_only_etcd_member(launcher, tmp_path, wait_for):
+    """Agents and workers wait for it: nobody dies, no generation ends."""
+    (tmp_path / "etcd").mkdir()
+    (tmp_path / "out").mkdir()
+
+    def rows() -> list[list[list[str]]]:
+        return [lines(path) for path in (tmp_path / "out").glob("*.*.*")]
+
+    with etcd_cluster(1, tmp_path / "etcd") as (server,):
+        endpoint = ("--rdzv-endpoint", server.url.removeprefix("etcd://"), "--rdzv-id", "restarting")
+        agent = launcher.run(
+            "--nproc-per-node", 2, "--rdzv-backend", "etcd", *endpoint, "--on-failure", "heal",
+            "healing.py", tmp_path / "out", 100000,
+        )  # fmt: skip
+        wait_for(lambda: len(rows()) == 2 and all(len(each) > 5 for each in rows()), "two workers", agent)
+        server.kill()
+        time.sleep(1.0)  # so long is it away
+        server.start_again()
+        known = max(len(each) for each in rows())
+        wait_for(lambda: all(len(each) > known + 5 for each in rows()), "the workers to go on", agent)
+        (tmp_path / "out" / "end").touch()
+        assert agent.wait() == 0, agent.output
+    assert [each[-1] for each in rows()] == [["finished", "0"]] * 2
+    launcher.wait_until_empty()
+
+
 def _leader(servers: list[Server]) -> Server:
     """The member that leads; during an election there is none for a moment."""
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -201,3 +233,19 @@ def _leader(servers: list[Server]) -> Server:
             if status["leader"] == status["header"]["member_id"]:
                 return server
     raise AssertionError("no member of the etcd cluster says that it leads")
+
+
+def test_a_node_that_comes_as_the_job_ends_has_nothing_to_do(launcher, tmp_path, endpoint):
+    """The store is served elsewhere, as by the agent of another machine that still waits for the last node to leave."""
+    *_, conf = endpoint
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint[3], "--rdzv-id", "nodes")
+    words = ("--nnodes", "1:2", *where, "--rdzv-conf", f"{conf},is_host=false")
+    host, port = endpoint[3].split(":")
+    with contextlib.closing(TCPStore.serve(host, int(port))) as store:
+        store.set("phalanx/served", b"{}")
+        job = store.namespace(job_prefix("nodes"))
+        assert write_once(job, Signer("nodes", None), records.CLOSED, records.dump("closed by node a"))
+        late = launcher.run(*words, "summing.py", tmp_path, 1)
+        assert late.wait() == 0, late.output
+    assert "came too late to take part" in late.output
+    assert not (tmp_path / "starts").exists()

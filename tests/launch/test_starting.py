@@ -27,8 +27,9 @@ def facts(base: Path, rank: int) -> dict:
 def test_warm_workers_run_the_script_as_main(launcher, tmp_path):
     base, logs = tmp_path / "facts", tmp_path / "logs"
     agent = launcher.run(
-        "--nproc-per-node", 2, "--preload", "colorsys", "--log-dir", logs, "-r", "0:1", "-t", "1:3", "--role", "show",
-        "--duplicate-stdout-filters", "out", "showing.py", base, "--flag", "two words", cold=True,
+        "--nproc-per-node", 2, "--preload", "colorsys,asks_for_temporary", "--log-dir", logs, "-r", "0:1", "-t", "1:3",
+        "--role", "show", "--duplicate-stdout-filters", "out", "showing.py", base, "--flag", "two words", cold=True,
+        PYTHONPATH=str(HERE),
     )  # fmt: skip
     assert agent.wait() == 0, agent.output
     for rank in range(2):
@@ -42,8 +43,12 @@ def test_warm_workers_run_the_script_as_main(launcher, tmp_path):
         assert {"torch", "colorsys"} <= set(seen["modules"])
         assert seen["os_threads"] == 1  # forked before any thread existed
         assert "OPENBLAS_NUM_THREADS" not in seen["environ"]
-    if "numpy" in facts(base, 0)["modules"]:
-        assert facts(base, 0)["random"] != facts(base, 1)["random"]  # forks must not share random state
+        assert seen["temporary"] == str(
+            tmp_path
+        )  # as the script has set it, whoever asked for another before
+    if "numpy" in facts(base, 0)["modules"]:  # forks must not share random state
+        drawn = zip(facts(base, 0)["random"], facts(base, 1)["random"], strict=True)
+        assert all(one != other for one, other in drawn)
     # Rank 0's stdout only in its file, rank 1's streams in files and, with a prefix, on the console.
     (run,) = logs.iterdir()
     assert (run / "attempt_0/0/stdout.log").read_text() == "out 0\n"

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from phalanx.launch import (
     DefaultLogsSpecs,
     HealthCheckServer,
     LaunchConfig,
+    ProcessFailure,
     Std,
     elastic_launch,
 )
+from phalanx.launch._observer import Observer
+from phalanx.launch.metrics import MetricData, MetricHandler, Metrics
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
@@ -240,3 +244,50 @@ def test_health_hook_metrics_and_redirects_of_a_function_job(tmp_path):
     assert any("Custom" in line for line in caught.value.get_first_failure()[1].stderr_tail)
     names = {json.loads(line)["name"] for line in path.read_text().splitlines()}
     assert {"workers.started", "workers.failed", "generations.fail", "rendezvous.duration.ms"} <= names
+
+
+def test_one_failure_counts_once_whoever_is_stopped_because_of_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    config = LaunchConfig(
+        1, 1, 3, start_method="fork", max_restarts=1, metrics_cfg={"type": "jsonl", "path": str(path)},
+        logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
+    )  # fmt: skip
+    assert elastic_launch(config, functions.killed_once)(1) == {0: 0, 1: 1, 2: 2}
+    counted = Counter(json.loads(line)["name"] for line in path.read_text().splitlines())
+    assert counted["workers.failed"] == 1, counted
+    assert (counted["workers.started"], counted["workers.succeeded"]) == (6, 3)
+
+
+@pytest.mark.fast
+def test_who_only_lost_contact_is_counted_apart_and_nobody_twice():
+    seen = []
+
+    class Remembering(MetricHandler):
+        def emit(self, metric_data: MetricData) -> None:
+            seen.append(metric_data.name)
+
+    observer = Observer("job", metrics=Metrics(Remembering()))
+    killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, message="killed by SIGKILL")
+    said = "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
+    complains = ProcessFailure(local_rank=0, pid=8, exitcode=1, message=said)
+    for failure in (killed, complains, killed):
+        observer.worker_failed(failure)
+    assert seen == ["workers.failed", "workers.lost_contact"]
+
+
+def test_a_taken_health_or_metrics_port_costs_a_warning_not_the_job(tmp_path, caplog, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", port)
+        config = LaunchConfig(
+            1, 1, 1, start_method="fork", max_restarts=0, metrics_cfg={"type": "prometheus", "port": port},
+            logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
+        )  # fmt: skip
+        assert elastic_launch(config, functions.add)(2, 3) == {0: (0, 5)}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [
+        f"no metrics: type=prometheus, port={port}: ",
+        f"no health check: it cannot listen on port {port}: ",
+    ] == [text.partition("[Errno")[0] for text in warnings]

@@ -30,7 +30,7 @@ def on_mesh(body: Callable[..., Any], *shape: int) -> list[Any]:
 
 def logged(caplog: pytest.LogCaptureFixture, body: Callable[..., Any], *shape: int) -> list[str]:
     """The lines of rank 1."""
-    with caplog.at_level(logging.DEBUG, logger="phalanx.dtensor"):
+    with caplog.at_level(_log.EVERYTHING, logger="phalanx.dtensor"):
         on_mesh(body, *(shape or (2,)))
     assert all(r.message.startswith("rank ") for r in caplog.records), "every line says whose it is"
     return [r.message for r in caplog.records if r.message.startswith("rank 1: ")]
@@ -56,6 +56,9 @@ def test_logs_say_what_is_chosen_moved_and_computed_replicated(caplog: pytest.Lo
     (replicated,) = [line for line in lines if "linalg_svdvals(" in line and "test_debug.py:" in line]
     assert "computed replicated" in replicated
     assert any("square(" in line and "moves nothing" in line for line in lines)
+    levels = {record.levelno for record in caplog.records}
+    assert levels == {_log.TRAFFIC, _log.EVERYTHING}
+    assert max(levels) <= logging.DEBUG
 
 
 def test_logs_name_every_collective_and_its_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +99,11 @@ def test_nothing_is_logged_or_listened_to_while_the_log_is_off(caplog: pytest.Lo
         return before is _log.listening()
 
     assert on_mesh(body, 2) == [True, True]
-    assert not caplog.records
+    with caplog.at_level(
+        logging.INFO
+    ):  # as a script has it after basicConfig(level=INFO): every rank would say it all
+        assert on_mesh(body, 2) == [True, True]
+    assert not [record for record in caplog.records if record.name == "phalanx.dtensor"]
 
 
 def test_the_variable_gives_the_log_an_outlet_of_its_own() -> None:
@@ -105,7 +112,7 @@ def test_the_variable_gives_the_log_an_outlet_of_its_own() -> None:
         _log.configure("other, +dtensor")
         _log.configure("dtensor")
         assert len(_log.logger.handlers) == 1
-        assert _log.logger.level == logging.INFO
+        assert _log.logger.level == _log.TRAFFIC
         assert not _log.logger.propagate, "or a handler of the program's would write each line once more"
     finally:
         _log.logger.setLevel(level)

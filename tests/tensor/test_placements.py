@@ -21,6 +21,7 @@ from phalanx.tensor import (
     StridedShard,
     distribute_tensor,
 )
+from phalanx.tensor._placement import indices_of, ranges_of
 
 pytestmark = pytest.mark.fast
 
@@ -74,6 +75,19 @@ def test_different_placements_are_different() -> None:
 def test_what_is_no_placement_is_refused(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize("length", range(14))
+def test_ranges_are_the_indices(length: int) -> None:
+    kinds = [Shard(0), StridedShard(0, 2), StridedShard(0, 3)]
+    for first, second in itertools.product(kinds, kinds):
+        for at in itertools.product(range(3), range(2)):
+            cuts = [(first, 3, at[0]), (second, 2, at[1])]
+            ranges = ranges_of(length, cuts)
+            assert [i for start, size in ranges for i in range(start, start + size)] == indices_of(
+                length, cuts
+            )
+            assert all(a + n != b for (a, n), (b, _) in itertools.pairwise(ranges))  # neighbours are joined
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3), (2, 2, 2)], ids=str)

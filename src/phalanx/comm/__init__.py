@@ -47,13 +47,15 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'phalanx.comm' has no attribute {name!r}")
-    home = import_module(f"phalanx.comm.{_HOMES[name]}")
-    value = home if _HOMES[name] == name else getattr(home, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name from it, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'phalanx.comm' has no attribute {name!r}")
+        home = import_module(f"phalanx.comm.{_HOMES[name]}")
+        value = home if _HOMES[name] == name else getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -92,13 +92,17 @@ def connect_auto(
         else:
             transport = make_c10d(place, identities)
     except ShmUnavailable as error:
-        log.info("generation %d, rank %d: gloo, since %s", place.generation, place.rank, error)
+        say_chosen(place, "gloo", str(error))
         return make_c10d(place, identities)
     if transport.name == choice.kind:
-        log.info(
-            "generation %d, rank %d: %s, since %s", place.generation, place.rank, choice.kind, choice.why
-        )
+        say_chosen(place, choice.kind, choice.why)
     return transport
+
+
+def say_chosen(place: Place, what: str, why: str) -> None:
+    """One line of the first rank for whoever shows INFO; that of every rank for DEBUG."""
+    level = logging.INFO if place.rank == 0 else logging.DEBUG
+    log.log(level, "generation %d, rank %d: %s, since %s", place.generation, place.rank, what, why)
 
 
 def _connect_shm(place: Place, identities: Mapping[int, Identity], interrupt: Interrupt) -> ShmTransport:
@@ -128,11 +132,7 @@ def _connect_two_level(
     try:
         local = _shared_by_all_hosts(place, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
         if local is None:
-            log.info(
-                "generation %d, rank %d: gloo, since a host has no shared memory",
-                place.generation,
-                place.rank,
-            )
+            say_chosen(place, "gloo", "a host has no shared memory")
             return flat
         made.append(local)
         first = [ranks[0] for ranks in hosts.ranks]

@@ -3,6 +3,11 @@
 Owns the translation of c10d's calls to ``Group``. Blocking calls run in the caller. Those that torch starts without
 waiting (its own DDP does) run one after the other in a thread, blocking calls behind them too, so that the order is the
 same on every rank. send and recv have their own order and are handed to the group at once.
+
+Continuations of a future (``then``; torch's PowerSGD hook chains three) run in that thread, and the collectives that
+they start inside, there and then: right after the call that they continue, whatever else is queued by now. One that is
+attached after the call is over runs in the caller; attach continuations before the next collective is started, as
+hooks do, and the order is the same on every rank either way.
 """
 
 # mypy: disable-error-code="override, assignment"

@@ -4,6 +4,10 @@ Owns the rules for dtypes and layouts, so that transports see only contiguous te
 integers and real floats. Rules: a bool is or-ed by sum / max / bor and and-ed by product / min / band; a complex sum
 is the sum of its parts; what has no meaning (the mean of integers, the minimum of complex numbers, bits of floats) is
 refused with a ``TypeError`` that says what to do instead.
+
+A transport takes the address of a tensor. Zeros that torch has not made yet (the gradient of ``sgn``) have none: they
+are made before they are sent (``_staging.settled``), and refused where a result is to be written. Whatever else has no
+memory of its own (meta and fake tensors, what ``torch.func`` hands to a function) is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.comm._transport import ReduceOp
 
@@ -52,8 +57,8 @@ def parse_op(op: ReduceOp | str) -> ReduceOp:
         raise ValueError(f"unknown reduction {op!r}; expected one of {names}") from None
 
 
-def check_tensor(name: str, tensor: Tensor) -> None:
-    """Refuse what no transport can carry."""
+def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
+    """Refuse what no transport can carry; ``written``: or what no result can be written to."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} got a {type(tensor).__name__}; expected a torch.Tensor")
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
@@ -66,6 +71,23 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_quantized:
         raise TypeError(f"{name} got a quantized tensor; send .int_repr() with its scale and zero point")
+    if tensor.is_nested:
+        raise TypeError(f"{name} got a nested tensor; send its components (.unbind()), or a padded one")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        raise TypeError(
+            f"{name} got a tensor that stands for another one inside a transform of torch.func (grad, vmap, ...) and "
+            f"has no memory of its own; call the collective outside of the transform"
+        )
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        raise TypeError(
+            f"{name} got a {type(tensor).__name__} of {tuple(tensor.shape)} without data (a meta or fake tensor); "
+            f"give it memory first, for example with torch.empty_like(t, device='cpu')"
+        )
+    if written and tensor._is_zerotensor():
+        raise TypeError(
+            f"{name} cannot write its result to zeros that torch has not made yet (a ZeroTensor, such as the gradient "
+            f"of sgn); pass its .clone()"
+        )
 
 
 def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
@@ -114,14 +136,20 @@ def check_peer(at: Place, name: str, what: str, rank: int) -> None:
 
 
 def check_list(
-    at: Place, name: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor | None
+    at: Place,
+    name: str,
+    what: str,
+    tensors: Sequence[Tensor] | None,
+    like: Tensor | None,
+    *,
+    written: bool = False,
 ) -> None:
     """One tensor per rank, all of one dtype."""
     if tensors is None or len(tensors) != at.size:
         got = "None" if tensors is None else f"{len(tensors)} tensors"
         raise ValueError(f"rank {at.rank}: {name} got {got} as {what}; expected one per rank ({at.size})")
     for index, tensor in enumerate(tensors):
-        check_tensor(name, tensor)
+        check_tensor(name, tensor, written=written)
         if like is not None and tensor.dtype != like.dtype:
             raise TypeError(
                 f"rank {at.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}"
@@ -136,10 +164,10 @@ def check_same_shape(at: Place, name: str, what: str, listed: Tensor, own: Tenso
         )
 
 
-def check_flat(at: Place, name: str, whole: Tensor, part: Tensor) -> None:
-    """``whole`` holds one ``part`` per rank."""
-    check_tensor(name, whole)
-    check_tensor(name, part)
+def check_flat(at: Place, name: str, whole: Tensor, part: Tensor, written: Tensor) -> None:
+    """``whole`` holds one ``part`` per rank; one of them is to be ``written``."""
+    check_tensor(name, whole, written=whole is written)
+    check_tensor(name, part, written=part is written)
     if whole.dtype != part.dtype:
         raise TypeError(f"rank {at.rank}: {name} got {whole.dtype} and {part.dtype}; expected one dtype")
     if whole.numel() != part.numel() * at.size:

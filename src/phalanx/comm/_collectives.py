@@ -34,7 +34,8 @@ from phalanx.comm._transport import ReduceOp, Transport, Work
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-# The short ways ask for a sign that torch put off (``is_neg``) only where there is one element: such tensors are
+# The short ways are for tensors that have an address (``data_ptr``); ``check_tensor`` says what those without one are.
+# They ask for a sign that torch put off (``is_neg``) only where there is one element: such tensors are
 # imaginary parts of conjugated ones, every other element in memory, so that with more they are not contiguous.
 
 
@@ -60,19 +61,20 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Replace ``tensor`` on every rank by the reduction over all ranks."""
         try:
-            plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS else None
-        except (KeyError, TypeError):
+            plain = PLAIN[op][tensor.dtype] if type(tensor) in _TENSORS and tensor.data_ptr() else None
+        except (KeyError, TypeError, RuntimeError):
             plain = None
         if (
             plain is not None
             and tensor.layout is _STRIDED
             and tensor.is_contiguous()
+            and not tensor.is_nested
             and (tensor.numel() != 1 or not tensor.is_neg())
         ):
             if self._guarded or _observe._observers:
                 self._enter("all_reduce", (tensor,), plain)
             return self._transport.all_reduce(tensor, plain, async_op=async_op)
-        check_tensor("all_reduce", tensor)
+        check_tensor("all_reduce", tensor, written=True)
         staged = settled(tensor)
         view, kind = reducible("all_reduce", staged, parse_op(op))
         self._enter("all_reduce", (tensor,), kind)
@@ -82,7 +84,7 @@ class Collectives:
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
         """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
         check_rank(self, "reduce", "dst", dst)
-        check_tensor("reduce", tensor)
+        check_tensor("reduce", tensor, written=self.rank == dst)
         staged = settled(tensor)
         view, kind = reducible("reduce", staged, parse_op(op))
         self._enter("reduce", (tensor,), kind, root=dst)
@@ -96,7 +98,7 @@ class Collectives:
             if self._guarded or _observe._observers:
                 self._enter("broadcast", (tensor,), root=src)
             return self._transport.broadcast(tensor, src, async_op=async_op)
-        check_tensor("broadcast", tensor)
+        check_tensor("broadcast", tensor, written=self.rank != src)
         staged = settled(tensor)
         self._enter("broadcast", (tensor,), root=src)
         work = self._transport.broadcast(staged, src, async_op=async_op)
@@ -104,7 +106,8 @@ class Collectives:
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
         """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
-        check_list(self, "all_gather", "outputs", outputs, like=tensor)
+        check_tensor("all_gather", tensor)
+        check_list(self, "all_gather", "outputs", outputs, like=tensor, written=True)
         check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
         staged = [settled(output) for output in outputs]
         self._enter("all_gather", (outputs,))
@@ -117,7 +120,7 @@ class Collectives:
             if self._guarded or _observe._observers:
                 self._enter("all_gather_into_tensor", (output,))
             return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
-        check_flat(self, "all_gather_into_tensor", output, tensor)
+        check_flat(self, "all_gather_into_tensor", output, tensor, written=output)
         staged = settled(output)
         self._enter("all_gather_into_tensor", (output,))
         work = self._transport.all_gather_into_tensor(staged, settled(tensor), async_op=async_op)
@@ -127,6 +130,7 @@ class Collectives:
         self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
     ) -> Work:
         """``output`` becomes the reduction of all ranks' ``inputs[rank]``; shapes may differ from rank to rank."""
+        check_tensor("reduce_scatter", output, written=True)
         check_list(self, "reduce_scatter", "inputs", inputs, like=output)
         check_same_shape(self, "reduce_scatter", "inputs", inputs[self.rank], output)
         parsed = parse_op(op)
@@ -149,7 +153,7 @@ class Collectives:
             if self._guarded or _observe._observers:
                 self._enter("reduce_scatter_tensor", (tensor,), plain)
             return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
-        check_flat(self, "reduce_scatter_tensor", tensor, output)
+        check_flat(self, "reduce_scatter_tensor", tensor, output, written=output)
         parsed = parse_op(op)
         staged = settled(output)
         view, kind = reducible("reduce_scatter_tensor", staged, parsed)
@@ -163,7 +167,7 @@ class Collectives:
     ) -> Work:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
         check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
-        check_list(self, "all_to_all", "outputs", outputs, like=inputs[0])
+        check_list(self, "all_to_all", "outputs", outputs, like=inputs[0], written=True)
         staged = [settled(output) for output in outputs]
         sent = [settled(tensor) for tensor in inputs]
         self._enter("all_to_all", (outputs, inputs))
@@ -184,7 +188,7 @@ class Collectives:
             if self._guarded or _observe._observers:
                 self._enter("all_to_all_single", (output, tensor))
             return self._transport.all_to_all_flat(output, tensor, async_op=async_op)
-        check_tensor("all_to_all_single", output)
+        check_tensor("all_to_all_single", output, written=True)
         check_tensor("all_to_all_single", tensor)
         staged = settled(output)
         received = split_parts(self, "all_to_all_single", "output_splits", staged, output_splits)
@@ -200,7 +204,7 @@ class Collectives:
         check_rank(self, "gather", "dst", dst)
         check_tensor("gather", tensor)
         if self.rank == dst:
-            check_list(self, "gather", "outputs", outputs, like=tensor)
+            check_list(self, "gather", "outputs", outputs, like=tensor, written=True)
             check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
         wanted = list(outputs or ()) if self.rank == dst else []
         staged = [settled(output) for output in wanted]
@@ -215,7 +219,7 @@ class Collectives:
     ) -> Work:
         """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
         check_rank(self, "scatter", "src", src)
-        check_tensor("scatter", output)
+        check_tensor("scatter", output, written=True)
         if self.rank == src:
             check_list(self, "scatter", "inputs", inputs, like=output)
             check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
@@ -235,7 +239,7 @@ class Collectives:
     def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive from one rank into ``tensor``."""
         check_peer(self, "recv", "src", src)
-        check_tensor("recv", tensor)
+        check_tensor("recv", tensor, written=True)
         staged = settled(tensor)
         self._enter("recv", (tensor,), root=src)
         work = self._transport.recv(staged, src, tag, async_op=async_op)
@@ -259,10 +263,15 @@ class Collectives:
                     and whole.numel() == count * self.size
                     and whole.layout is _STRIDED
                     and part.layout is _STRIDED
+                    and whole.data_ptr()
+                    and part.data_ptr()
+                    and not (whole.is_nested or part.is_nested)
                     and (count != 1 or not (whole.is_neg() or part.is_neg()))
                 ):
                     return dtype
-            except RuntimeError:  # from is_contiguous, which some sparse layouts lack
+            except (
+                RuntimeError
+            ):  # from data_ptr, which some tensors have not, or is_contiguous, on sparse layouts
                 pass
         return None
 
@@ -280,10 +289,15 @@ class Collectives:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in _TENSORS
-        and tensor.layout is _STRIDED
-        and tensor.dtype in MOVED
-        and tensor.is_contiguous()
-        and (tensor.numel() != 1 or not tensor.is_neg())
-    )
+    try:
+        return (
+            type(tensor) in _TENSORS
+            and tensor.layout is _STRIDED
+            and tensor.dtype in MOVED
+            and tensor.data_ptr() != 0
+            and tensor.is_contiguous()
+            and not tensor.is_nested
+            and (tensor.numel() != 1 or not tensor.is_neg())
+        )
+    except RuntimeError:  # from data_ptr: inside a transform of torch.func
+        return False

@@ -131,8 +131,7 @@ def _connect_auto(place: Place, peers: dict[int, Identity], interrupt: Interrupt
         return cpu
 
     def connect() -> Transport:
-        message = "generation %d, rank %d: %s for tensors on %s, since %s"
-        _auto.log.info(message, place.generation, place.rank, choice.kind, device, choice.why)
+        _auto.say_chosen(place, f"{choice.kind} for tensors on {device}", choice.why)
         return _connect(replace(place, store=place.store.namespace(device)), choice.kind, peers, interrupt)
 
     return ByDeviceTransport(cpu, device, connect)

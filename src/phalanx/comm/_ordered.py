@@ -2,12 +2,18 @@
 
 Owns the order only. It is what lets transports that are made of blocking calls offer asynchronous ones: every rank runs
 the same calls in the same order.
+
+A call may have continuations (``QueuedCall.run`` of a subclass runs them), and these may make calls themselves. Such a
+call is made at once, inside: it comes right after the call that it continues and before whatever was queued meanwhile,
+on every rank, however early or late the others queue. A continuation that waits for a call that is still queued makes
+the calls up to it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from phalanx.comm._background import FOREVER, Background
@@ -20,6 +26,8 @@ class QueuedCall(Work):
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.error: BaseException | None = None
+        self.calls: OrderedCalls | None = None
+        """Where it is queued."""
         self._call: Callable[[], object] | None = call
         self._over = threading.Event()
 
@@ -33,6 +41,8 @@ class QueuedCall(Work):
         self._over.set()
 
     def wait(self, timeout: float | None = None) -> None:
+        if self.calls is not None and not self._over.is_set():
+            self.calls.help(self, timeout)
         if not self._over.wait(timeout):
             raise PeerTimeout(
                 f"a queued collective is not done after {timeout:g} s; waiting again is allowed"
@@ -56,12 +66,16 @@ class OrderedCalls:
 
     def run(self, call: Callable[[], object]) -> None:
         """Make a call after all that were queued before, and wait for it."""
-        if self._num_queued:
+        if self._num_queued and not self._is_serving():
             self.submit(QueuedCall(call)).wait()
         else:
             call()
 
     def submit(self, queued: QueuedCall) -> QueuedCall:
+        if self._is_serving():
+            queued.run()
+            return queued
+        queued.calls = self
         with self._lock:
             self._num_queued += 1
             self._queue.put(queued)
@@ -72,12 +86,32 @@ class OrderedCalls:
                 self._thread.start()
         return queued
 
+    def help(self, queued: QueuedCall, timeout: float | None) -> None:
+        """In a continuation, make the queued calls up to this one: nobody else would. Elsewhere nothing."""
+        if not self._is_serving():
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not queued.is_done() and (deadline is None or time.monotonic() < deadline):
+            if not self._serve_next():
+                self.stop()  # it was for the thread's own loop
+                return
+
+    def _is_serving(self) -> bool:
+        return self._thread is not None and self._thread.is_current
+
     def _serve(self) -> None:
-        while (queued := self._queue.get()) is not None:
-            queued.run()
-            with self._lock:
-                self._num_queued -= 1
-            del queued  # nothing stays alive while this waits
+        while self._serve_next():
+            pass
+
+    def _serve_next(self) -> bool:
+        """Wait for a call and make it; False when there is an end to them."""
+        queued = self._queue.get()
+        if queued is None:
+            return False
+        queued.run()
+        with self._lock:
+            self._num_queued -= 1
+        return True
 
     def stop(self) -> None:
         """End the thread after what is queued."""

@@ -12,9 +12,11 @@ from phalanx.comm._transport import Done, Work
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """``tensor`` as bytes can carry it: contiguous, with a conjugation or change of sign that torch put off done."""
+    """``tensor`` as bytes can carry it: contiguous, with what torch put off (conjugation, sign, zeros) done."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
     return tensor.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Faults by script: die, hang, be late or raise at a chosen rank and step, for tests of what survives them.
+"""Faults by script: die, hang, be late, raise or lose a result at a chosen rank and step, for tests of what survives.
 
 Owns the scripts; they act through ``observe``, so they need no support from the code under test. A step is the
 n-th collective (counted per rank, from 0) that the rank issues inside the block, or of the given name only.
@@ -16,12 +16,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.comm import _context
 from phalanx.comm._observe import CommEvent, observe
-from phalanx.errors import PhalanxError
+from phalanx.comm._transport import Work
+from phalanx.errors import PeerLost, PhalanxError
 
-__all__ = ["Fault", "InjectedFailure", "delay_at", "fail_at", "hang_at", "kill_at", "play"]
+__all__ = [
+    "Fault",
+    "InjectedFailure",
+    "delay_at",
+    "fail_at",
+    "hang_at",
+    "kill_at",
+    "lose_result_at",
+    "play",
+]
 
 
 class InjectedFailure(PhalanxError, RuntimeError):
@@ -76,6 +87,45 @@ def hang_at(rank: int, step: int, *, name: str = "") -> Fault:
 def delay_at(rank: int, step: int, seconds: float, *, name: str = "") -> Fault:
     """Make the rank late."""
     return Fault(rank, step, lambda event: time.sleep(seconds), name)
+
+
+def lose_result_at(rank: int, step: int, *, name: str = "") -> Fault:
+    """Let the rank take part and then lose contact: its peers have the collective's result, it gets ``PeerLost``.
+
+    This is what a peer's death at the end of a collective may look like; by chance it is hardly ever met.
+    """
+
+    def act(event: CommEvent) -> None:
+        group: Any = event.group
+        group._transport = _LosingResult(group, group._transport)  # for the one call that is about to begin
+
+    return Fault(rank, step, act, name)
+
+
+class _LosingResult:
+    """Stands in for a group's transport during one call."""
+
+    def __init__(self, group: Any, transport: Any) -> None:
+        self._group = group
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._transport, name)
+        if name in ("name", "rank", "size", "abort", "close"):
+            return method
+
+        def call(*args: Any, **keywords: Any) -> Work:
+            method(*args, **keywords).wait()
+            group = self._group
+            group._transport = self._transport
+            error = PeerLost(
+                f"rank {group.rank} was told to lose contact at the end of {name}",
+                generation=group.generation,
+            )
+            group.abort(error)
+            raise error
+
+        return call
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Sampler
 
 from phalanx.data import _ranks
+from phalanx.data._order import Order
 from phalanx.data._padding import draw
 from phalanx.data._partition import Timeline, checked_tail, slots_of
 from phalanx.data._slot_batches import SlotBatches
@@ -95,6 +96,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def steps_per_epoch(self) -> int:
         return self._timeline.steps_from(0)
+
+    @property
+    def order(self) -> Order:
+        """Which sample stands at which position of an epoch."""
+        return self._order
 
     @property
     def slots(self) -> tuple[int, ...]:

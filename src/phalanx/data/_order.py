@@ -30,6 +30,11 @@ class Order(abc.ABC):
     bound: int
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether a dataset index may stand at several positions of an epoch. An order that does not say may."""
+        return True
+
+    @property
     @abc.abstractmethod
     def name(self) -> str:
         """What the order is; saved with a position, since a position means nothing under another order."""
@@ -56,6 +61,10 @@ class Sequential(Order):
         self.length = self.bound = checked_length(length)
 
     @property
+    def may_repeat(self) -> bool:
+        return False
+
+    @property
     def name(self) -> str:
         return "sequential"
 
@@ -76,6 +85,10 @@ class Shuffled(Order):
             self.inner = self.inner.inner
         self.length, self.bound = self.inner.length, self.inner.bound
         self._of: tuple[int, int, KeyedPermutation] | None = None
+
+    @property
+    def may_repeat(self) -> bool:
+        return self.inner.may_repeat
 
     @property
     def name(self) -> str:
@@ -106,6 +119,10 @@ class BlockShuffled(Order):
         self.block_size = min(block_size, self.length)
         self._blocks: tuple[int, int, KeyedPermutation] | None = None
         self._inside: dict[tuple[int, int, int], Indices] = {}
+
+    @property
+    def may_repeat(self) -> bool:
+        return self.inner.may_repeat
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from phalanx.data._order import Order
 from phalanx.data._partition import Tail
 from phalanx.data._permutation import Indices
+from phalanx.data._source import check_indexable
 
 
 class PaddingIndex(int):
@@ -42,6 +43,7 @@ class WithWeights(Dataset[tuple[Any, float]]):
     """
 
     def __init__(self, dataset: Any) -> None:
+        check_indexable(dataset)  # this wrapper would hide from a sampler what it is
         self.dataset = dataset
 
     def __len__(self) -> int:

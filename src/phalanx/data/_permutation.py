@@ -113,7 +113,7 @@ class FeistelNetwork:
     def rounds(self, words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
         """Send each word of [0, a*b) to its image."""
         left_size, right_size = self._sizes
-        left = words // right_size
+        left: npt.NDArray[np.unsignedinteger] = words // right_size
         right = words - left * right_size
         hashed, shifted = np.empty_like(left), np.empty_like(left)
         for number, round_key in enumerate(self._keys):

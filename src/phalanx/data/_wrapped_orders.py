@@ -78,6 +78,13 @@ class IndexOrder(Order):
         self._name = ""
 
     @property
+    def may_repeat(self) -> bool:
+        if self._range is not None:
+            return False
+        ordered = np.sort(self._indices)
+        return bool((ordered[1:] == ordered[:-1]).any())
+
+    @property
     def name(self) -> str:
         if not self._name:
             what = repr(self._range) if self._range is not None else _digest(self._indices)
@@ -188,6 +195,10 @@ class WeightedOrder(Order):
         self._drawn: tuple[int, int, Indices] | None = None
 
     @property
+    def may_repeat(self) -> bool:
+        return self.replacement
+
+    @property
     def name(self) -> str:
         return f"weighted({_digest(self._weights)},{self.length},{'with' if self.replacement else 'without'})"
 
@@ -210,9 +221,9 @@ class WeightedOrder(Order):
 
 
 def _to_unit(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    return np.ldexp(
-        (words >> np.uint64(11)).astype(np.float64), -53
-    )  # the 53 bits that a float64 holds: [0, 1)
+    # The 53 bits that a float64 holds: [0, 1).
+    unit: npt.NDArray[np.float64] = np.ldexp((words >> np.uint64(11)).astype(np.float64), -53)
+    return unit
 
 
 def uniform_at(key: bytes, positions: Indices) -> npt.NDArray[np.float64]:
@@ -251,6 +262,10 @@ class ConcatOrder(Order):
         self.length = checked_length(sum(part.length for part in self.parts))
         self.bound = sum(self.sizes)
         self._ends = np.cumsum([part.length for part in self.parts])
+
+    @property
+    def may_repeat(self) -> bool:
+        return any(part.may_repeat for part in self.parts)
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from phalanx import comm
+from phalanx._torch_faults import check_fused_tensors
 from phalanx.ddp import _values as values
 from phalanx.ddp._buffers import (
     BROADCAST_BYTES,
@@ -250,7 +251,10 @@ class TorchNames:
         **kwargs: Any,
     ) -> None:
         """Update each parameter as soon as its gradient is reduced, within backward, with ``optim(..., *args)``."""
-        hook = optimizer_overlap.fused_optimizer_hook(optim, optim_params, args, kwargs)
+        given = None if optim_params is None else list(optim_params)
+        hook = optimizer_overlap.fused_optimizer_hook(optim, given, args, kwargs)
+        if kwargs.get("fused") and issubclass(optim, torch.optim.SGD):  # here, not in the first backward
+            check_fused_tensors(self.module.parameters() if given is None else given, "_register_fused_optim")
         self.register_comm_hook(self.group, hook)
 
     def _lazy_init(self: Any) -> None:

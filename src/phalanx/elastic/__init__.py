@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from phalanx.elastic._codec import StateTypeError
+from phalanx.elastic._guard import Guard, NonFinite
 from phalanx.elastic._job import Job
+from phalanx.elastic._ledger import StepsLost
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
-from phalanx.elastic._roster import Ejected, RegroupTimeout
+from phalanx.elastic._outcome import Outcome
+from phalanx.elastic._roster import Ejected, RegroupTimeout, ResultLost
 from phalanx.elastic._saves import SaveError
 from phalanx.elastic._step import Micro, Step
 from phalanx.elastic._sync import BitsWarning, WorkersDiffer
@@ -15,14 +18,19 @@ __all__ = [
     "Callbacks",
     "DataOptions",
     "Ejected",
+    "Guard",
     "Job",
     "Micro",
+    "NonFinite",
+    "Outcome",
     "RegroupTimeout",
     "Regrouped",
+    "ResultLost",
     "RunOptions",
     "SaveError",
     "Saves",
     "StateTypeError",
     "Step",
+    "StepsLost",
     "WorkersDiffer",
 ]

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 class Buffers:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._names = [name for name, _ in module.named_buffers()]
+        self.names = [name for name, _ in module.named_buffers()]
         self._start: list[Tensor] = []
 
     def live(self) -> list[Tensor]:
         """The buffers now; a module may replace one by assignment, so they are looked up each time."""
         found = dict(self.module.named_buffers())
-        if list(found) != self._names:
+        if list(found) != self.names:
             raise RuntimeError(
-                f"the model's buffers changed from {self._names} to {list(found)} during training; "
+                f"the model's buffers changed from {self.names} to {list(found)} during training; "
                 "register all buffers before the job is made"
             )
         return list(found.values())

@@ -88,6 +88,13 @@ def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
     return encoder.encode(value, name), encoder.tensors
 
 
+def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
+    """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen."""
+    tree, tensors = encode(value)
+    copies = [t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors]
+    return tree, copies
+
+
 def decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
     """The inverse of ``encode``.
 

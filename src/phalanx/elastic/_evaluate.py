@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from phalanx.data._source import length_of
 from phalanx.elastic._loading import Fetcher, Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic._roster import EvaluationKnown
@@ -29,9 +31,21 @@ Results = dict[str, list[dict[str, float] | float]]
 def evaluate(
     job: Job, dataset: Any, function: Callable[[Any], Mapping[str, Any]], batch_size: int, collate_fn: Any
 ) -> dict[str, float]:
+    length = _checked_length(dataset, batch_size, function)
+    boundary = job.boundary
+    job.take_held_objects(at_evaluation=True)
+    known_result = boundary.recorded()
+    if known_result is not None:
+        boundary.num_calls += 1
+        return known_result
+    if boundary.is_past:
+        raise RuntimeError(
+            f"worker {job.worker_id} asks for evaluation {boundary.num_calls + 1} after step {job.step - 1}, which it "
+            f"took over; the others made {len(boundary.results)} there. Call evaluate on every worker alike"
+        )
     number = job.num_evaluations
     fetcher = Fetcher(dataset, collate_fn, job.seed)
-    num_batches = -(-len(dataset) // batch_size)
+    num_batches = -(-length // batch_size)
     known: Results = {}
     was_training = job.model.training
     job.model.eval()
@@ -46,18 +60,18 @@ def evaluate(
                     known |= told
                 missing = [b for b in range(num_batches) if str(b) not in known]
                 if not missing:
-                    job.last_evaluation = _mean(known)
-                    job.num_evaluations += 1
+                    job.count_evaluation(_mean(known))
                     job.team.roster.publish_evaluation(number, job.last_evaluation)
                     break
-                for b in missing[job.rank :: job.world_size]:
+                seat = job.team.seat  # not the job's rank, which is another thing after the last step
+                for b in missing[seat.rank :: len(seat.workers)]:
                     job.team.check()
-                    indices = tuple(range(b * batch_size, min(len(dataset), (b + 1) * batch_size)))
+                    indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
                     batch = fetcher[Ticket(number, b, 0, indices)]
                     job.buffers.restore()
                     seed_everything(derive_seed(job.seed, "evaluate", number, b))
                     with torch.no_grad():
-                        values = {name: float(value) for name, value in function(batch).items()}
+                        values = _numbers(function(batch))
                     known[str(b)] = [values, float(len(indices))]
                     job.team.roster.report(job.step)
             except LOST as error:
@@ -66,6 +80,7 @@ def evaluate(
         job.team.is_evaluating = False
         job.buffers.restore()
         job.model.train(was_training)
+    boundary.num_calls += 1
     return job.last_evaluation
 
 
@@ -73,8 +88,45 @@ def _recover(job: Job, cause: CommError) -> None:
     try:
         job.team.recover(cause)
     except EvaluationKnown as known:
-        job.last_evaluation = known.result
-        job.num_evaluations += 1
+        job.count_evaluation(known.result)
+
+
+def _checked_length(dataset: Any, batch_size: int, function: Any) -> int:
+    if not callable(function):
+        raise TypeError(
+            f"evaluate: function is a {type(function).__name__}; expected a function of a batch that returns means by "
+            'name, such as lambda batch: {"loss": loss_fn(model(batch[0]), batch[1])}'
+        )
+    if batch_size < 1:
+        raise ValueError(f"evaluate: batch_size is {batch_size}; expected at least 1")
+    if isinstance(dataset, Tensor) and not dataset.dim():
+        raise TypeError(
+            f"evaluate: dataset is a tensor of one number ({dataset.item():g}); expected a dataset"
+        )
+    return length_of(dataset)
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    """What the user's function returned, as numbers by name."""
+    if not isinstance(found, Mapping):
+        what = (
+            f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        )
+        raise TypeError(
+            f"evaluate: function returned {what}; expected means over the batch by name, such as "
+            '{"loss": loss, "accuracy": (outputs.argmax(1) == targets).float().mean()}'
+        )
+    numbers = {}
+    for name, value in found.items():
+        if not isinstance(name, str):
+            raise TypeError(f"evaluate: function returned the name {name!r}; expected text")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TypeError(
+                f"evaluate: function returned a tensor of shape {tuple(value.shape)} as {name!r}; expected its mean "
+                f"over the batch: {name}.mean()"
+            )
+        numbers[name] = float(value)
+    return numbers
 
 
 def _mean(known: Results) -> dict[str, float]:

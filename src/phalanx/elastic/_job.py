@@ -16,12 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
+from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._buffers import Buffers
+from phalanx.elastic._codec import copy_encoded
 from phalanx.elastic._evaluate import evaluate
+from phalanx.elastic._exit import fail_at_exit, has_ended_well
+from phalanx.elastic._guard import Guard
+from phalanx.elastic._guarding import Guarding
+from phalanx.elastic._keeper import Encoded
 from phalanx.elastic._layout import Layout
 from phalanx.elastic._loading import Fetcher, Loading
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
+from phalanx.elastic._outcome import Outcome
 from phalanx.elastic._partials import Pool
 from phalanx.elastic._progress import Progress
 from phalanx.elastic._records import Audit, Events
@@ -32,6 +40,8 @@ from phalanx.elastic._step import Step
 from phalanx.elastic._store_roster import make_roster
 from phalanx.elastic._sync import BitsWarning, differences, fingerprint
 from phalanx.elastic._team import Team
+from phalanx.elastic._telling import Telling
+from phalanx.errors import CommError
 
 MAX_WORKERS = 1024
 
@@ -66,6 +76,7 @@ class Job:
         saves: Saves | None = None,
         run: RunOptions = RunOptions(),  # noqa: B008  # a frozen value
         callbacks: Callbacks = Callbacks(),  # noqa: B008  # a frozen value
+        guard: Guard = Guard(),  # noqa: B008  # a frozen value
     ) -> None:
         if run.threads is not None:
             torch.set_num_threads(run.threads)
@@ -86,10 +97,20 @@ class Job:
         self._parts = Parts(
             model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
         )
+        self._objects = frozenset(state or {})
         self.buffers = Buffers(model)
-        self.pool = Pool(Layout.of(self.params, self.buffers.live()), MAX_WORKERS)
+        self.pool = Pool(Layout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
+        self.guarding = Guarding(self, guard)
         sampler = ElasticBatchSampler(
-            dataset, num_slots, slot_batch_size, slots=(), shuffle=data.shuffle, seed=seed, tail=data.tail
+            dataset,
+            num_slots,
+            slot_batch_size,
+            slots=(),
+            shuffle=data.shuffle,
+            seed=seed,
+            tail=data.tail,
+            order=data.order,
+            block_size=data.block_size,
         )
         self.schedule = Schedule(sampler, data.parts)
         self.loading = Loading(Fetcher(dataset, data.collate_fn, seed), data.num_workers)
@@ -105,8 +126,13 @@ class Job:
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
         self.loss: float | None = None
         """Loss of the last committed step."""
+        self.grad_norm: float | None = None
+        """Its gradient's norm before clipping, if it was clipped."""
+        self.boundary = Boundary()
+        self.telling = Telling(self)
         self.num_evaluations = 0
         self.last_evaluation: dict[str, float] = {}
+        self._has_looped = False
         self._resumes = 0
         self._read_ahead: tuple[int, int, int] | None = None
 
@@ -127,11 +153,12 @@ class Job:
 
     @property
     def rank(self) -> int:
-        return self.team.seat.rank
+        """This worker's, from 0. Changes at regroups; after the last step it stays, and passes to a replacement."""
+        return self.team.rank
 
     @property
     def world_size(self) -> int:
-        return len(self.team.seat.workers)
+        return self.team.world_size
 
     @property
     def worker_id(self) -> str:
@@ -140,22 +167,23 @@ class Job:
     @property
     def lineage(self) -> list[int]:
         """What tells this attempt at a step from earlier ones; later is larger."""
-        return [self._resumes, self.team.seat.generation, self.team.seat.round]
+        return [self._resumes, self.team.seat.generation, self.team.seat.round, *self.guarding.attempt]
 
     def digest(self) -> str:
         """sha256 over weights, optimizer state, the other objects' state and the data position."""
-        return digest({"parts": self._parts.capture(), "sampler": self.schedule.state_dict()})
+        return digest({"parts": self._capture(), "sampler": self.schedule.state_dict()})
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int | None = None, *, max_steps: int | None = None) -> Iterator[Step]:
         """The steps that are not committed yet, up to a number of epochs or of steps, whichever comes first.
 
-        A step that could not be committed because a worker was lost comes again; ``step.commit()`` returned False.
+        A step that could not be committed because a worker was lost comes again, or was taken over from a worker that
+        had committed it: ``step.commit()`` says which (``Outcome``).
         """
         if epochs is None and max_steps is None:
             raise ValueError("steps() needs epochs or max_steps; expected an end")
-        if self.team.is_over and self.team.roster.can_change:
+        if self._has_looped and self.team.roster.can_change:
             raise RuntimeError(
                 "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
                 "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
@@ -167,21 +195,29 @@ class Job:
                     self._check_frozen()
                     self._follow_data()
                     self.buffers.begin_step()
+                    self.guarding.begin_step()
                     step = Step(self)
                     yield step
+                    self.take_held_objects()
                     if step.committed:
-                        self._tell_step(step)
+                        self.telling.tell(step)
                         self.team.cross_boundary(step)
-                    elif not step.dropped:
+                    elif step.dropped:
+                        self._read_ahead = None  # it is read once more
+                        self.telling.tell_again()
+                    else:
                         raise RuntimeError(
                             f"step {step.number} was not committed; call step.commit() in the loop"
                         )
+                self.guarding.check_state()
                 self.team.part()
+                self._has_looped = True
+                self.telling.tell_again()
                 self.events.emit("finished", step=self.step)
                 self.loading.close()
                 self.saving.wait_idle()
                 self.progress.close()
-                atexit.register(self.close)  # not now: an evaluation may follow
+                atexit.register(self._at_exit)  # not now: an evaluation may follow
             except BaseException:
                 self.close()
                 raise
@@ -195,14 +231,18 @@ class Job:
                 "num_slots": self.num_slots,
                 "steps_per_epoch": self.schedule.sampler.steps_per_epoch,
                 "num_samples_per_epoch": self.schedule.num_samples_per_epoch,
+                "may_repeat": self.schedule.sampler.order.may_repeat,
             }
         )
         self.events.emit("started", pid=os.getpid())
         self.team.begin()
 
     def close(self) -> None:
-        """End threads, files and the group; the state stays in memory and can be looked at and saved."""
-        atexit.unregister(self.close)
+        """End threads, files and the group; the state stays in memory and can be looked at and saved.
+
+        The end of the process does it. Done earlier, a worker that dies later cannot take the state from this one.
+        """
+        atexit.unregister(self._at_exit)
         self.loading.close()
         self.saving.wait_idle()
         self.progress.close()
@@ -210,9 +250,21 @@ class Job:
         self.audit.close()
         self.events.close()
 
+    def _at_exit(self) -> None:
+        """The process ends: after the scripts of all workers, if this one's has ended well."""
+        try:
+            if has_ended_well():
+                self.team.stay(self.run.hold)
+        except BaseException as error:  # what leaves an exit function is printed and forgotten
+            fail_at_exit(error)
+        finally:
+            self.close()
+
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
-        return (epochs is not None and self.epoch >= epochs) or (
-            max_steps is not None and self.step >= max_steps
+        return (
+            (self.team.is_over and self.team.roster.can_change)  # it came after the last step
+            or (epochs is not None and self.epoch >= epochs)
+            or (max_steps is not None and self.step >= max_steps)
         )
 
     def _check_frozen(self) -> None:
@@ -236,25 +288,23 @@ class Job:
         self.schedule.sampler.commit(step.number)
         if self.scheduler is not None:
             self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
-        self.loss = step.loss
+        self.loss, self.grad_norm = step.loss, step.grad_norm
+        self.boundary.commit()
         self.audit.committed(self.lineage, step.epoch, step.number)
         self.team.roster.report(self.step)
+        self.team.roster.note_commit(self.team.seat, self.step)
 
-    def _tell_step(self, step: Step) -> None:
-        if self.rank == 0:
-            self.progress.show(self, step)
-            self.events.emit(
-                "step",
-                step=step.number,
-                epoch=step.epoch,
-                loss=step.loss,
-                samples=step.num_samples,
-                generation=self.generation,
-                round=self.team.seat.round,
-                world_size=self.world_size,
-            )
-        if self.saving.is_due(self.step) and self.rank == 0:
-            self.save(wait=False)
+    def recover_from(self, step: Step, cause: CommError) -> Outcome:
+        """The group was lost during a step: form it anew, and say what has become of the step. For ``Step`` only."""
+        self.boundary.is_in_step = True
+        try:
+            self.team.recover(cause)
+        finally:
+            self.boundary.is_in_step = False
+        if self.step == step.number:
+            return Outcome.DROPPED
+        step.adopt()
+        return Outcome.ADOPTED
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
@@ -282,28 +332,67 @@ class Job:
     def state_dict(self) -> State:
         """Everything that decides what the next step computes; its tensors are the live ones."""
         return {
-            "parts": self._parts.capture(),
+            "parts": self._capture(),
             "sampler": self.schedule.state_dict(),
             "resumes": self._resumes,
             "evaluations": [self.num_evaluations, self.last_evaluation],
+            "boundary": self.boundary.state_dict(self.team.is_evaluating),
             "loss": self.loss,
+            "grad_norm": self.grad_norm,
             "seed": self.seed,
             "machine": fingerprint(),
         }
 
+    def copy_state(self) -> Encoded:
+        """A copy of the state in main memory. For ``Team``, after the last step: the gradients' memory is given up."""
+        self.pool.free.clear()
+        return copy_encoded(self.state_dict())
+
     def load_state_dict(self, state: State) -> None:
         """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
+        self._load(state, but=())
+        self.boundary.load_state_dict(state.get("boundary", {"results": []}))
+
+    def take_over(self, state: State) -> None:
+        """Become what another worker is; in mid-step, only what a commit changes. For ``bring_level`` only."""
+        objects = {name: value for name, value in state["parts"]["others"].items() if name in self._objects}
+        if self.boundary.is_in_step and not self.is_fresh:
+            self._load(state, but=self._objects)
+            self.boundary.adopt(state["boundary"], objects)
+        else:
+            self.load_state_dict(state)
+
+    def take_held_objects(self, *, at_evaluation: bool = False) -> None:
+        """Bring the user's objects level with the worker that the last step was taken over from, if it is time."""
+        self._parts.apply_objects(self.boundary.take_held(at_evaluation=at_evaluation))
+
+    def count_evaluation(self, result: dict[str, float]) -> None:
+        """An evaluation is complete."""
+        self.num_evaluations += 1
+        self.last_evaluation = result
+        self.boundary.results.append(result)
+
+    def _capture(self) -> State:
+        parts = self._parts.capture()
+        parts["others"].update(self.boundary.held)
+        return parts
+
+    def _load(self, state: State, but: frozenset[str] | tuple[()]) -> None:
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a job with seed {state['seed']}, this one has {self.seed}")
-        self._parts.apply(state["parts"])
+        self._parts.apply(state["parts"], but=but)
         self.schedule.load_state_dict(state["sampler"])
         self._resumes = state["resumes"]
         self.num_evaluations, self.last_evaluation = state["evaluations"]
-        self.loss = state["loss"]
+        self.loss, self.grad_norm = state["loss"], state.get("grad_norm")
         self.is_fresh = False
 
     def save(self, *, wait: bool = True) -> None:
-        """Write the state to the saves' directory; without ``wait`` in the background."""
+        """Write the state to the saves' directory; without ``wait`` in the background.
+
+        Raises ``NonFinite`` instead when the state is not finite (see ``Guard``).
+        """
+        self.guarding.check_state()
         self.saving.submit(self.step, self.state_dict())
         if wait:
             self.saving.wait_idle()
@@ -326,6 +415,7 @@ class Job:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    check_fused(optimizer, "Job")
     known = {id(p) for p in model.parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -1,8 +1,8 @@
 """Where everything that a step must exchange lies in a few flat tensors.
 
 Owns the layout (one bucket per dtype) and ``Flat``, one set of buckets with its views. The first bucket is always
-float32 and carries, behind its gradients, the numbers that ride along (``SCALARS`` and one "was it used" count per
-parameter) and behind those the bytes of the module's buffers.
+float32 and carries, behind its gradients, the numbers that ride along (``SCALARS``, one "was it used" count per
+parameter, one note per slot) and behind those the bytes of the module's buffers.
 
 Invariants: sums touch the first ``num_summed`` elements only. What lies behind, the raw part, is never added: in
 every addition the left operand's bytes stay, and slot 0 is the leftmost leaf, so the root holds slot 0's buffers,
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALARS = ("loss", "weight", "samples", "wish", "leaving")
-"""Sums over slots that ride along: weighted loss, weight, samples; and, of workers, who wants to regroup or leave."""
+SCALARS = ("loss", "weight", "samples", "wish", "leaving", "again")
+"""Sums over slots that ride along: weighted loss, weight, samples; and, of workers, who wants to regroup or leave, and
+who computes the step again because it was not finite."""
 
 ALIGN = 16
 """Views start at multiples of this many elements, so that vector instructions see aligned data."""
@@ -45,10 +46,12 @@ class Layout:
     extras_offset: int
     raw_sizes: tuple[int, ...]
     """Bytes of each buffer of the module."""
+    num_slots: int = 0
+    """How many slots have a place for a note."""
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> Layout:
-        """Lay out the gradients of ``params`` and the values of ``buffers``."""
+    def of(cls, params: Sequence[Tensor], buffers: Sequence[Tensor], num_slots: int = 0) -> Layout:
+        """Lay out the gradients of ``params``, the values of ``buffers`` and a note per slot."""
         devices = {tensor.device for tensor in [*params, *buffers]} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(
@@ -67,11 +70,11 @@ class Layout:
             length = end
             if dtype == torch.float32:
                 extras_offset = end
-                end += _align(len(SCALARS) + len(params))
+                end += _align(len(SCALARS) + len(params) + num_slots)
                 length = end + sum(_align(-(-size // 4)) for size in raw_sizes)
             buckets.append(Bucket(dtype, members, tuple(offsets), end, length))
         shapes = tuple(p.shape for p in params)
-        return cls(devices.pop(), shapes, tuple(buckets), extras_offset, raw_sizes)
+        return cls(devices.pop(), shapes, tuple(buckets), extras_offset, raw_sizes, num_slots)
 
     def chunk(self, bucket: Bucket, size: int) -> int:
         """Elements of a bucket that each of ``size`` workers owns; the last chunks may reach past the end."""
@@ -79,7 +82,8 @@ class Layout:
 
 
 class Flat:
-    """One copy of all buckets: ``grads`` per parameter, ``extras``, and ``raw`` bytes per buffer are views of it."""
+    """One copy of all buckets. Views of it: ``grads`` per parameter, ``extras`` (``scalars``, ``used`` per parameter,
+    ``notes`` per slot), and ``raw`` bytes per buffer."""
 
     def __init__(self, layout: Layout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
         self.layout = layout
@@ -93,8 +97,9 @@ class Flat:
                 self.grads[i] = tensor[offset : offset + shape.numel()].view(shape)
         first = self.tensors[0]
         start = layout.extras_offset
-        self.scalars = first[start : start + len(SCALARS)]
-        self.used = first[start + len(SCALARS) : start + len(SCALARS) + len(layout.shapes)]
+        sizes = [len(SCALARS), len(layout.shapes), layout.num_slots]
+        self.extras = first[start : start + sum(sizes)]
+        self.scalars, self.used, self.notes = self.extras.split(sizes)
         self.raw: list[Tensor] = []
         offset = layout.buckets[0].num_summed
         for size in layout.raw_sizes:
@@ -102,14 +107,30 @@ class Flat:
             self.raw.append(first[offset : offset + words].view(torch.uint8)[:size])
             offset += _align(words)
 
+    def summed_grads(self) -> list[Tensor]:
+        """All gradients, one flat tensor per bucket."""
+        found = []
+        for bucket, tensor in zip(self.layout.buckets, self.tensors, strict=True):
+            if bucket.params:
+                end = bucket.offsets[-1] + self.layout.shapes[bucket.params[-1]].numel()
+                found.append(tensor[:end])
+        return found
+
     def put_buffers(self, buffers: Sequence[Tensor]) -> None:
         for raw, buffer in zip(self.raw, buffers, strict=True):
             raw.copy_(buffer.detach().reshape(-1).view(torch.uint8))
 
+    def read_buffers(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """The buffers that lie here, in the shapes and dtypes of ``like``."""
+        # A copy starts at an aligned address; a view of wider elements may not start in the middle of a word.
+        return [
+            raw.clone().view(buffer.dtype).view(buffer.shape)
+            for raw, buffer in zip(self.raw, like, strict=True)
+        ]
+
     def get_buffers(self, buffers: Sequence[Tensor]) -> None:
-        for raw, buffer in zip(self.raw, buffers, strict=True):
-            # A copy starts at an aligned address; a view of wider elements may not start in the middle of a word.
-            buffer.detach().copy_(raw.clone().view(buffer.dtype).view(buffer.shape))
+        for buffer, value in zip(buffers, self.read_buffers(buffers), strict=True):
+            buffer.detach().copy_(value)
 
 
 def _align(count: int) -> int:

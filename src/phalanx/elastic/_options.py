@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.comm import Group
+from phalanx.data._source import check_shuffle
+from phalanx.data._wrapped_orders import OrderLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,11 @@ class DataOptions:
 
     ``parts`` cuts each slot's batch into that many micro-batches (gradient accumulation inside a slot).
     ``num_workers`` loader processes read ahead; the samples' bits do not depend on it.
+    ``shuffle="block"`` keeps reads local in blocks of ``block_size``; ``order`` brings any other order (indices, a
+    sampler, an ``Order`` of ``phalanx.data``), which then decides alone.
+
+    >>> DataOptions(shuffle="block", block_size=4096).block_size
+    4096
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -23,10 +30,13 @@ class DataOptions:
     shuffle: bool | Literal["block"] = True
     tail: Literal["uneven", "drop"] = "uneven"
     parts: int = 1
+    order: OrderLike | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"parts is {self.parts}; expected at least 1")
+        check_shuffle(self.shuffle, self.order, self.block_size)
         if self.tail not in ("uneven", "drop"):
             raise ValueError(
                 f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples"
@@ -61,6 +71,12 @@ class RunOptions:
     """Seconds that a collective may wait for a peer that lives but does not come."""
     verify: bool = False
     """Compare the digests of all workers at every regroup; costs one pass over the state."""
+    begin_again: bool = False
+    """Begin again at step 0 when all workers were lost and the job has no saves, instead of failing."""
+    hold: float = 3600.0
+    """Seconds that a worker whose script has ended stays, with a copy of the final state, for the scripts of the others
+    to end: a worker that dies after the last step is replaced by one that takes this state and runs what follows the
+    loop. 0: nobody stays or keeps a copy, and such a death fails the job."""
     group: Group | None = None
     """Run on this fixed group instead of the one that the environment names."""
 

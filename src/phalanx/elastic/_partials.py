@@ -70,22 +70,24 @@ class Partials:
         grads: Sequence[Tensor | None],
         scalars: dict[str, float],
         buffers: Sequence[Tensor] | None = None,
+        note: int = 0,
     ) -> None:
-        """Take in a finished slot: its gradients (None where a parameter was not used), numbers, and buffers."""
+        """Take in a finished slot: its gradients (None where a parameter was not used), numbers, buffers and note."""
         node = (slot, slot + 1)
-        values = torch.tensor([scalars.get(name, 0.0) for name in SCALARS], device=self.pool.layout.device)
-        used = torch.tensor([grad is not None for grad in grads], dtype=torch.float32, device=values.device)
+        notes = [0.0] * self.pool.layout.num_slots
+        if note:
+            notes[slot] = float(note)
+        numbers = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
+        extras = torch.tensor(numbers + notes, dtype=torch.float32, device=self.pool.layout.device)
         if self.pieces and self.siblings.get(node) == self.pieces[-1][0]:
             left, flat = self.pieces.pop()
             _add_grads(flat.grads, grads)
-            flat.scalars.add_(values)
-            flat.used.add_(used)
+            flat.extras.add_(extras)
             node = (left[0], node[1])
         else:
             flat = self.pool.take()
             _copy_grads(flat.grads, grads)
-            flat.scalars.copy_(values)
-            flat.used.copy_(used)
+            flat.extras.copy_(extras)
         if buffers is not None:
             flat.put_buffers(buffers)
         self.pieces.append((node, flat))

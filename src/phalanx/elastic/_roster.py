@@ -6,13 +6,19 @@ for workers under agents that heal. ``make_roster`` there picks by the environme
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.comm import Group
+from phalanx.elastic._finish import Finish
+from phalanx.elastic._keys import Keys
+from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._watcher import Signals
-from phalanx.errors import CommError, PhalanxError
+from phalanx.errors import CommError, JobStopped, PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.elastic._keeper import Encoded, Keeper, TakenOver
 
 
 class Ejected(PhalanxError):
@@ -20,7 +26,22 @@ class Ejected(PhalanxError):
 
 
 class JobOver(PhalanxError):
-    """The other workers have finished the job; there is nothing left to do for this one."""
+    """All steps are done; ``finish`` says by whom. For a newcomer, ``members`` are those of ``generation``, one of
+    which has the final state or is known to have none to give."""
+
+    def __init__(self, finish: Finish, generation: int, members: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"all {finish.step} steps are done")
+        self.finish = finish
+        self.generation = generation
+        self.members = members or {}
+
+
+class NothingLeft(PhalanxError):
+    """All steps are done, and every rank has a worker that runs what follows them, or has run it."""
+
+
+class ResultLost(JobStopped):
+    """A worker was lost after the last step, and nobody can do what its script does after it."""
 
 
 class ToldToLeave(PhalanxError):
@@ -47,6 +68,7 @@ class Roster(Protocol):
     """What the outside world wants of this worker in its current seat."""
     should_leave: Callable[[], bool]
     """Asked while waiting for a seat: whether this worker was told to leave."""
+    ledger: Ledger
 
     def first_seat(self, mine: Ready) -> Seat: ...
 
@@ -56,6 +78,9 @@ class Roster(Protocol):
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         """The next seat when all workers of this one have agreed to regroup; the old group still works."""
 
+    def rejoin(self, generation: int, mine: Ready) -> Seat:
+        """A seat for one that has none, in this generation or a later one."""
+
     def announce_leaving(self, seat: Seat) -> None: ...
 
     def step_aside(self, seat: Seat) -> None:
@@ -64,14 +89,23 @@ class Roster(Protocol):
         Were it to exit before, they would take it for dead and drop the step that they are just committing.
         """
 
-    def declare_done(self) -> None:
-        """All workers have committed the last step."""
+    def declare_done(self, seat: Seat, step: int) -> Finish:
+        """All workers of the seat's round have committed the last step."""
+
+    def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
+        """The end, if a loss while waiting for it only means that the others got through."""
+
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
+        """Keep the final state for whoever takes the place of another; None where nobody can."""
+
+    def take_over(self, over: JobOver) -> TakenOver | None:
+        """The place of a worker that was lost after the last step; None when the generation is over first."""
+
+    def note_commit(self, seat: Seat, step: int) -> None:
+        """So many steps are committed."""
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         """Leave the result for a worker that was cut off just before it had it."""
-
-    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
-        """Whether a loss while waiting for the others' end only means that they have ended."""
 
     def report(self, step: int) -> None:
         """Progress, for whoever looks for hangs."""
@@ -87,9 +121,10 @@ class FixedRoster:
 
     can_change = False
 
-    def __init__(self, group: Group | None, worker_id: str) -> None:
+    def __init__(self, group: Group | None, worker_id: str, ledger: Ledger | None = None) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
+        self.ledger = ledger or Ledger(None, Keys())
         self.should_leave: Callable[[], bool] = lambda: False
         self._group = group
 
@@ -105,20 +140,34 @@ class FixedRoster:
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         return seat  # a polite leave of one worker of a fixed group is the end of it for all
 
+    def rejoin(self, generation: int, mine: Ready) -> Seat:
+        raise AssertionError("in a fixed group nobody is without a seat")
+
     def announce_leaving(self, seat: Seat) -> None:
         pass
 
     def step_aside(self, seat: Seat) -> None:
         pass
 
-    def declare_done(self) -> None:
-        pass
+    def declare_done(self, seat: Seat, step: int) -> Finish:
+        return Finish.of(seat, step, {})
+
+    def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
+        # This worker has committed all steps, and those of the others that have not are not helped by it.
+        return Finish.of(seat, step, {})
+
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
+        return None
+
+    def take_over(self, over: JobOver) -> TakenOver | None:
+        raise AssertionError("nobody joins a fixed group")
+
+    def note_commit(self, seat: Seat, step: int) -> None:
+        if seat.rank == 0:
+            self.ledger.note(step)
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         pass
-
-    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
-        return True  # this worker has committed all steps, and those of the others that have not are not helped by it
 
     def report(self, step: int) -> None:
         pass

@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import torch
-
-from phalanx.elastic._codec import decode, encode
+from phalanx.elastic._codec import copy_encoded, decode
 from phalanx.elastic._options import Saves
 from phalanx.elastic._records import Events
 from phalanx.elastic._saves import Save, find_save
@@ -36,11 +34,7 @@ class Saving:
             self._writer = SaveWriter(
                 Path(self.options.directory), keep=self.options.keep, on_saved=self._on_saved
             )
-        tree, tensors = encode(state)
-        copies = [
-            tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors
-        ]
-        self._writer.submit((step, tree, copies))
+        self._writer.submit((step, *copy_encoded(state)))
 
     def wait_idle(self) -> None:
         if self._writer is not None:

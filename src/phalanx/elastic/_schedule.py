@@ -29,9 +29,9 @@ class Schedule:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Distinct samples that a whole epoch commits."""
+        """Samples that a whole epoch commits; distinct ones, unless the order repeats some."""
         whole = self.sampler.steps_per_epoch * self.sampler.num_slots * self.sampler.slot_batch_size
-        return min(whole, len(self.sampler.dataset))
+        return min(whole, self.sampler.order.length)
 
     def tickets(self, step: int, slot: int) -> list[Ticket]:
         """The parts of a slot's batch; none if the epoch's last step has no sample left for it."""

@@ -6,7 +6,8 @@ model; it gets a seat in the next round, at a step boundary.
 
 Rules: (1) a round's list is written once, by the worker that ``choose_round`` names; (2) workers with live state
 ("veterans") wait for all veterans they knew, never for newcomers; (3) when nobody has state, all members are waited
-for; (4) while veterans are inside an evaluation, which newcomers cannot join, only they get a seat.
+for; (4) while veterans are inside an evaluation, which newcomers cannot join, only they get a seat, and who is one step
+behind: its loop comes to that evaluation after it has taken the step over.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
     best = max(ready[worker].position for worker in veterans)
     writer = next(worker for worker in veterans if ready[worker].position == best)
     if best[2]:
-        return writer, Round(tuple(worker for worker in here if ready[worker].position == best))
+        follow = {worker for worker in veterans if ready[worker].step == best[0] - 1}
+        return writer, Round(tuple(w for w in here if w in follow or ready[w].position == best))
     return writer, Round(tuple(here))
 
 

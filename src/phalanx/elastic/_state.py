@@ -8,7 +8,7 @@ into the live objects; the digest depends on values only, not on the order in wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -51,8 +51,8 @@ class Parts:
             "others": {name: part.state_dict() for name, part in self.others.items()},
         }
 
-    def apply(self, state: State) -> None:
-        """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
+    def apply(self, state: State, *, but: Collection[str] = ()) -> None:
+        """Become ``state``, apart from the objects named in ``but``. The tensors in it may be taken over."""
         missing = set(self.others) ^ set(state["others"])
         if missing:
             raise ValueError(
@@ -66,8 +66,12 @@ class Parts:
                 live[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         _restore_dtypes(self.optimizer, state["optimizer"])
-        for name, part in self.others.items():
-            part.load_state_dict(state["others"][name])
+        self.apply_objects({name: value for name, value in state["others"].items() if name not in but})
+
+    def apply_objects(self, states: Mapping[str, Any]) -> None:
+        """Give some of the other objects their states."""
+        for name, value in states.items():
+            self.others[name].load_state_dict(value)
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -1,10 +1,8 @@
 """Workers under agents that heal: how a worker gets a seat in the next round, through the job's store.
 
-Owns the conversation with the store (see ``_seats`` for the rules and ``phalanx.membership`` for the agents' keys).
-Workers' own keys: ``elastic/G/ready/ID``, ``elastic/G/leaving``, ``elastic/G/round/R``, ``elastic/G/crossed/R/ID``,
-``elastic/evaluation/N`` and ``elastic/done``. Each generation has its own; nothing of an earlier one is ever read. All
-are records that one worker writes, none is a counter, so that the job's secret covers them; a worker that waits for a
-seat writes its own again if somebody deleted them.
+Owns the conversation with the store until the last step (see ``_seats`` for the rules, ``_keys`` for the workers' own
+keys and ``phalanx.membership`` for the agents'); what comes after it is in ``_keeper``. A worker that waits for a seat
+writes its own records again if somebody deleted them.
 """
 
 from __future__ import annotations
@@ -18,6 +16,10 @@ from phalanx import membership
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
 from phalanx.comm.stores._sealed import signed_store
+from phalanx.elastic._finish import Finish
+from phalanx.elastic._keeper import Contact, Encoded, Keeper, TakenOver, take_over
+from phalanx.elastic._keys import Keys
+from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._roster import (
     Ejected,
     EvaluationKnown,
@@ -28,18 +30,10 @@ from phalanx.elastic._roster import (
     ToldToLeave,
 )
 from phalanx.elastic._seats import Ready, Round, Seat, choose_round
-from phalanx.elastic._watcher import (
-    PROGRESS_EVERY,
-    Signals,
-    Watcher,
-    any_leaving_key,
-    ready_key,
-    report_progress,
-)
+from phalanx.elastic._watcher import PROGRESS_EVERY, Signals, Watcher, report_progress
 from phalanx.errors import CommError, PeerLost
 from phalanx.world import World
 
-DONE_KEY = "elastic/done"
 LEAVE_AFTER = 2.0
 """Seconds that a worker with a state waits on for a seat when it was told to leave: there it could leave politely, but
 when all workers were told to, no seat comes any more."""
@@ -59,6 +53,7 @@ class StoreRoster:
         *,
         timeout: float = 600.0,
         comm_timeout: float,
+        keys: Keys = Keys(),  # noqa: B008  # a frozen value
     ) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
@@ -66,27 +61,47 @@ class StoreRoster:
         self.job = job
         self.timeout = timeout
         self.comm_timeout = comm_timeout
-        self._first = generation
+        self.keys = keys
+        self.generation = generation
+        """The one that this worker was born in, then that of its newest seat."""
         self._groups = signed_store(store, job)
         self._store = job_store(store, job)
+        self.ledger = Ledger(self._store, keys)
+        self._contact = Contact(
+            store=self._store,
+            root=self._groups,
+            keys=keys,
+            job=job,
+            worker_id=worker_id,
+            timeout=timeout,
+            comm_timeout=comm_timeout,
+        )
+        self._store.set(membership.regroups_key(worker_id), b"1")
         self._watcher: Watcher | None = None
+        self._keeper: Keeper | None = None
+        self._has_noted = False
 
     # -- seats ------------------------------------------------------------------------------------------------
 
     def first_seat(self, mine: Ready) -> Seat:
-        return self._take_seat(self._first, mine)
+        if self.keys.number:  # the script goes on with another job: what follows the last one is a loop again
+            self._store.compare_and_set(membership.FINISHING, str(self.keys.number - 1).encode(), b"")
+        return self._take_seat(self.generation, mine)
+
+    def rejoin(self, generation: int, mine: Ready) -> Seat:
+        return self._take_seat(generation, mine)
 
     def seat_after_loss(self, seat: Seat, mine: Ready, cause: CommError) -> Seat:
         self._stop_watching()
         if seat.group is not None:
             seat.group.abort(cause)
-        self._make_sure_broken(seat, cause)
+        self._make_sure_broken(seat, cause, evaluating=mine.evaluating)
         return self._take_seat(seat.generation + 1, mine)
 
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         self._stop_watching()
         generation = seat.generation
-        self._store.set(_crossed_key(seat, self.worker_id), b"1")
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
         if seat.rank == 0:
             self._close_round(seat)
         found = self._take_seat(generation, mine, first_round=seat.round + 1, declared=True)
@@ -106,7 +121,7 @@ class StoreRoster:
         else:
             ready = self._ready(g, members)
             following = Round(tuple(w for w in members if w in ready or w in seat.workers))
-        self._store.compare_and_set(_round_key(g, seat.round + 1), None, following.to_json())
+        self._store.compare_and_set(self.keys.round(g, seat.round + 1), None, following.to_json())
 
     def _take_seat(
         self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
@@ -128,22 +143,24 @@ class StoreRoster:
         while True:
             done, evaluated, broken, members, record, own = self._store.get_many(
                 [
-                    DONE_KEY,
-                    _evaluation_key(mine.evaluations),
+                    self.keys.done,
+                    self.keys.evaluation(mine.evaluations),
                     membership.broken_key(generation),
                     membership.members_key(generation),
-                    _round_key(generation, round_),
-                    ready_key(generation, self.worker_id),
+                    self.keys.round(generation, round_),
+                    self.keys.ready(generation, self.worker_id),
                 ]
             )
-            if done is not None and not mine.evaluating:
-                raise JobOver(f"worker {self.worker_id}: the other workers have finished job {self.job!r}")
+            finish = Finish.parse(done)
+            if finish is not None and mine.is_veteran and not mine.evaluating:
+                raise JobOver(finish, generation)
             if mine.evaluating and evaluated is not None:
                 raise EvaluationKnown(json.loads(evaluated))
             found = Round.from_json(record) if record is not None else None
             if broken is not None or (found is not None and found.move_to is not None):
                 generation, round_, declared = generation + 1, 0, False
                 continue
+            self.generation = generation
             if members is None:
                 wait.a_little(f"the members of generation {generation}")
                 continue
@@ -154,8 +171,11 @@ class StoreRoster:
                     f"{self.job!r}: {', '.join(ids)}"
                 )
             if not declared or own is None:
-                self._store.set(ready_key(generation, self.worker_id), mine.to_json())
+                self._declare(generation, mine)
                 declared = True
+            elif finish is not None and not mine.is_veteran:
+                if not self._void(finish, generation, ids):
+                    wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
                 seat = self._join(generation, round_, found.workers, ids)
                 if seat is not None:
@@ -166,10 +186,29 @@ class StoreRoster:
             else:
                 choice = choose_round(ids, self._ready(generation, ids)) if round_ == 0 else None
                 if choice is not None and choice[0] == self.worker_id:
-                    key = _round_key(generation, round_)
+                    key = self.keys.round(generation, round_)
                     self._store.compare_and_set(key, None, choice[1].to_json())
                 else:
                     wait.a_little(f"a seat in generation {generation}, round {round_}")
+
+    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...]) -> bool:
+        """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
+
+        If none does, the final state is lost: once all have come, and all are new, what they found counts no more
+        (True), and they begin as the first workers of a job do, with a save. Until then, False.
+        """
+        keeps = self._store.get_many([self.keys.keeps(generation, worker) for worker in ids])
+        if any(value is not None for value in keeps) or len(self._contact.ended(finish.workers)) == len(
+            finish.workers
+        ):
+            raise JobOver(finish, generation, self._contact.members(generation))
+        ready = self._ready(generation, ids)
+        if len(ready) < len(ids) or any(one.is_veteran for one in ready.values()):
+            return False
+        if Finish.parse(self._store.get(self.keys.done)) == finish:
+            self._store.delete(self.keys.done)
+            self._store.delete(membership.FINISHING)
+        return True
 
     def _join(
         self, generation: int, round_: int, workers: tuple[str, ...], members: tuple[str, ...]
@@ -180,7 +219,7 @@ class StoreRoster:
         if len(workers) > 1:
             try:
                 group = Group.create(
-                    self._groups.namespace(f"round/{round_}"),
+                    self._groups.namespace(self.keys.group(round_)),
                     rank,
                     len(workers),
                     timeout=self.comm_timeout,
@@ -194,37 +233,43 @@ class StoreRoster:
         seat = Seat(generation, round_, workers, rank, group)
         self.signals = Signals()
         absent = tuple(worker for worker in members if worker not in workers)
-        self._watcher = Watcher(self._store.clone(), seat, self.worker_id, self.signals, absent)
+        self._watcher = Watcher(self._store.clone(), self.keys, seat, self.worker_id, self.signals, absent)
         self._watcher.start()
         return seat
 
     # -- the store --------------------------------------------------------------------------------------------
+
+    def _declare(self, generation: int, mine: Ready) -> None:
+        if (
+            mine.is_veteran
+        ):  # what it has committed since its last report counts as progress, should workers die again
+            report_progress(self._store, self.worker_id, mine.step, 0, 0)
+        self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
     def _members(self, generation: int) -> tuple[str, ...]:
         (data,) = self._store.wait([membership.members_key(generation)], self.timeout)
         return tuple(member.id for member in membership.Members.from_json(data).workers)
 
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
-        found = self._store.get_many([ready_key(generation, worker) for worker in workers])
+        found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
         return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
 
     def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
         """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
-        round_key = _round_key(generation, round_)
-        data, record = self._store.get_many([membership.broken_key(generation), round_key])
-        if data is None:
-            if record is None:
-                self._store.compare_and_set(round_key, None, Round(workers).to_json())
-            return None
-        reason = membership.Broken.from_json(data).reason
-        return PeerLost(f"generation {generation} is over: {reason}", generation=generation)
+        lost = self._contact.broken(generation)
+        if lost is None and self._store.get(self.keys.round(generation, round_)) is None:
+            self._store.compare_and_set(self.keys.round(generation, round_), None, Round(workers).to_json())
+        return lost
 
-    def _make_sure_broken(self, seat: Seat, cause: CommError, grace: float = 2.0) -> None:
+    def _make_sure_broken(
+        self, seat: Seat, cause: CommError, grace: float = 2.0, *, evaluating: bool = False
+    ) -> None:
         """Agents break a generation when they see a death. What only workers can see, they have to tell."""
         key = membership.broken_key(seat.generation)
         until = time.monotonic() + grace
         while time.monotonic() < until:
-            if any(found is not None for found in self._store.get_many([key, DONE_KEY])):
+            is_broken, is_done = (data is not None for data in self._store.get_many([key, self.keys.done]))
+            if is_broken or (is_done and not evaluating):
                 return
             time.sleep(0.005)
         broken = membership.Broken(reason=f"worker {self.worker_id} lost contact: {cause}")
@@ -234,34 +279,60 @@ class StoreRoster:
 
     def announce_leaving(self, seat: Seat) -> None:
         self._store.set(membership.leaving_key(seat.generation, self.worker_id), b"1")
-        self._store.set(any_leaving_key(seat.generation), b"1")
+        self._store.set(self.keys.leaving(seat.generation), b"1")
 
     def step_aside(self, seat: Seat, patience: float = 20.0) -> None:
         self._stop_watching()
         self._store.compare_and_set(
-            _round_key(seat.generation, seat.round + 1), None, Round(move_to=seat.generation + 1).to_json()
+            self.keys.round(seat.generation, seat.round + 1),
+            None,
+            Round(move_to=seat.generation + 1).to_json(),
         )
-        self._store.set(_crossed_key(seat, self.worker_id), b"1")
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
         until = time.monotonic() + patience
         missing = [worker for worker in seat.workers if worker != self.worker_id]
         while missing and time.monotonic() < until:
-            broken, *crossed = self._store.get_many(
-                [membership.broken_key(seat.generation), *(_crossed_key(seat, worker) for worker in missing)]
-            )
+            keys = [self.keys.crossed(seat.generation, seat.round, worker) for worker in missing]
+            broken, *crossed = self._store.get_many([membership.broken_key(seat.generation), *keys])
             if broken is not None:
                 return
             missing = [worker for worker, record in zip(missing, crossed, strict=True) if record is None]
             time.sleep(0.002)
 
-    def declare_done(self) -> None:
-        self._store.set(DONE_KEY, b"1")
+    def declare_done(self, seat: Seat, step: int) -> Finish:
+        finish = Finish.of(seat, step, self._contact.members(seat.generation) or {})
+        self._store.compare_and_set(self.keys.done, None, finish.to_json())  # the others write the same
+        self._store.set(membership.FINISHING, str(self.keys.number).encode())
+        self._store.set(self.keys.committed, str(step).encode())
+        return finish
+
+    def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
+        self._make_sure_broken(seat, cause)
+        return Finish.parse(self._store.get(self.keys.done))
+
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
+        self._keeper = Keeper(self._contact.clone(), finish, rank, generation, state)
+        return self._keeper
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest one that this worker knows of, during the loop or after it."""
+        return self.generation if self._keeper is None else self._keeper.generation
+
+    def take_over(self, over: JobOver) -> TakenOver | None:
+        return take_over(self._contact, over.finish, over.generation, over.members)
+
+    def note_commit(self, seat: Seat, step: int) -> None:
+        if seat.rank != 0:
+            return
+        if self._watcher is None or not self._has_noted:
+            self._has_noted = True
+            self.ledger.note(step)
+        else:
+            self._watcher.committed = step
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
-        self._store.set(_evaluation_key(number), json.dumps(result).encode())
-
-    def is_over_after(self, seat: Seat, cause: CommError) -> bool:
-        self._make_sure_broken(seat, cause)
-        return self._store.get(DONE_KEY) is not None
+        self._store.set(self.keys.evaluation(number), json.dumps(result).encode())
 
     def report(self, step: int) -> None:
         if self._watcher is not None:
@@ -313,20 +384,19 @@ def make_roster(
     if group is not None:
         return FixedRoster(group, worker_id)
     url = environ.get(membership.ENV_STORE)
-    if url and environ.get(membership.ENV_ON_FAILURE) == "heal":
-        job = environ.get(membership.ENV_JOB) or world.job
-        return StoreRoster(connect(url), job, worker_id, world.generation, comm_timeout=comm_timeout)
-    return FixedRoster(init(default=False) if world.size > 1 else None, worker_id)
+    if not url:
+        return FixedRoster(init(default=False) if world.size > 1 else None, worker_id)
+    job = environ.get(membership.ENV_JOB) or world.job
+    keys = Keys(len(_made))
+    if environ.get(membership.ENV_ON_FAILURE) != "heal":
+        _made.append(None)
+        ledger = Ledger(job_store(connect(url), job) if world.rank == 0 else None, keys)
+        return FixedRoster(init(default=False) if world.size > 1 else None, worker_id, ledger)
+    newest = max([world.generation, *(before.newest_generation for before in _made if before is not None)])
+    roster = StoreRoster(connect(url), job, worker_id, newest, comm_timeout=comm_timeout, keys=keys)
+    _made.append(roster)
+    return roster
 
 
-def _crossed_key(seat: Seat, worker: str) -> str:
-    """Present when the worker has committed the last step of a round."""
-    return f"elastic/{seat.generation}/crossed/{seat.round}/{worker}"
-
-
-def _evaluation_key(number: int) -> str:
-    return f"elastic/evaluation/{number}"
-
-
-def _round_key(generation: int, round_: int) -> str:
-    return f"elastic/{generation}/round/{round_}"
+_made: list[StoreRoster | None] = []
+"""The rosters of the jobs that this process has made so far: a job's number is the same in all workers."""

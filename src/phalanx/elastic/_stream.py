@@ -8,12 +8,13 @@ one after the other in blocks of ``BLOCK`` bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.elastic._codec import decode, dtype_from_name, encode
+from phalanx.elastic._codec import Json, decode, dtype_from_name, encode
 from phalanx.elastic._state import State
 
 BLOCK = 16 << 20
@@ -21,7 +22,11 @@ BLOCK = 16 << 20
 
 def send_state(group: Group, state: State, dst: int) -> int:
     """Send a state to one rank; returns the bytes sent."""
-    tree, tensors = encode(state)
+    return send_encoded(group, *encode(state), dst=dst)
+
+
+def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: int) -> int:
+    """The same for a state that is encoded already."""
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps({"tree": tree, "tensors": shapes}).encode()
     group.send(torch.tensor([len(header)]), dst)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import platform
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from phalanx.elastic._identity import describe_model, identity, tell_apart
+from phalanx.elastic._ledger import check_setback
 from phalanx.elastic._seats import FRESH, Seat, choose_source
 from phalanx.elastic._state import digest
 from phalanx.elastic._stream import receive_state, send_state
@@ -55,12 +57,12 @@ def bring_level(job: Job, seat: Seat) -> None:
     """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
     mine: dict[str, Any] = {
         "step": FRESH if job.is_fresh else job.step,
-        "job": _identity(job),
+        "job": identity(job),
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
     }
     told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
-    _check_same(seat, told)
+    _check_same(seat, told, job)
     source = _find_source(job, seat, [one["step"] for one in told])
     if seat.group is None:
         return
@@ -75,11 +77,11 @@ def bring_level(job: Job, seat: Seat) -> None:
                 "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
             )
     elif seat.rank in behind:
-        job.load_state_dict(receive_state(seat.group, source))
+        job.take_over(receive_state(seat.group, source))
         job.events.emit("received", step=job.step, source=seat.workers[source])
     elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
         # It was cut off from an evaluation that the others completed.
-        job.num_evaluations, job.last_evaluation = max(told, key=_num_evaluations)["evaluations"]
+        job.count_evaluation(max(told, key=_num_evaluations)["evaluations"][1])
     if job.run.verify:
         _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
 
@@ -89,11 +91,23 @@ def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()
-    mine = FRESH if saved is None else saved
-    source = choose_source(seat.group.all_gather_values(mine) if seat.group is not None else [mine])
+    mine = [FRESH if saved is None else saved, job.team.roster.ledger.num_committed()]
+    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    source = choose_source([one[0] for one in told])
+    _go_back(job, seat, max(one[1] for one in told), max(0, told[source][0]))
     if source == seat.rank and saved is not None:
         job.load_save()
     return source
+
+
+def _go_back(job: Job, seat: Seat, before: int, after: int) -> None:
+    """The workers are new, but the job may not be: say and count it, or refuse, if they begin before its last step."""
+    # A launcher that restarts all workers does so because its user asked for it.
+    may_begin_again = job.run.begin_again or not job.team.roster.can_change
+    has_saves = job.saving.options is not None
+    if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and seat.rank == 0:
+        job.events.emit("went_back", step=after, before=before)
+        job.team.roster.ledger.go_back(before, after)
 
 
 def _num_evaluations(told: dict[str, Any]) -> int:
@@ -118,22 +132,14 @@ def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> N
             )
 
 
-def _identity(job: Job) -> dict[str, Any]:
-    return {
-        "num_slots": job.num_slots,
-        "slot_batch_size": job.slot_batch_size,
-        "seed": job.seed,
-        "steps_per_epoch": job.schedule.sampler.steps_per_epoch,
-        "parameters": digest(
-            [(n, str(p.shape), str(p.dtype)) for n, p in zip(job.param_names, job.params, strict=True)]
-        ),
-    }
-
-
-def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
+def _check_same(seat: Seat, told: list[dict[str, Any]], job: Job) -> None:
     for worker, one in zip(seat.workers, told, strict=True):
         for name, value in told[0]["job"].items():
-            if one["job"][name] != value:
+            if one["job"][name] == value:
+                continue
+            if name == "model":
+                _tell_models_apart(seat, worker, job)
+            else:
                 raise WorkersDiffer(
                     f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on "
                     f"{worker}; all workers must run the same script with the same arguments"
@@ -145,6 +151,17 @@ def _check_same(seat: Seat, told: list[dict[str, Any]]) -> None:
                 BitsWarning,
                 stacklevel=2,
             )
+
+
+def _tell_models_apart(seat: Seat, worker: str, job: Job) -> NoReturn:
+    """All workers have seen that the models differ, so all of them exchange what they are, and raise."""
+    assert seat.group is not None, "a worker alone cannot differ"
+    models = seat.group.all_gather_values(describe_model(job))
+    first = seat.workers[0]
+    told = tell_apart(first, models[0], worker, models[seat.workers.index(worker)])
+    raise WorkersDiffer(
+        f"the models differ: {told}; all workers must run the same script with the same arguments"
+    )
 
 
 def _short(value: Any) -> str:

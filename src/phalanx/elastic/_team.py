@@ -7,7 +7,9 @@ generation follows, as often as it takes. The job's state is changed by ``bring_
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -16,16 +18,18 @@ import torch
 from torch import Tensor
 
 from phalanx.elastic._exchange import Exchange
+from phalanx.elastic._finish import Finish
 from phalanx.elastic._layout import SCALARS
 from phalanx.elastic._leave import LeaveRequest
 from phalanx.elastic._options import Regrouped
-from phalanx.elastic._roster import JobOver, Roster, ToldToLeave
+from phalanx.elastic._roster import EvaluationKnown, JobOver, NothingLeft, Roster, ToldToLeave
 from phalanx.elastic._seats import Ready, Seat
 from phalanx.elastic._sync import bring_level, fingerprint
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
+    from phalanx.elastic._keeper import Encoded, Keeper
     from phalanx.elastic._step import Step
 
 LOST = (PeerLost, PeerTimeout, GroupAborted)
@@ -40,6 +44,11 @@ class Team:
         self.is_evaluating = False
         self.is_over = False
         """Whether all workers have committed the last step."""
+        self._is_apart = False
+        """Whether this worker came after the last step and so has a rank but no seat in a group."""
+        self._place: tuple[int, int] | None = None
+        """Rank and number of workers after the last step, where they do not change any more."""
+        self._keeper: Keeper | None = None
         self._job = job
         self._seat: Seat | None = None
         self._exchange: Exchange | None = None
@@ -57,6 +66,14 @@ class Team:
         return self._seat
 
     @property
+    def rank(self) -> int:
+        return self.seat.rank if self._place is None else self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.seat.workers) if self._place is None else self._place[1]
+
+    @property
     def exchange(self) -> Exchange:
         assert self._exchange is not None, "a seat comes with an exchange"
         return self._exchange
@@ -66,17 +83,25 @@ class Team:
         return self.roster.signals.broken is not None
 
     def check(self) -> None:
-        """Raise if the generation is known to be over."""
+        """Raise if the generation is known to be over, or if this worker has no seat in one."""
+        if self._is_apart:
+            raise PeerLost(
+                f"worker {self.roster.worker_id} came after the last step", generation=self.seat.generation
+            )
         if self.roster.signals.broken is not None:
             raise self.roster.signals.broken
 
     def wishes(self) -> Tensor:
-        """This worker's part of the numbers that ride along: whether it wants to regroup, whether it leaves."""
+        """This worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes again."""
         leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
         if leaves and self.leave.announced_in != self.seat.generation:
             self.roster.announce_leaving(self.seat)
             self.leave.announced_in = self.seat.generation
-        values = {"wish": float(self.roster.signals.wish or leaves), "leaving": float(leaves)}
+        values = {
+            "wish": float(self.roster.signals.wish or leaves),
+            "leaving": float(leaves),
+            "again": float(self._job.guarding.is_again),
+        }
         return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
 
     # -- when it changes --------------------------------------------------------------------------------------
@@ -86,8 +111,18 @@ class Team:
 
     def recover(self, cause: CommError) -> None:
         """The group is gone: take a seat in a later generation."""
+        if self._is_apart:
+            self._settle(lambda: self.roster.rejoin(self.seat.generation, self._ready()))
+            return
         self._job.events.emit("lost", generation=self.seat.generation, step=self._job.step, reason=str(cause))
-        self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
+        while True:
+            try:
+                self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
+                return
+            except EvaluationKnown as known:
+                if self.is_evaluating:
+                    raise
+                self._job.count_evaluation(known.result)  # it was on its way to that evaluation
 
     def cross_boundary(self, step: Step) -> None:
         """Between two steps: leave or regroup if the reduction said that someone wants it."""
@@ -107,21 +142,35 @@ class Team:
 
     def part(self) -> None:
         """Nobody may end before all have committed the last step: one that is behind needs the others."""
-        while True:
+        if self.is_over and self.roster.can_change:
+            return  # it came after the last step
+        self.is_over = False  # a fixed group may loop again
+        while not self.is_over:
             try:
                 self.check()
                 self.roster.waiting(True)
                 if self.seat.group is not None:
                     self.seat.group.barrier()
-                self.roster.declare_done()
-                break
+                self._end(self.roster.declare_done(self.seat, self._job.step))
             except LOST as error:
-                if self.roster.is_over_after(self.seat, error):
-                    break  # the others got through: all had committed
-                self.recover(error)
-        self.is_over = True
+                finish = self.roster.finish_after(self.seat, error, self._job.step)
+                if finish is not None:
+                    self._end(finish)  # the others got through: all had committed
+                else:
+                    self.recover(error)  # which may find the same a moment later
+
+    def _end(self, finish: Finish) -> None:
+        self._begin_epilogue(finish, (self.seat.rank, len(self.seat.workers)), self.seat.generation)
+
+    def stay(self, limit: float) -> None:
+        """Called when the script has ended well: wait for those of the others, which may need the final state."""
+        if self._keeper is not None:
+            self._keeper.stay(limit)
 
     def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = None
         self.roster.close()
         if self._seat is not None and self._seat.group is not None and self._job.run.group is None:
             self._seat.group.close()
@@ -134,7 +183,7 @@ class Team:
         return Ready(
             step=self._job.step,
             evaluations=self._job.num_evaluations,
-            evaluating=self.is_evaluating,
+            evaluating=self.is_evaluating or self._job.boundary.is_evaluating,
             peers=self.seat.workers,
         )
 
@@ -144,11 +193,14 @@ class Team:
         while True:
             try:
                 seat = take_seat()
-            except JobOver:
-                raise SystemExit(0) from None  # without the state, what follows the loop makes no sense here
+            except JobOver as over:
+                if self._take_over(over):
+                    return
+                take_seat = partial(self.roster.rejoin, over.generation + 1, self._ready())
+                continue
             except ToldToLeave:
                 self._leave_from_the_door()
-            self._seat = seat
+            self._seat, self._is_apart = seat, False
             try:
                 self._exchange = Exchange(seat.group, self._job.num_slots, self._job.pool)
                 self.roster.waiting(True)
@@ -159,6 +211,48 @@ class Team:
                 take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)
         self._job.is_fresh = False
         self._tell(before, seat, time.monotonic() - began)
+
+    def _take_over(self, over: JobOver) -> bool:
+        """All steps are done: go on after them, as one of those who did them or in the place of one that is lost since.
+
+        False when the generation is over before that is done.
+        """
+        job = self._job
+        if not job.is_fresh and self.roster.worker_id in over.finish.workers:
+            self._end(over.finish)
+            return True
+        try:
+            taken = self.roster.take_over(over)
+        except NothingLeft as error:
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+            job.events.emit("surplus", step=over.finish.step)
+            raise SystemExit(0) from None
+        if taken is None:
+            return False
+        job.load_state_dict(taken.state)
+        job.events.emit("received", step=job.step, source=taken.source)
+        job.events.emit("took_over", step=job.step, rank=taken.rank, generation=taken.generation)
+        self._seat = Seat(taken.generation, 0, taken.workers, taken.rank, None)
+        self._is_apart = True
+        self._begin_epilogue(over.finish, (taken.rank, len(taken.workers)), taken.generation)
+        return True
+
+    def _begin_epilogue(self, finish: Finish, place: tuple[int, int], generation: int) -> None:
+        """From here on the script runs what follows its steps, and its model is its own."""
+        self.is_over = True
+        self._place = place
+        state: Encoded | None = None
+        if self.roster.can_change and place[1] > 1 and self._job.run.hold > 0:
+            try:
+                state = self._job.copy_state()
+            except (MemoryError, RuntimeError) as error:
+                warnings.warn(
+                    f"worker {self.roster.worker_id} has no memory for a copy of the final state ({error}): if others "
+                    "die after the last step, they cannot take it from this one",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self._keeper = self.roster.keep(finish, place[0], generation, state)
 
     def _leave_from_the_door(self) -> NoReturn:
         """Leave without a seat: maybe all were told to, so whoever has a state saves it."""

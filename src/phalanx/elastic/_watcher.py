@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from phalanx import membership
 from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
+from phalanx.elastic._keys import Keys
+from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._seats import Seat
 from phalanx.errors import PeerLost, StoreError
 
@@ -39,24 +41,37 @@ class Signals:
 
 class Watcher:
     def __init__(
-        self, store: Store, seat: Seat, worker_id: str, signals: Signals, absent: tuple[str, ...] = ()
+        self,
+        store: Store,
+        keys: Keys,
+        seat: Seat,
+        worker_id: str,
+        signals: Signals,
+        absent: tuple[str, ...] = (),
     ) -> None:
         """``absent``: the members of the generation that have no seat in this round."""
         self.progress = (-1, 0)
         """The step, and how often the main thread reported."""
         self.is_waiting = False
         """Whether the main thread waits for other workers: then it is not the one that hangs."""
+        self.committed = 0
+        """How many steps are committed, if this worker is the one to write it down."""
         self._store = store
+        self._keys = keys
+        self._ledger = Ledger(store, keys)
+        self._noted = 0
         self._seat = seat
         self._worker_id = worker_id
         self._signals = signals
         self._stop = threading.Event()
         self._thread = Background(self._run, "phalanx-watch", on_failure=self._fail, stop=self._stop)
         g = seat.generation
-        self._at_the_door = [ready_key(g, worker) for worker in absent]
-        self._keys = [
-            membership.broken_key(g), membership.wanted_key(g), any_leaving_key(g), *self._at_the_door
-        ]  # fmt: skip
+        self._looked_at = [
+            membership.broken_key(g),
+            membership.wanted_key(g),
+            keys.leaving(g),
+            *(keys.ready(g, worker) for worker in absent),
+        ]
         self._reported = ((-1, 0), 0.0)
         self._num_waits = 0
         self._broken_since = 0.0
@@ -77,6 +92,9 @@ class Watcher:
                 if self._look():
                     return
                 self._report()
+                committed = self.committed
+                if committed != self._noted and self._ledger.note(committed):
+                    self._noted = committed
             except StoreError as error:
                 self._break(f"the job's store is gone: {error}")
                 return
@@ -87,7 +105,7 @@ class Watcher:
 
     def _look(self) -> bool:
         """Read the keys once; True when the generation is over."""
-        broken, *wishes = self._store.get_many(self._keys)
+        broken, *wishes = self._store.get_many(self._looked_at)
         record = None if broken is None else self._parse(broken)
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
@@ -130,13 +148,3 @@ def report_progress(store: Store, worker_id: str, step: int, count: int, num_wai
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
     record = {"step": step, "count": count, "waits": num_waits}
     store.set(membership.progress_key(worker_id), json.dumps(record).encode())
-
-
-def ready_key(generation: int, worker: str) -> str:
-    """JSON of ``Ready``: the worker waits for a seat in this generation."""
-    return f"elastic/{generation}/ready/{worker}"
-
-
-def any_leaving_key(generation: int) -> str:
-    """Present when some worker of a generation has said that it leaves."""
-    return f"elastic/{generation}/leaving"

@@ -2,7 +2,8 @@
 
 Reads the ``audit-*.jsonl`` files of all workers and proves, or says why not, that the committed steps are 0, 1, 2, ...
 without a gap; that in each of them every slot was computed, by exactly one worker; and that in every finished epoch
-each sample was committed exactly once (with ``tail="drop"``: at most once). It trusts nothing but the records.
+each sample was committed exactly once (with ``tail="drop"``: at most once; with an order of the user's that repeats
+samples, only their number is known). It trusts nothing but the records.
 """
 
 from __future__ import annotations
@@ -93,15 +94,16 @@ def _check_steps(
     verdict.num_dropped = sum(map(len, computed.values())) - num_used
     for epoch, counts in sorted(seen.items()):
         verdict.num_samples += counts.total()
+        may_repeat = job.get("may_repeat", False)
         repeated = [index for index, count in counts.items() if count > 1]
-        if repeated:
+        if repeated and not may_repeat:
             verdict.problems.append(
                 f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}"
             )
         if num_per_epoch[epoch] < job["steps_per_epoch"]:
             continue
         verdict.num_epochs += 1
-        missing = job["num_samples_per_epoch"] - len(counts)
+        missing = job["num_samples_per_epoch"] - (counts.total() if may_repeat else len(counts))
         if missing:
             verdict.problems.append(
                 f"epoch {epoch}: {missing} of {job['num_samples_per_epoch']} samples never committed"

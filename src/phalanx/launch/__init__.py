@@ -75,12 +75,14 @@ _HOMES = {
 __all__ = [name for name in _HOMES if not name.startswith("_")]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"phalanx.launch.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'phalanx.launch' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker would take every name from it, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(import_module(f"phalanx.launch.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'phalanx.launch' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

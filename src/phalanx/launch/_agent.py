@@ -17,11 +17,12 @@ import signal
 import socket
 import time
 
-from phalanx.errors import StoreLost
+from phalanx.errors import StoreError, StoreLost
 from phalanx.launch import _policy
 from phalanx.launch._crew import Crew, CrewMember
 from phalanx.launch._diagnosis import HangWatch
-from phalanx.launch._generation import Generation
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._generation import Generation, PortTaken
 from phalanx.launch._observer import Observer
 from phalanx.launch._options import AgentOptions
 from phalanx.launch._policy import Action, Situation, Verdict
@@ -44,12 +45,16 @@ from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
+    RendezvousStateError,
 )
-from phalanx.membership import Broken
+from phalanx.membership import Broken, Setbacks
 
 log = logging.getLogger(__name__)
 
+FOR_OTHERS = 3600.0
+"""Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
 REQUEST_INTERVAL = 0.5
 """Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
@@ -79,7 +84,10 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._hang = HangWatch(crew, options.hang_timeout)
+        self._setbacks = Setbacks()
+        self._has_told_anew = False
+        """Whether it was said that all workers start anew because they cannot regroup."""
+        self._hang = HangWatch(crew, options.hang_timeout, options.start_timeout)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -147,8 +155,10 @@ class Agent:
         if self.current:
             self.current.close()
         self.current = generation = Generation(info, self._handler)
-        if not generation.serve_bootstrap(self.spec.master_addr):
-            self._change_members("the bootstrap port was taken")
+        try:
+            generation.serve_bootstrap(self.spec.master_addr)
+        except PortTaken as taken:
+            self._on_port_taken(str(taken))
             return
         places = generation.places(self.spec.master_addr)
         self._observer.generation_formed(info)
@@ -163,6 +173,16 @@ class Agent:
         self._sources.follow(info, interval, self._hang.watched_ids)
         self._judge_early_exits()
 
+    def _on_port_taken(self, reason: str) -> None:
+        """Without a store of their own no worker could start: another port, or the end."""
+        is_chosen = self._handler.has_fixed_port
+        verdict = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
+        verdict = self._generation.end(verdict, also=self._running_on)
+        if verdict.action is Action.FAIL:
+            self._handler.set_closed()
+            raise RendezvousStateError(verdict.reason)
+        self._obey(verdict)
+
     def _judge_early_exits(self) -> None:
         """Who died while the generation was being agreed upon."""
         for worker_id in list(self._roster.ids):
@@ -175,9 +195,16 @@ class Agent:
     def _on_join_failed(self, error: BaseException) -> None:
         self._is_joining = False
         if isinstance(error, RendezvousClosedError) and self.current is not None:
-            self._on_closed(str(error))
+            if error.outcome == "succeeded":  # a later generation has done it, without this node
+                log.warning("%s; this node was not needed for it any more", error)
+                self._stop_all()
+                self._finish(RunResult(WorkerState.STOPPED))
+            else:
+                self._on_closed(str(error))
             return
         self.state = WorkerState.UNKNOWN
+        if isinstance(error, RendezvousClosedError) and error.outcome != "failed":
+            raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
         raise error
 
     def _on_exit(self, member: CrewMember) -> None:
@@ -187,6 +214,9 @@ class Agent:
 
     def _judge_exit(self, member: CrewMember) -> None:
         member.is_judged = True
+        if self._heals and not member.has_succeeded and self._generation.journal.has_ended(member.id):
+            log.warning("worker %s was lost after its script had ended; nothing is missing", member.id)
+            member.has_done_its_part = True
         if self._has_left(member):
             self._roster.drop(member.id)
             self._crew.forget(member.id)
@@ -195,11 +225,19 @@ class Agent:
                 self._end_generation(verdict, (member.id,))
             else:
                 self._finish_if_done()
-        elif member.has_succeeded and self._crew.fetch_value(member):
-            self._results.values[member.place.rank] = member.value
+        elif self._take_success(member):
             self._finish_if_done()
         else:
             self._on_failure()
+
+    def _take_success(self, member: CrewMember) -> bool:
+        """Note that a worker has ended well, with its value; False when it has not."""
+        if not (member.has_succeeded and self._crew.fetch_value(member)):
+            return False
+        self._results.values[member.place.rank] = member.value
+        if self._heals:  # others may wait for the end of its script, of which it need not have told
+            self._generation.journal.say_ended(member.id)
+        return True
 
     def _has_left(self, member: CrewMember) -> bool:
         """Whether its end was agreed: it was asked to go, or said that it would."""
@@ -215,10 +253,22 @@ class Agent:
         failures = [self._crew.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        verdict = _policy.on_failure(self._situation(), reason=reason, is_incurable=first.is_incurable)
+        now = self._situation()
+        streak = now.streak
+        if self._heals:
+            member = next(member for member in members if member.id == first.worker_id)
+            streak = streak.after(self._generation.death_of(member, first))
+        verdict = _policy.on_failure(
+            now,
+            reason=reason,
+            is_incurable=first.is_incurable,
+            ends_job=any(failure.ends_job for failure in failures),
+            streak=streak,
+        )
         verdict = self._generation.journal.decide(self._generation.number, verdict)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
+            self._observer.worker_failed(failure)
         self._end_generation(verdict, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
@@ -236,10 +286,8 @@ class Agent:
     def _on_end(self, end: GenerationEnd) -> None:
         if end.kind == "closed":
             self._on_closed(end.reason)
-        elif end.kind == "wanted" and self._heals:
-            self._want_regroup(end.reason)
         elif end.kind == "wanted":
-            self._change_members(end.reason)
+            self._want_regroup(end.reason)
         elif end.kind == "broken":
             change = _policy.on_membership_change(self._situation(), reason=end.reason)
             self._obey(self._generation.journal.decide(self._generation.number, change))
@@ -255,38 +303,54 @@ class Agent:
         self.is_in_exit_barrier = False
         if verdict.action is Action.FAIL:
             self._fail(verdict.reason)
-        elif self._heals:
+        elif not verdict.starts_anew:
             self._go_on_with_survivors(verdict)
         else:
+            self._tell_anew()
             self._stop_all()
             self._results.values.clear()
             self._roster.renew(self._size)
             self._join()
 
+    def _tell_anew(self) -> None:
+        if self._heals and not self._has_told_anew:
+            self._has_told_anew = True
+            log.warning(
+                "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; "
+                "plain scripts cannot), so all workers start anew; so it will be at every failure, without this line"
+            )
+
     def _go_on_with_survivors(self, verdict: Verdict) -> None:
         replace = verdict.action is not Action.SHRINK
         for worker_id, successor in self._roster.close_ranks(self._crew.members, replace=replace).items():
+            member = self._crew.members[worker_id]
             if successor:
-                self._observer.worker_replaced(self._crew.members[worker_id], successor)
+                self._observer.worker_failed(self._crew.failure_of(member))
+                self._observer.worker_replaced(member, successor)
+            elif not member.is_judged:  # it ended well in the same moment
+                self._take_success(member)
             self._crew.forget(worker_id)
         if self._roster.ids:
             self._join()
         else:
             self._finish(self._results.node_is_empty())
 
-    def _stop_all(self) -> None:
-        self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
-        self.state = WorkerState.STOPPED
-        for worker_id in list(self._crew.members):
-            self._crew.forget(worker_id)
-
-    def _fail(self, reason: str) -> None:
+    def _stop_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
         told_at = time.time()
         self._crew.stop(signal.SIGTERM, self._options.shutdown_timeout)
         unheard = self._crew.failures_before(told_at)
-        self._stop_all()
+        for failure in unheard:
+            self._observer.worker_failed(failure)
+        self.state = WorkerState.STOPPED
+        for worker_id in list(self._crew.members):
+            self._crew.forget(worker_id)
+        return unheard
+
+    def _fail(self, reason: str) -> None:
+        unheard = self._stop_all()
         result = self._results.failed(self._generation, reason, unheard)
-        self._handler.set_closed()
+        self._handler.close_as("failed", reason)
         self._finish(result)
 
     def _on_closed(self, reason: str) -> None:
@@ -296,8 +360,9 @@ class Agent:
         elif self.is_in_exit_barrier:
             self._finish(self._results.succeeded())
         else:
+            log.error("the rendezvous was closed while workers ran (%s); they are stopped", reason)
             self._stop_all()
-            self._finish(RunResult(WorkerState.STOPPED))
+            self._finish(self._results.closed(self._generation, reason))
 
     def _on_lost(self, reason: str) -> None:
         """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
@@ -325,17 +390,34 @@ class Agent:
             self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
 
     def _on_all_done(self, event: AllDone) -> None:
+        if event.is_late and self._generation.is_serving:
+            log.warning("this node serves a store that others need, and stays until they are done")
+            self._sources.wait_all_done(self._generation.info, FOR_OTHERS)
+            return
         if event.error:
             log.warning("not all nodes said that they are done: %s", event.error)
+            self._leave_early()
         else:
             try:
-                self._handler.set_closed()
+                self._handler.close_as("succeeded", "all workers have succeeded")
             except RendezvousConnectionError:
                 pass  # the node that served the store has read that all are done, and gone
         self._finish(self._results.succeeded())
 
+    def _leave_early(self) -> None:
+        """Tell the nodes that are still at work not to count on this one."""
+        try:
+            self._generation.journal.say_done(self._generation.number, self._generation.info.rank, "left")
+        except StoreError:
+            pass  # it is gone, and with it what the others could be told
+
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
+        try:
+            self._count_setbacks(self._generation.journal.setbacks())
+        except StoreError:
+            pass  # it went with the node that served it: what was heard of before counts
+        result.num_setbacks = self._setbacks.count
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -352,6 +434,7 @@ class Agent:
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
             self._hang.answer(self._generation, request.stacks)
+        self._count_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -360,19 +443,31 @@ class Agent:
             if request.wish != self._roster.size:
                 self._resize(request.wish)
 
+    def _count_setbacks(self, setbacks: Setbacks) -> None:
+        """Workers that were all new have begun with an earlier step than the job had reached."""
+        if setbacks.count > self._setbacks.count:
+            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
+            self._setbacks = setbacks
+
     def _want_regroup(self, reason: str) -> None:
-        """Form the next generation while the workers go on with this one until their next step boundary."""
+        """Form the next generation; workers that can go on with this one until their next step boundary."""
         change = _policy.on_membership_change(self._situation(), reason=reason)
-        self._generation.journal.decide(self._generation.number, change)
+        change = self._generation.journal.decide(self._generation.number, change)
+        if change.starts_anew or change.action is Action.FAIL:
+            self._end_generation(change)
+            return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
         self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
         self._running_on = self._generation.number
         self._join()
 
     def _resize(self, size: int) -> None:
+        if self._generation.journal.is_finishing():
+            log.warning("all steps are done: this node keeps its %d workers", self._roster.size)
+            return
         log.warning("this node is asked to run %d workers instead of %d", size, self._roster.size)
-        if not self._heals:
-            self._size = size
+        self._size = size
+        if not self._situation().keeps_survivors:
             self._change_members(f"a node was resized to {size} workers")
         elif size > self._roster.size:
             self._roster.grow(size)

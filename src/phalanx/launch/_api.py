@@ -5,6 +5,7 @@ Owns the way from a ``LaunchConfig`` to a running agent and from its result to v
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousHandler,
     RendezvousParameters,
 )
+
+log = logging.getLogger(__name__)
 
 
 class elastic_launch:
@@ -64,7 +67,7 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run this node's part of a job; return values of its workers by global rank. ``config`` stays as it is."""
     config = config.resolved()
-    plan = Plan(entrypoint=entrypoint, args=tuple(args), method=config.start_method)
+    plan = Plan.choose(entrypoint, tuple(args), config.start_method)
     plan.check()
     zygote = zygote or make_zygote(plan, config.preload, config.nproc_per_node)
     handler: RendezvousHandler | None = None
@@ -72,15 +75,16 @@ def launch_agent(
         handler = _make_handler(config)
         agent = _make_agent(config, plan, handler, health_check_server, zygote)
         result = agent.run()
-    except RendezvousGracefulExitError:
+    except RendezvousGracefulExitError as reason:
+        log.warning("%s; this node computes nothing", reason)
         return {}
     finally:
         if handler is not None:
             handler.shutdown()
         zygote.close()
     if result.is_failed():
-        error = ChildFailedError(_get_entrypoint_name(entrypoint, list(args)), result.failures)
-        raise error from error.get_first_failure()[1].exception
+        failed = ChildFailedError(_get_entrypoint_name(entrypoint, list(args)), result.failures)
+        raise failed from failed.get_first_failure()[1].exception
     return result.return_values
 
 
@@ -115,6 +119,7 @@ def _make_agent(
         on_failure=config.on_failure,
         shutdown_timeout=config.shutdown_timeout,
         hang_timeout=config.hang_timeout,
+        start_timeout=config.start_timeout,
     )
     return LocalElasticAgent(
         spec,
@@ -123,6 +128,7 @@ def _make_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         health_check_server=health,
         options=options,
+        preload=config.preload,
         standby=config.standby,
         zygote=zygote,
         signals=config.signals_to_handle,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing import spawn
 from typing import Any
 
+from phalanx import membership
 from phalanx.launch._record import record_exception
 
 
@@ -114,8 +115,10 @@ def main() -> None:
     result = int(os.environ.pop("PHALANX_RESULT_FD"))
     for fd in (payload, result):
         os.set_inheritable(fd, False)
-    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""))
-    sys.exit(call_and_store(lambda: load_payload(payload), result))
+    prepare_python(os.environ.pop("PHALANX_STACKS_FILE", ""), os.environ.pop("PHALANX_SCRATCH", ""))
+    code = call_and_store(lambda: load_payload(payload), result)
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What a forked process does between the fork and the user's code: wait for its order, then become the worker.
 
 Owns the order's fields and the worker's inner environment: variables, working directory, standard streams, CPU
-affinity, stack dumps on a signal, fresh random state. Runs in a process that has no threads. An order is one of
+affinity, stack dumps on a signal (what else a fork must let go of is in ``_fresh``). Runs in a process that has no
+threads. An order is one of
 
 * ``script``: a file or module, run as ``__main__`` in this very process (warm start);
 * ``call``: a function, from the zygote's memory or from a pickle that the agent wrote for its own child;
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import io
 import os
 import signal
 import socket
@@ -20,7 +20,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from phalanx import membership
 from phalanx.launch import _linux
+from phalanx.launch._fresh import (
+    forget_caller,
+    forget_zygote,
+    keep_sockets_in,
+    open_streams,
+    shadowed_modules,
+)
 from phalanx.launch._messages import receive_message
 
 FunctionTable = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -33,11 +41,13 @@ EXIT_CANNOT_START = 127
 def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
     """Wait for the order and carry it out; without one (the agent is gone) just end."""
     received = receive_message(orders)
-    orders.close()
-    if received is None:
+    if received is None or not _linux.die_with_peer(orders):
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
+    fd_of["agent"] = (
+        orders.detach()
+    )  # stays open: its other end is closed when the agent ends, however it does
     code = 1
     try:
         become_worker(order, fd_of)
@@ -77,6 +87,7 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
         if name in fd_of:
             os.set_inheritable(fd_of[name], True)
             os.environ[f"PHALANX_{name.upper()}_FD"] = str(fd_of[name])
+    os.set_inheritable(fd_of["agent"], True)
     command = order["command"]
     try:
         os.execvp(command[0], command)
@@ -90,7 +101,12 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
 
 
 def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: FunctionTable) -> int:
-    prepare_python(order.get("stacks", ""))
+    if order["kind"] == "script":
+        from phalanx.launch._script import directory_of
+
+        _exec_if_shadowed(order, fd_of, directory_of(order["target"], is_module=order["is_module"]))
+    forget_zygote()
+    prepare_python(order.get("stacks", ""), order.get("scratch", ""))
     gc.unfreeze()
     if order["kind"] == "script":
         from phalanx.launch._script import run_script
@@ -100,26 +116,41 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
     if "payload" in fd_of:
         return call_and_store(lambda: load_payload(fd_of["payload"]), fd_of["result"])
+    forget_caller(order["env"])
     return call_and_store(lambda: functions[order["function"]], fd_of["result"])
 
 
-def prepare_python(stacks: str) -> None:
-    """Make a forked interpreter behave as a fresh, unbuffered one, and let it dump its stacks on a signal."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], directory: str) -> None:
+    """A script whose own modules have the names of loaded ones gets a fresh interpreter, where they come first."""
+    shadowed = shadowed_modules(directory)
+    if not shadowed or "command" not in order:
+        return
+    if order["env"].get("LOCAL_RANK") == "0":
+        names = ", ".join(os.path.basename(path) for path in shadowed)
+        os.write(
+            2,
+            f"phalanx: {names} in {directory}: a module of that name is loaded already, so that warm start would hide "
+            "it; a fresh interpreter is started instead (rename it for a faster start)\n".encode(),
+        )
+    os.environ.update({"PHALANX_STACKS_FILE": order["stacks"], "PHALANX_SCRATCH": order["scratch"]})
+    _exec(order, fd_of)
+
+
+def prepare_python(stacks: str, scratch: str) -> None:
+    """Streams as a fresh, unbuffered interpreter has them, stacks dumped on a signal, a place for what is left over."""
+    open_streams()
+    if scratch:
+        keep_sockets_in(scratch)
     if stacks:
-        file = open(stacks, "a", buffering=1)  # noqa: SIM115 - must stay open: the handler writes to its descriptor
-        faulthandler.register(_linux.stack_signal(), file=file, all_threads=True)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()  # forks would all draw the zygote's numbers; Python's own module reseeds itself
+        fd = os.open(
+            stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+        )  # stays open: the handler writes to it
+        faulthandler.register(_linux.stack_signal(), file=fd, all_threads=True)
 
 
 def _leave(code: int) -> NoReturn:
     """End like an interpreter would: exit functions and threads first, then flush; but never hang on them twice."""
+    os.environ[membership.ENV_EXIT_CODE] = str(code)
     try:
         import threading
 

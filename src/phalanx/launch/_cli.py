@@ -64,11 +64,14 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
                 importlib.import_module(name)
     finally:
         wait_loaded()  # no thread is left when the zygote is forked
-    logging.basicConfig(format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING"))
     entrypoint, words = entrypoint_from_args(args)
     try:
         plan = Plan(entrypoint=entrypoint, args=tuple(words), method=config.start_method)
         zygote = Zygote.fork({}, (*WARM_IMPORTS, *config.preload) if plan.is_warm else ())
+        # After the fork: workers start without a handler, so that their scripts' basicConfig() works.
+        logging.basicConfig(
+            format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING").upper()
+        )
         launch_agent(config, entrypoint, words, zygote=zygote)
     except ChildFailedError as error:
         print(error, file=sys.stderr)

@@ -57,6 +57,7 @@ class LaunchConfig:
     on_failure: str = "restart"
     preload: tuple[str, ...] = ()
     hang_timeout: float = 0.0
+    start_timeout: float = 600.0
     standby: int = 0
 
     def __post_init__(self) -> None:
@@ -74,6 +75,8 @@ class LaunchConfig:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; expected 0 or more seconds")
         if self.hang_timeout < 0:
             raise ValueError(f"hang_timeout is {self.hang_timeout}; expected 0 (off) or a number of seconds")
+        if self.start_timeout < 0:
+            raise ValueError(f"start_timeout is {self.start_timeout}; expected 0 or more seconds")
         if self.standby < 0:
             raise ValueError(f"standby is {self.standby}; expected 0 or more processes")
         parse_signals(self.signals_to_handle)

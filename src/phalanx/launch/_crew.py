@@ -24,8 +24,9 @@ from phalanx.launch._environment import JobFacts, Place, worker_environment
 from phalanx.launch._failures import TAIL_LINES, ProcessFailure
 from phalanx.launch._logs import LogsDest, LogsSpecs
 from phalanx.launch._orders import Plan
-from phalanx.launch._processes import WorkerProcess, Zygote
+from phalanx.launch._processes import WorkerProcess
 from phalanx.launch._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
+from phalanx.launch._zygotes import Zygotes
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,15 @@ class CrewMember:
     stacks_file: str = ""
     result_fd: int = -1
     started_at: float = 0.0
+    born: int = 0
+    """The generation that it was started for."""
     is_told: bool = False
     """Whether its end has been passed on."""
     is_judged: bool = False
     """Whether the agent has dealt with its end."""
     is_asked_to_leave: bool = False
+    has_done_its_part: bool = False
+    """Whether its script had ended well before the process was ended otherwise."""
     is_killed: bool = False
     """Whether it was killed here because it did not stop."""
     note: str = ""
@@ -68,7 +73,8 @@ class CrewMember:
 
     @property
     def has_succeeded(self) -> bool:
-        return self.process.exit_code == 0 and not self.problem
+        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
+        return is_well and not self.problem
 
     @property
     def wants_successor(self) -> bool:
@@ -93,28 +99,30 @@ class CrewOptions:
 class Crew:
     """All workers of the node by worker id, in the order of their local ranks."""
 
-    def __init__(self, zygote: Zygote, options: CrewOptions, on_exit: Callable[[CrewMember], None]) -> None:
+    def __init__(self, zygotes: Zygotes, options: CrewOptions, on_exit: Callable[[CrewMember], None]) -> None:
         self.members: dict[str, CrewMember] = {}
-        self._zygote = zygote
+        self._zygotes = zygotes
         self._options = options
         self._tell = on_exit
         self._pump = LogPump()
-        self._parked: list[WorkerProcess] = []
+        self._parked: list[tuple[WorkerProcess, bool]] = []
+        """Each with whether it is warm."""
         self._changed = threading.Condition()
         self._hurry = threading.Event()
+        self._scratch = ""
 
     # -- starting ------------------------------------------------------------------------------------------------
 
     def prepare(self, count: int) -> None:
         """Fork ahead of time, so that giving the orders is all that is left to do."""
-        self._parked = [process for process in self._parked if process.exit_code is None]
+        self._parked = [(process, is_warm) for process, is_warm in self._parked if process.waits]
         while len(self._parked) < count + self._options.standby:
-            self._parked.append(self._zygote.park())
+            self._parked.append(self._zygotes.park())
 
-    def open(self) -> None:
-        """Start listening. From now on this process has threads."""
-        self._zygote.start(self._on_exit)
-        self._zygote.wait_ready()
+    def open(self, scratch: str = "") -> None:
+        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave."""
+        self._scratch = scratch
+        self._zygotes.start(self._on_exit)
         self._pump.start()
 
     def start(self, places: Sequence[Place], job: JobFacts) -> list[CrewMember]:
@@ -126,7 +134,7 @@ class Crew:
 
     def _start_one(self, place: Place, env: Mapping[str, str], dest: LogsDest, job: JobFacts) -> CrewMember:
         rank = place.local_rank
-        process = self._take_parked()
+        process, is_warm = self._take_parked()
         error_file = dest.error_files.get(rank, "")
         has_directory = bool(error_file) and error_file != os.devnull
         stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
@@ -137,11 +145,13 @@ class Crew:
             stacks_file=stacks,
             stderr_path=dest.stderrs.get(rank, ""),
             started_at=time.monotonic(),
+            born=place.generation,
         )
         if has_directory:
             with suppress(FileNotFoundError):
                 os.unlink(error_file)
-        order, fds = self._options.plan.order(env, rank, stacks)
+        plan = self._options.plan if is_warm else self._options.plan.cold()
+        order, fds = plan.order(env, rank, stacks, self._scratch)
         order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
         prefix = self._prefix(place, job)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)
@@ -161,11 +171,11 @@ class Crew:
             self._on_exit(process)
         return member
 
-    def _take_parked(self) -> WorkerProcess:
+    def _take_parked(self) -> tuple[WorkerProcess, bool]:
         while True:
-            process = self._parked.pop(0) if self._parked else self._zygote.park()
-            if process.exit_code is None:
-                return process
+            process, is_warm = self._parked.pop(0) if self._parked else self._zygotes.park()
+            if process.waits:
+                return process, is_warm
 
     def _stream(
         self,
@@ -315,14 +325,15 @@ class Crew:
         """Drop a worker that has ended from the table."""
         with self._changed:
             member = self.members.pop(worker_id)
+        member.process.let_go()
         if member.result_fd >= 0:
             os.close(member.result_fd)
 
     def close(self) -> None:
         """Kill what is left, flush the logs, end the zygote."""
-        for process in self._parked:
+        for process, _ in self._parked:
             process.discard()
-        self._zygote.close()
+        self._zygotes.close()
         self._pump.close()
         for worker_id in list(self.members):
             self.forget(worker_id)

@@ -3,16 +3,19 @@
 Owns ``HangWatch`` (the rule is ``_hang``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
 writes its stacks to ``stacks.log`` beside its other logs when it gets a signal (``_child`` arranged that), also when it
 is stuck in native code; the agent copies them to its own log. All nodes write before anybody is killed: a kill changes
-what the others do.
+what the others do. Whoever writes slowly or not at all is waited for in a thread: the agent's loop never is.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch import _linux
 from phalanx.launch._crew import Crew, CrewMember
@@ -30,21 +33,30 @@ _OTHERS_PATIENCE = 30.0
 """Seconds for the other nodes to write theirs."""
 
 
+@dataclass
+class _Dump:
+    """Stacks on their way to the logs."""
+
+    stacks: dict[str, str] = field(default_factory=dict)
+    """What each worker was doing, by its id; complete once ``is_written``."""
+    is_written: threading.Event = field(default_factory=threading.Event)
+
+
 class HangWatch:
     """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
 
-    def __init__(self, crew: Crew, timeout: float) -> None:
+    def __init__(self, crew: Crew, timeout: float, start_timeout: float = 0.0) -> None:
         self.timeout = timeout
         self._crew = crew
-        self._detector = HangDetector(timeout)
-        self._stacks: dict[str, str] | None = None
-        """What each worker was doing when somebody began to hang; None: nobody does."""
+        self._detector = HangDetector(timeout, start_timeout)
+        self._dump: _Dump | None = None
+        """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False
         """Whether stacks were written in this generation: another node's request stays in the store."""
 
     def begin_generation(self, now: float) -> None:
         self._detector.reset(now)
-        self._stacks = None
+        self._dump = None
         self._has_answered = False
 
     def watched_ids(self) -> list[str]:
@@ -53,66 +65,86 @@ class HangWatch:
 
     def answer(self, generation: Generation, reason: str) -> None:
         """Another node asks for stacks; once for a generation."""
-        if not self._has_answered:
-            self._write_here(generation, reason)
+        if not self._has_answered and self._dump is None:
+            self._dump = self._write(generation, reason, everywhere=False)
 
     def check(
         self, progress: Mapping[str, bytes | None], generation: Generation, now: float
     ) -> tuple[CrewMember, str] | None:
-        """The worker to blame and why; None while nobody hangs or it is not clear who. Then all get the full time."""
+        """The worker to blame and why: then all get the full time again. None while nobody hangs, or it is not clear
+        who, or not all stacks are written. Never blocks."""
         if self.timeout <= 0:
             return None
-        self._detector.observe(progress, now)
+        stopped = {member.id for member in self._crew.running if _is_stopped(member)}
+        self._detector.observe(progress, now, stopped)
         late = [
             self._crew.members[each] for each in self._detector.hanging(now) if each in self._crew.members
         ]
         if not late:
-            self._stacks = None
+            self._dump = None
             return None
-        if self._stacks is None:
-            first = late[0].place.rank
-            self._write_everywhere(generation, f"rank {first} made no progress for {self.timeout:g} s")
-        stacks = self._stacks or {}
-        waiting = {each for each, dump in stacks.items() if is_in_collective(frames_of(dump))}
+        if self._dump is None:
+            reason = f"rank {late[0].place.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            log.error("%s; writing all stacks", reason)
+            self._dump = self._write(generation, reason, everywhere=True)
+        if not self._dump.is_written.is_set():
+            return None
+        waiting = {each for each, text in self._dump.stacks.items() if is_in_collective(frames_of(text))}
         member = self._crew.members.get(self._detector.to_blame(now, waiting) or "")
         if member is None or not member.is_running:
             return None
+        text = self._explain(member, self._dump.stacks, waiting - {member.id}, progress.get(member.id))
         self._detector.reset(now)
-        return member, self._explain(member, waiting - {member.id}, progress.get(member.id))
+        return member, text
 
-    def _write_everywhere(self, generation: Generation, reason: str) -> None:
-        """On all nodes. Returns when all have, or have not after some patience."""
-        log.error("%s; writing all stacks", reason)
-        generation.journal.request_stacks(generation.number, reason)
-        self._write_here(generation, reason)
-        store = generation.info.store.clone()
-        try:
-            Journal(store).wait_done(
-                generation.number, generation.info.world_size, "stacks", _OTHERS_PATIENCE
-            )
-        except StoreError as error:
-            log.warning("not every node has written its stacks: %s", error)
-        finally:
-            store.close()
-
-    def _write_here(self, generation: Generation, reason: str) -> None:
-        self._stacks = dump_stacks(self._crew, reason)
+    def _write(self, generation: Generation, reason: str, *, everywhere: bool) -> _Dump:
+        """Begin to write the stacks of this node's workers; ``everywhere``: all nodes shall, and are waited for."""
         self._has_answered = True
-        generation.journal.say_done(generation.number, generation.info.rank, "stacks")
+        dump, members = _Dump(), self._crew.running
+        number, info = generation.number, generation.info
 
-    def _explain(self, member: CrewMember, waiting: set[str], report: bytes | None) -> str:
-        text = f"rank {member.place.rank} made no progress for {self.timeout:g} s{_step_of(report)}"
-        frames = frames_of((self._stacks or {}).get(member.id, ""))
-        text += f"; it is in {frames[0]}" if frames else "; it did not say what it does"
+        def write() -> None:
+            try:
+                with info.store.clone() as store:
+                    journal = Journal(store)
+                    if everywhere:
+                        journal.request_stacks(number, reason)
+                    dump.stacks = dump_stacks(members, reason)
+                    journal.say_done(number, info.rank, "stacks")
+                    if everywhere:
+                        journal.wait_done(number, info.world_size, "stacks", _OTHERS_PATIENCE)
+            except StoreError as error:
+                log.warning("not every node has written its stacks: %s", error)
+            dump.is_written.set()
+
+        def failed(error: BaseException) -> None:
+            log.error("the stacks could not be written: %r", error)
+            dump.is_written.set()
+
+        background.start(write, "phalanx-stacks", on_failure=failed)
+        return dump
+
+    def _explain(
+        self, member: CrewMember, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
+    ) -> str:
+        limit = self._detector.limit(member.id)
+        text = f"rank {member.place.rank} made no progress for {limit:g} s{_step_of(report)}"
+        frames = frames_of(stacks.get(member.id, ""))
+        if frames:
+            text += f"; it is in {frames[0]}"
+        elif _is_stopped(member):
+            text += "; it is stopped (by SIGSTOP, or a debugger)"
+        else:
+            text += "; it did not say what it does"
         ranks = sorted(self._crew.members[each].place.rank for each in waiting if each in self._crew.members)
         if ranks:
             text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
         return text
 
 
-def dump_stacks(crew: Crew, reason: str) -> dict[str, str]:
-    """Collect the Python stacks of all running workers, log them, and return them by worker id."""
-    asked = [member for member in crew.running if member.stacks_file]
+def dump_stacks(members: Sequence[CrewMember], reason: str) -> dict[str, str]:
+    """Collect the Python stacks of running workers, log them, and return them by worker id."""
+    asked = [member for member in members if member.is_running and member.stacks_file]
     before = {member.id: _read(member) for member in asked}
     deaf = {member.id: _blocking(member) for member in asked}
     for member in asked:
@@ -142,6 +174,10 @@ def _step_of(report: bytes | None) -> str:
         return ""
 
 
+def _is_stopped(member: CrewMember) -> bool:
+    return _linux.process_state(member.process.pid) in ("T", "t")
+
+
 def _blocking(member: CrewMember) -> frozenset[int]:
     """Its threads that never take the signal."""
     state = _linux.signal_state(member.process.pid, _linux.stack_signal())
@@ -155,7 +191,7 @@ def _wait_for_dump(member: CrewMember, before: str, deaf: frozenset[int], until:
     kernel does not tell, a file that has stopped growing counts as complete.
     """
     text = before
-    while time.monotonic() < until and member.is_running:
+    while time.monotonic() < until and member.is_running and not _is_stopped(member):
         last, text = text, _read(member)
         # Looked at before the state: a handler that has begun and is not there has ended.
         has_begun = text != before

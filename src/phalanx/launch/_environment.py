@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from phalanx import membership
 
-STRAY_NAMES = ("PHALANX_STACKS_FILE", "PHALANX_PAYLOAD_FD", "PHALANX_RESULT_FD")
+STRAY_NAMES = (
+    "PHALANX_STACKS_FILE",
+    "PHALANX_SCRATCH",
+    "PHALANX_PAYLOAD_FD",
+    "PHALANX_RESULT_FD",
+    membership.ENV_EXIT_CODE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class JobFacts:
     use_agent_store: bool
     virtual_local_rank: bool = False
     secret_file: str = ""
+    job: str = ""
+    """The name of its records in the store; empty: the run id."""
 
 
 def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +76,7 @@ def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) ->
         "TORCHELASTIC_USE_AGENT_STORE": job.use_agent_store,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": outer.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         membership.ENV_STORE: place.store_url,
-        membership.ENV_JOB: job.run_id,
+        membership.ENV_JOB: job.job or job.run_id,
         membership.ENV_GENERATION: place.generation,
         membership.ENV_WORKER_ID: place.worker_id,
         membership.ENV_ON_FAILURE: job.on_failure,

@@ -23,9 +23,14 @@ TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
 
 _COMPLAINT = re.compile(
-    r"^(PeerLost|PeerTimeout|GroupAborted)\b|(closed|reset) by peer|broken pipe|remote process exited", re.I
+    r"^(PeerLost|PeerTimeout|GroupAborted|([\w.]+\.)?(DistNetworkError|DistStoreError))\b"
+    r"|(closed|reset) by peer|broken pipe|remote process exited",
+    re.I,
 )
-"""What the transports say of a peer that went away: ours, gloo's, the system's, nccl's."""
+"""What the transports say of a peer that went away: ours, c10d's store, gloo's, the system's, nccl's."""
+
+_FROM_OUTSIDE = {-getattr(signal, name, 0) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")}
+"""Exit codes of a process that another one ended (or the kernel, which wanted its memory)."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +51,8 @@ class ProcessFailure:
     generation: int = 0
     stderr_tail: tuple[str, ...] = ()
     is_incurable: bool = False
+    ends_job: bool = False
+    """Whether the worker stopped the whole job on purpose: the survivors would come to the same point."""
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
@@ -64,6 +71,7 @@ class ProcessFailure:
             traceback=stack,
             timestamp=seconds or ended_at,
             is_incurable=bool(data.get("phalanx", {}).get("is_incurable")),
+            ends_job=bool(data.get("phalanx", {}).get("ends_job")),
             **fields,
         )
         if not failure.message:
@@ -89,7 +97,18 @@ class ProcessFailure:
         >>> min(killed, complains, key=lambda failure: failure.precedence).local_rank
         1
         """
-        return bool(_COMPLAINT.search(self.message)), self.timestamp
+        return self.is_complaint, self.timestamp
+
+    @property
+    def is_complaint(self) -> bool:
+        """Whether it died of a peer that went away."""
+        return bool(_COMPLAINT.search(self.message))
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it did not fail by itself: it was killed, but not for a fault that the agent has noted, or it only
+        complains of another."""
+        return self.is_complaint or (self.exitcode in _FROM_OUTSIDE and not self.note)
 
     def timestamp_isoformat(self) -> str:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")

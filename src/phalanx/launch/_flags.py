@@ -126,6 +126,12 @@ FLAGS = (
         default=0.0,
         help="seconds without progress before a worker is killed",
     ),
+    Flag(
+        name="start-timeout",
+        kind=float,
+        default=600.0,
+        help="the same for a worker that has yet to make its first step (if longer)",
+    ),
     Flag(name="standby", kind=int, default=0, help="processes kept ready to replace a dead worker"),
 )
 

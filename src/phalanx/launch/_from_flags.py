@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.launch._config import LaunchConfig
 from phalanx.launch._flags import UsageError
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs, Std
+from phalanx.launch._settings import check_settings
 from phalanx.launch._spec import Entrypoint, Script
 
 HEAL_RESTARTS = 100
@@ -35,6 +36,10 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
     min_nodes, max_nodes = parse_nodes(args.nnodes)
     backend, endpoint = _rendezvous(args, max_nodes)
     configs = parse_settings(args.rdzv_conf)
+    try:
+        check_settings(configs, backend)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from None
     if backend == "static":
         configs["rank"] = args.node_rank
     max_restarts = args.max_restarts
@@ -65,6 +70,7 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         on_failure=args.on_failure,
         preload=tuple(args.preload),
         hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
         standby=args.standby,
     )
 

@@ -6,18 +6,32 @@ generation is ended: first the verdict, so that all agents will do the same, the
 
 from __future__ import annotations
 
+import errno
 import logging
+import time
 
 from phalanx.comm import stores
+from phalanx.launch import _linux
 from phalanx.launch._addresses import bind_address
+from phalanx.launch._crew import CrewMember
 from phalanx.launch._environment import JobFacts, Place
+from phalanx.launch._failures import ProcessFailure
+from phalanx.launch._hang import reported_step
 from phalanx.launch._journal import Journal
-from phalanx.launch._policy import Situation, Verdict
+from phalanx.launch._policy import Situation, Verdict, all_can_regroup
 from phalanx.launch._spec import WorkerSpec
+from phalanx.launch._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
 from phalanx.membership import Broken
 
 log = logging.getLogger(__name__)
+
+REBIND_PATIENCE = 5.0
+"""Seconds that a port which the generation before has used may need to come free."""
+
+
+class PortTaken(Exception):
+    """The workers' store cannot be served; the message names the port and who has it."""
 
 
 class Generation:
@@ -27,26 +41,47 @@ class Generation:
         self.info = info
         self.number = info.generation
         self.journal = Journal(info.store)
-        self.restarts = self.journal.restarts_before(info.generation)
+        self._before = self.journal.verdict_before(info.generation)
+        self.restarts = self._before.restarts
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
-    def serve_bootstrap(self, master_addr: str | None = None) -> bool:
-        """On the first node: serve the store for ``init_process_group("env://")``. False when its port is taken.
+    def serve_bootstrap(self, master_addr: str | None = None) -> None:
+        """On the first node: serve the store for ``init_process_group("env://")``, or raise ``PortTaken``.
 
         It listens where workers will look for it: at ``master_addr``, or at this node's own address.
         torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
         """
         if self.info.rank != 0 or self._handler.use_agent_store:
-            return True
+            return
         port = self.info.bootstrap_store_info.master_port
         told = master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
-        try:
-            self._bootstrap = stores.TCPStore.serve(bind_address(told), port)
-        except OSError as error:
-            log.warning("port %d for the workers' store is taken: %s", port, error)
-            return False
-        return True
+        host = bind_address(told)
+        until = time.monotonic() + (REBIND_PATIENCE if self.number and self._handler.has_fixed_port else 0.0)
+        while self._bootstrap is None:
+            try:
+                self._bootstrap = stores.TCPStore.serve(host, port)
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise PortTaken(self._explain(host, port, error)) from error
+                time.sleep(0.1)
+
+    def _explain(self, host: str, port: int, error: OSError) -> str:
+        if error.errno != errno.EADDRINUSE:
+            return f"port {port} of {host} cannot be used for the workers' store: {error}"
+        holder = _linux.listener_on(port)
+        who = f"by {holder}" if holder else f"(`ss -ltnp sport = :{port}` as root shows by whom)"
+        text = f"port {port} of {host}, where the workers' store should be, is taken {who}"
+        if self._handler.has_fixed_port:
+            text += (
+                "; end that process, choose another --master-port, or leave it out: then a free port is found"
+            )
+        return text
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether workers of other nodes may need a store of this process."""
+        return self.info.world_size > 1 and (self._handler.is_host or self._bootstrap is not None)
 
     def close(self) -> None:
         """Stop serving."""
@@ -80,6 +115,7 @@ class Generation:
     def job_facts(self, spec: WorkerSpec, on_failure: str) -> JobFacts:
         return JobFacts(
             run_id=self._handler.get_run_id(),
+            job=self._handler.job,
             role=spec.role,
             restarts=self.restarts,
             max_restarts=spec.max_restarts,
@@ -98,7 +134,36 @@ class Generation:
             min_nodes=spec.min_nodes,
             survivors=survivors,
             is_under_way=self.number > 0,
+            num_left=self.journal.num_left(self.number, self.info.world_size)
+            if self.info.world_size > 1
+            else 0,
+            is_finishing=on_failure == "heal" and self.journal.is_finishing(),
+            can_regroup=on_failure == "heal" and self.can_regroup(),
+            streak=self._before.streak,
+            ports_taken=self._before.ports_taken,
         )
+
+    def can_regroup(self) -> bool:
+        """Whether the scripts of all roles have said, through some worker, that they can."""
+        by_role: dict[str, list[str]] = {}
+        for node in self.info.nodes:
+            by_role.setdefault(node.role, []).extend(node.worker_ids)
+        return all_can_regroup(by_role, self.journal.read_regrouping(self._worker_ids()))
+
+    def death_of(self, member: CrewMember, failure: ProcessFailure) -> Death:
+        """What counts about a worker's end when deaths in a row are counted."""
+        steps = {w: reported_step(data) for w, data in self.journal.read_progress(self._worker_ids()).items()}
+        return Death(
+            generation=self.number,
+            born=member.born,
+            step=max(steps.values()),
+            took_part=steps.get(member.id, -1) >= 0,
+            is_killed=failure.is_from_outside,
+            lived=time.monotonic() - member.started_at,
+        )
+
+    def _worker_ids(self) -> list[str]:
+        return [worker_id for node in self.info.nodes for worker_id in node.worker_ids]
 
     def end(self, verdict: Verdict, lost: tuple[str, ...] = (), also: int = -1) -> Verdict:
         """Propose a verdict and tell everybody that the generation is over; the standing verdict is returned.

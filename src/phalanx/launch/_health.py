@@ -34,8 +34,13 @@ class HealthCheckServer:
     def alive_callback(self) -> Callable[[], float]:
         return self._alive_callback
 
+    @property
+    def port(self) -> int:
+        """The port that was asked for."""
+        return self._port
+
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer. An agent whose health check raises ``OSError`` here warns and goes on without it."""
 
     def stop(self) -> None:
         """Stop answering."""

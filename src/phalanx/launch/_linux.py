@@ -7,8 +7,10 @@ socket end-of-file alone, which covers every case but a zygote that is killed to
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ IS_LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_F_SETSIG = 10
 
 
 def die_with_parent(signum: int, parent: int) -> bool:
@@ -29,9 +33,36 @@ def die_with_parent(signum: int, parent: int) -> bool:
     return os.getppid() == parent
 
 
-def adopt_orphans() -> bool:
-    """Become the parent of grandchildren whose parent dies, so that they can be found and reaped."""
-    return IS_LINUX and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(wanted: bool = True) -> bool:
+    """Become the parent of grandchildren whose parent dies, so that they can be found and reaped; or do so no more."""
+    return IS_LINUX and _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+def adopts_orphans() -> bool:
+    """Whether this process does."""
+    answer = ctypes.c_int(0)
+    return IS_LINUX and bool(
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and answer.value
+    )
+
+
+def die_with_peer(sock: socket.socket) -> bool:
+    """Have the kernel kill this process's group when the other end of a Unix socket is closed, or anything is sent.
+
+    It works through ``exec``, if the descriptor is kept, and whoever the parent is. False when the other end is closed
+    already: then no signal ever comes. Elsewhere than on Linux nothing is done.
+    """
+    if not IS_LINUX:
+        return True
+    fcntl.fcntl(sock, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(sock, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def set_process_name(name: str) -> bool:
@@ -56,6 +87,35 @@ def children_of(pid: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def listener_on(port: int) -> str:
+    """The process that listens on a TCP port, as "pid 7 (its command line)"; "" when that is not known.
+
+    A process of another user is not known: its open files are not shown.
+    """
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        listening = "0A"
+        sockets |= {f"socket:[{r[9]}]" for r in rows if r[3] == listening and int(r[1][-4:], 16) == port}
+    for name in os.listdir("/proc") if sockets else ():
+        try:
+            if not name.isdigit() or sockets.isdisjoint(map(os.readlink, _descriptors(name))):
+                continue
+            with open(f"/proc/{name}/cmdline", errors="replace") as file:
+                return f"pid {name} ({file.read().replace(chr(0), ' ').strip()[:200]})"
+        except OSError:
+            continue  # it has ended, or is another user's
+    return ""
+
+
+def _descriptors(pid: str) -> list[str]:
+    return [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
 
 
 def process_state(pid: int) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.launch._agent import Agent
 from phalanx.launch._crew import Crew, CrewOptions
 from phalanx.launch._environment import thread_defaults
+from phalanx.launch._folders import OwnedFolder, RunningJob, open_agent_folder, register_job, sweep
 from phalanx.launch._health import HealthCheckServer, health_server_from
 from phalanx.launch._logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.launch._observer import Observer
@@ -23,6 +23,7 @@ from phalanx.launch._processes import Zygote
 from phalanx.launch._signals import choose_signals, handled
 from phalanx.launch._sources import Exited, Signalled, Sources
 from phalanx.launch._spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.launch._zygotes import Zygotes
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class LocalElasticAgent:
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
-        self._plan = Plan(entrypoint=spec.entrypoint, args=spec.args, method=start_method)
+        self._plan = Plan.choose(spec.entrypoint, spec.args, start_method)
         self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._signals = choose_signals(signals, os.environ)
         self._health = health_check_server or health_server_from(os.environ, self.alive_time)
@@ -71,7 +72,12 @@ class LocalElasticAgent:
             standby=standby,
             cpus_of=_binding(spec),
         )
-        self._crew = Crew(self._zygote, crew_options, lambda member: self._sources.post(Exited(member)))
+        zygotes = Zygotes(
+            self._zygote,
+            successor_maker(self._plan, tuple(preload), spec.local_world_size),
+            is_warm=self._plan.is_warm,
+        )
+        self._crew = Crew(zygotes, crew_options, lambda member: self._sources.post(Exited(member)))
         options = options or AgentOptions(
             shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
         )
@@ -84,11 +90,12 @@ class LocalElasticAgent:
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; the values or failures of this node's workers. Once per agent."""
         result: RunResult | None = None
+        folder: OwnedFolder | None = None
         try:
             with handled(self._signals, self._on_signal):
-                self._crew.open()
-                if self._health:
-                    self._health.start()
+                folder = self._open_folder()
+                self._crew.open(folder.path if folder else "")
+                self._start_health_check()
                 result = self._agent.run()
                 return result
         finally:
@@ -97,18 +104,40 @@ class LocalElasticAgent:
             self._crew.close()
             self._agent.observe_last_exits()
             self._observer.close()
-            if result is None or not result.is_failed():
-                self._remove_temporary_logs()
+            if isinstance(self._logs_specs, DefaultLogsSpecs):
+                self._logs_specs.close(keep=result is not None and result.is_failed())
+            if folder is not None:
+                folder.remove()
+
+    def _open_folder(self) -> OwnedFolder | None:
+        """This agent's own folder, with the job's name in it; also removes those of agents that were killed."""
+        handler = self._agent.spec.rdzv_handler
+        job = RunningJob(
+            run_id=handler.get_run_id(), store_url=handler.store_url, secret_file=handler.secret_file
+        )
+        try:
+            sweep()
+            folder = open_agent_folder()
+            register_job(folder, job)
+        except OSError as error:  # a full disk: workers then make folders of their own where they can
+            log.warning("no folder for this agent, so that phalanx scale must be told of the job: %s", error)
+            return None
+        return folder
+
+    def _start_health_check(self) -> None:
+        if self._health is None:
+            return
+        try:
+            self._health.start()
+        except OSError as error:  # most often its port is another's: the job can do without
+            log.warning("no health check: it cannot listen on port %d: %s", self._health.port, error)
+            self._health = None
 
     def _events_path(self, spec: WorkerSpec) -> str | None:
         specs = self._logs_specs
         if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
             return None
         return os.path.join(specs.run_log_dir(spec.rdzv_handler.get_run_id()), "events.jsonl")
-
-    def _remove_temporary_logs(self) -> None:
-        if isinstance(self._logs_specs, DefaultLogsSpecs) and self._logs_specs.is_temporary:
-            shutil.rmtree(self._logs_specs.run_log_dir("run"), ignore_errors=True)
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """A snapshot of the workers and their state."""
@@ -164,6 +193,13 @@ def make_zygote(plan: Plan, preload: tuple[str, ...], local_size: int) -> Zygote
     if plan.is_warm:
         return Zygote.execute((*WARM_IMPORTS, *preload), env)
     return Zygote.execute((), env)
+
+
+def successor_maker(plan: Plan, preload: tuple[str, ...], local_size: int) -> Callable[[bool], Zygote] | None:
+    """How to start another zygote, warm or not, in place of one that was killed; None when there can be none."""
+    if plan.is_function and plan.method == "fork":
+        return None
+    return lambda is_warm: make_zygote(plan if is_warm else plan.cold(), preload, local_size)
 
 
 def _binding(spec: WorkerSpec) -> Callable[[int, int], Sequence[int]]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 
+from phalanx.launch._folders import TEMPORARY_LOGS, OwnedFolder
+
 
 class Std(IntFlag):
     """A choice of standard streams.
@@ -104,6 +106,7 @@ class DefaultLogsSpecs(LogsSpecs):
             )
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir = ""
+        self._owned: OwnedFolder | None = None
 
     @property
     def root_log_dir(self) -> str:
@@ -120,10 +123,18 @@ class DefaultLogsSpecs(LogsSpecs):
             if self._root_log_dir:
                 os.makedirs(self._root_log_dir, exist_ok=True)
             readable = re.sub(r"[^\w.-]+", "_", run_id)[:64]
-            root = self._root_log_dir or None
-            prefix = f"{readable}_" if root else f"phalanx_{readable}_"
-            self._run_log_dir = tempfile.mkdtemp(prefix=prefix, dir=root)
+            if self._root_log_dir:
+                self._run_log_dir = tempfile.mkdtemp(prefix=f"{readable}_", dir=self._root_log_dir)
+            else:
+                self._owned = OwnedFolder(f"{TEMPORARY_LOGS}{readable}_")
+                self._run_log_dir = self._owned.path
         return self._run_log_dir
+
+    def close(self, *, keep: bool) -> None:
+        """The run is over: remove the directory if nobody asked for it, or keep it for who reads the report."""
+        if self._owned is not None:
+            self._owned.keep() if keep else self._owned.remove()
+            self._owned = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if not envs:

@@ -5,11 +5,13 @@ Owns the translation from the agent's words to ``events`` and ``metrics``; the a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.launch._crew import CrewMember
+from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._policy import Action, Verdict
 from phalanx.launch.events import (
     AnyEvent,
@@ -17,6 +19,7 @@ from phalanx.launch.events import (
     GenerationEnded,
     GenerationFormed,
     JobRestarted,
+    JobWentBack,
     ShutDown,
     WorkerExited,
     WorkerHung,
@@ -26,6 +29,9 @@ from phalanx.launch.events import (
 )
 from phalanx.launch.metrics import Metrics, make_handler
 from phalanx.launch.rendezvous._interface import RendezvousInfo
+from phalanx.membership import Setbacks
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -40,11 +46,20 @@ class Observer:
         self._metrics = metrics or Metrics()
         self._node_rank = -1
         self._joined_at = time.monotonic()
+        self._failed: set[int] = set()
 
     @classmethod
     def create(cls, job: str, path: str | None, handler: str, metrics: Mapping[str, str]) -> Observer:
-        """Events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name."""
-        return cls(job, EventLog(path, get_event_handler(handler)), Metrics(make_handler(dict(metrics))))
+        """Events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name.
+
+        Metrics whose port is taken or whose file cannot be opened go nowhere, with a warning.
+        """
+        events = EventLog(path, get_event_handler(handler))
+        try:
+            return cls(job, events, Metrics(make_handler(dict(metrics))))
+        except OSError as error:
+            log.warning("no metrics: %s: %s", ", ".join(f"{k}={v}" for k, v in metrics.items()), error)
+            return cls(job, events)
 
     def joining(self) -> None:
         self._joined_at = time.monotonic()
@@ -76,6 +91,7 @@ class Observer:
             )
 
     def worker_started(self, member: CrewMember) -> None:
+        self._failed.discard(member.process.pid)  # the number of one that failed long ago
         self._write(WorkerStarted(**self._where(member.place.generation), **_who(member)))
         self._metrics.count("workers.started")
 
@@ -83,7 +99,17 @@ class Observer:
         code = member.process.exit_code
         assert code is not None, f"worker {member.id} still runs"
         self._write(WorkerExited(**self._where(member.place.generation), **_who(member), exit_code=code))
-        self._metrics.count("workers.succeeded" if code == 0 else "workers.failed")
+        if code == 0:
+            self._metrics.count("workers.succeeded")
+
+    def worker_failed(self, failure: ProcessFailure) -> None:
+        """A worker ended by itself though it should not have; those that were stopped because of it have not failed.
+
+        One failure counts once: what a worker dies of because another was lost is counted apart, a process never twice.
+        """
+        if failure.pid not in self._failed:
+            self._failed.add(failure.pid)
+            self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
 
     def worker_replaced(self, old: CrewMember, new_id: str) -> None:
         where = self._where(old.place.generation)
@@ -94,6 +120,12 @@ class Observer:
         where = self._where(member.place.generation)
         self._write(WorkerHung(**where, worker_id=member.id, rank=member.place.rank, seconds=seconds))
         self._metrics.count("workers.hung")
+
+    def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
+        where = self._where(generation)
+        self._write(JobWentBack(**where, from_step=after.last_from, to_step=after.last_to, count=after.count))
+        self._metrics.count("job.went_back", after.count - before.count)
+        self._metrics.count("job.steps_repeated", after.num_steps - before.num_steps)
 
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
         self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))

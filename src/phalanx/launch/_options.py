@@ -14,6 +14,8 @@ class AgentOptions:
     exit_barrier_timeout: float = 300.0
     hang_timeout: float = 0.0
     """0: no detection."""
+    start_timeout: float = 600.0
+    """The same until a worker has made its first step."""
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("restart", "heal"):

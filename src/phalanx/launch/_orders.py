@@ -8,12 +8,13 @@ unpickles them in a fork of a clean process that has torch, ``spawn`` in a fresh
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch._call import write_payload
+from phalanx.launch._script import interpreter_command
+from phalanx.launch._session import method_that_works
 from phalanx.launch._spec import Entrypoint, Script
 
 SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
@@ -34,6 +35,13 @@ class Plan:
         if self.method not in allowed:
             raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
 
+    @classmethod
+    def choose(cls, entrypoint: Entrypoint, args: tuple[Any, ...], method: str) -> Plan:
+        """The plan for an entrypoint; a function that no other method can bring to its workers is forked."""
+        if callable(entrypoint):
+            method = method_that_works(entrypoint, args, method)
+        return cls(entrypoint=entrypoint, args=args, method=method)
+
     def check(self) -> None:
         """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""
         if callable(self.entrypoint) and self.method != "fork":
@@ -50,8 +58,12 @@ class Plan:
             return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
         return self.is_function and self.method != "spawn"
 
+    def cold(self) -> Plan:
+        """The same in fresh interpreters: for processes that were forked before anything was imported."""
+        return replace(self, method="spawn" if self.is_function else "exec") if self.is_warm else self
+
     def order(
-        self, env: Mapping[str, str], local_rank: int, stacks: str
+        self, env: Mapping[str, str], local_rank: int, stacks: str, scratch: str = ""
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """The order and the descriptors that go with it (the caller closes them after sending)."""
         order: dict[str, Any] = {
@@ -61,29 +73,39 @@ class Plan:
             "cwd": os.getcwd(),
             "name": "python",
             "stacks": stacks,
+            "scratch": scratch,
         }
         fds: dict[str, int] = {}
         if callable(self.entrypoint):
             if self.method != "fork":
                 fds["payload"] = write_payload(self.entrypoint, self.args)
             if self.method == "spawn":
-                order |= self._executed([sys.executable, "-u", "-m", "phalanx.launch._call"], stacks, env)
+                order |= self._executed(
+                    interpreter_command(["-m", "phalanx.launch._call"]), env, stacks, scratch
+                )
             else:
                 order |= {"kind": "call", "function": "main"}
             return order, fds
         words = [str(arg).replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in self.args]
         if isinstance(self.entrypoint, str):
-            order |= self._executed([self.entrypoint, *words], "", env)
+            order |= self._executed([self.entrypoint, *words], env)
         elif self.is_warm:
             script = self.entrypoint
             order |= {"kind": "script", "target": script.target, "is_module": script.is_module, "args": words}
+            order["command"] = _interpreter(script, words)  # should warm start turn out not to do
         else:
-            order |= self._executed(_interpreter(self.entrypoint, words), stacks, env)
+            order |= self._executed(_interpreter(self.entrypoint, words), env, stacks, scratch)
         return order, fds
 
-    def _executed(self, command: list[str], stacks: str, env: Mapping[str, str]) -> dict[str, Any]:
-        extra = {"PHALANX_STACKS_FILE": stacks} if stacks else {}
-        return {"kind": "exec", "command": command, "env": {**env, **extra}}
+    def _executed(
+        self, command: list[str], env: Mapping[str, str], stacks: str = "", scratch: str = ""
+    ) -> dict[str, Any]:
+        extra = {"PHALANX_STACKS_FILE": stacks, "PHALANX_SCRATCH": scratch}
+        return {
+            "kind": "exec",
+            "command": command,
+            "env": {**env, **{name: value for name, value in extra.items() if value}},
+        }
 
 
 def _interpreter(script: Script, words: list[str]) -> list[str]:
@@ -91,4 +113,4 @@ def _interpreter(script: Script, words: list[str]) -> list[str]:
     foreign = os.environ.get("PYTHON_EXEC")
     if foreign:  # another interpreter may not have us installed: start the script plainly
         return [foreign, "-u", *flag, script.target, *words]
-    return [sys.executable, "-u", "-m", "phalanx.launch._script", *flag, script.target, *words]
+    return interpreter_command(["-m", "phalanx.launch._script", *flag, script.target, *words])

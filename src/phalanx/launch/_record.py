@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx.errors import JobStopped
+
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _P = ParamSpec("_P")
@@ -55,14 +57,21 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> Non
     if isinstance(error, ChildFailedError):
         _copy_root_cause(error, path)
         return
-    is_incurable = is_incurable or isinstance(error, (ImportError, SyntaxError))
+    ends_job = isinstance(error, JobStopped)
+    is_incurable = is_incurable or ends_job or isinstance(error, (ImportError, SyntaxError))
     write_error_file(
-        path, f"{type(error).__name__}: {error}", user_traceback(error), is_incurable=is_incurable
+        path,
+        f"{type(error).__name__}: {error}",
+        user_traceback(error),
+        is_incurable=is_incurable,
+        ends_job=ends_job,
     )
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool) -> None:
-    """Write one error file. ``is_incurable`` marks what no restart can cure."""
+def write_error_file(
+    path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False
+) -> None:
+    """Write one error file. ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can."""
     if not path or os.path.exists(path):
         return
     data = {
@@ -70,7 +79,7 @@ def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool)
             "message": message,
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         },
-        "phalanx": {"time": time.time(), "is_incurable": is_incurable},
+        "phalanx": {"time": time.time(), "is_incurable": is_incurable, "ends_job": ends_job},
     }
     _write(path, data)
 

@@ -54,14 +54,25 @@ class Results:
             pass
         mine = {f.rank: f for f in self._failures.values() if f.generation == generation.number}
         if not (found or mine):
-            unexplained = ProcessFailure(
-                local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time()
-            )
-            found = {generation.info.node.base_rank: unexplained}
+            found = _unexplained(generation, reason)
         return RunResult(WorkerState.FAILED, failures={**found, **mine})
+
+    def closed(self, generation: Generation, reason: str) -> RunResult:
+        """Somebody closed the rendezvous while workers of this node ran."""
+        message = (
+            f"the rendezvous was closed while this node's workers ran, and the job has not finished: {reason}. See the "
+            "other nodes' output, or who else can write to the job's store (a job secret keeps strangers out)"
+        )
+        return RunResult(WorkerState.FAILED, failures=_unexplained(generation, message))
 
     def node_is_empty(self) -> RunResult:
         """No worker is left on this node, while the job may go on elsewhere."""
         if self._failures:
             return RunResult(WorkerState.FAILED, failures={f.rank: f for f in self._failures.values()})
         return self.succeeded()
+
+
+def _unexplained(generation: Generation, reason: str) -> dict[int, ProcessFailure]:
+    """A failure of no worker in particular, in the place of this node's first."""
+    failure = ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())
+    return {generation.info.node.base_rank: failure}

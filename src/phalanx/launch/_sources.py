@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.comm import _background as background
-from phalanx.errors import StoreError
+from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
+from phalanx.membership import Setbacks
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,17 @@ class Requested:
     generation: int
     wish: int | None
     stacks: str
+    setbacks: Setbacks
     progress: dict[str, bytes | None]
 
 
 @dataclass(frozen=True)
 class AllDone:
-    """Every node has finished (``error`` empty), or it cannot be known any more."""
+    """Every node has finished (``error`` empty), or not in time (``is_late``), or it cannot be known any more."""
 
     generation: int
     error: str
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,13 +163,13 @@ class Sources:
         """The exit barrier: report when all nodes have said that they are done."""
 
         def wait() -> None:
-            error = ""
+            error, is_late = "", False
             try:
                 with info.store.clone() as store:
                     Journal(store).wait_done(info.generation, info.world_size, "done", timeout)
             except StoreError as problem:
-                error = str(problem)
-            self.post(AllDone(info.generation, error))
+                error, is_late = str(problem), isinstance(problem, StoreTimeout)
+            self.post(AllDone(info.generation, error, is_late))
 
         def failed(error: BaseException) -> None:
             self.post(AllDone(info.generation, repr(error)))

@@ -128,6 +128,8 @@ class RunResult:
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    num_setbacks: int = 0
+    """How often all workers were lost and the job went back to an earlier step."""
 
     def is_failed(self) -> bool:
         return self.state == WorkerState.FAILED

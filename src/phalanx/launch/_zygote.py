@@ -2,11 +2,13 @@
 
 Guarantees: one message for every fork and every exit; a worker's whole process group is killed before the worker is
 reaped, so its number cannot have been given to anybody else; when the agent's end of the socket closes, however the
-agent died, every worker and everything that they started is killed, then the zygote ends.
+agent died, every worker and everything that they started is killed, then the zygote ends. When the zygote itself is
+killed, its workers live on (``_orphans``), and die with the agent all the same (``_linux.die_with_peer``).
 Assumptions: single-threaded (a fork copies locks that other threads hold); a worker that is forked but has no order
 yet is *parked* and waits on its own socket (see ``_child``).
 Rejected: forking from the agent (its store and log threads may hold locks: seen to deadlock); PR_SET_PDEATHSIG with
-SIGKILL for the zygote (it could not kill its workers' children any more).
+SIGKILL for the zygote (it could not kill its workers' children any more), and for workers (a killed zygote would take
+all of them, and with them the state of the job).
 """
 
 from __future__ import annotations
@@ -32,9 +34,14 @@ LATER_IMPORTS = (
     "phalanx.comm._create",
     "phalanx.comm._mesh",
     "phalanx.comm.stores._tcp",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
 )
 """Imported once nothing has been asked for during ``IDLE`` seconds, beside torch: workers that are forked later, to
-replace others, need not do it. The first ones do it themselves if they want it, so that nobody else waits for it."""
+replace others, need not do it. The first ones do it themselves if they want it, so that nobody else waits for it. The
+last three are half as much again as torch itself, and every optimizer imports them when it is made; one by one, so that
+a worker that is wanted meanwhile waits for one of them at most."""
 
 IDLE = 1.0
 
@@ -74,7 +81,9 @@ def serve(
     _linux.adopt_orphans()
     _linux.set_process_name("phalanx-zygote")
     server = _Server(sock, functions)
-    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    # The kernel sends it when the thread that started this process ends; only the process counts. From others it is no
+    # order: whoever ends a whole job sends it to the agent too, which gives the workers the time to leave.
+    signal.signal(signal.SIGTERM, lambda *_: server.end() if os.getppid() != parent else None)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     if not _linux.die_with_parent(signal.SIGTERM, parent):
@@ -158,8 +167,6 @@ class _Server:
         for fd in fds:
             os.close(fd)
         os.setsid()
-        if not _linux.die_with_parent(signal.SIGKILL, self._pid):
-            os._exit(1)
         run_parked(socket.socket(fileno=order_fd), self._functions)
 
     def _reap(self) -> None:

@@ -119,6 +119,16 @@ class WorkerHung(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobWentBack(JobEvent):
+    """All workers were lost, and those that came after them began with an earlier step; ``count`` times so far."""
+
+    from_step: int
+    to_step: int
+    count: int
+    kind: ClassVar[str] = "job_went_back"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShutDown(JobEvent):
     reason: str
     succeeded: bool
@@ -136,6 +146,7 @@ EVENT_TYPES: dict[str, type[JobEvent] | type[Event]] = {
         WorkerReplaced,
         JobRestarted,
         WorkerHung,
+        JobWentBack,
         ShutDown,
     )
 }

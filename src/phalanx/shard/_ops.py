@@ -21,6 +21,7 @@ from phalanx.shard._per_rank import run_per_rank
 from phalanx.shard._plain import check_equal, current_policy, plain_tensors
 from phalanx.shard._registry import custom_implementation
 from phalanx.shard._tensor import ShardedTensor
+from phalanx.tensor._raw import NAMES as RAW_NAMES
 
 # Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
 _METADATA_TEXT = """
@@ -28,7 +29,7 @@ shape layout ndim size dim ndimension numel nelement stride element_size itemsiz
 is_floating_point is_complex is_signed is_sparse is_sparse_csr is_mkldnn is_quantized is_cuda is_cpu
 is_mps is_xpu is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_meta is_nested is_inference names
 has_names _version __len__ _base grad_dtype is_conj is_neg is_same_size output_nr retains_grad
-_backward_hooks _post_accumulate_grad_hooks is_tensor get_device data_ptr __get_validity is_shared
+_backward_hooks _post_accumulate_grad_hooks is_tensor get_device __get_validity is_shared
 storage_offset
 """
 _METADATA = frozenset(_METADATA_TEXT.split())
@@ -173,6 +174,20 @@ def _init_kaiming_uniform(
     return _init_uniform(tensor, -bound, bound, generator)
 
 
+def _no_memory(name: str) -> Callable[..., Any]:
+    """What torch raises for tensors without a storage: the shape is global, this rank's memory is not."""
+
+    def refuse(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        held = sum(shard.tensor.numel() for shard in tensor.local_shards())
+        raise NotImplementedError(
+            f"rank {tensor._process_group.rank}: {name}() of a ShardedTensor of {tuple(tensor.shape)}, of which this "
+            f"rank holds {held} of {tensor.shape.numel()} elements: there is no memory of that shape. Use "
+            f"local_shards() or gather(); phalanx.shard.save() and torch.distributed.checkpoint write shards to files"
+        )
+
+    return refuse
+
+
 def _embedding(*args: Any, **kwargs: Any) -> Any:
     from phalanx.shard._embedding import embedding
 
@@ -198,6 +213,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "_has_compatible_shallow_copy_type": lambda a, b: (
         isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
     ),
+    **{name: _no_memory(name) for name in RAW_NAMES},
     "embedding": _embedding,
     "embedding_bag": _embedding_bag,
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from phalanx._torch_faults import check_fused
 from phalanx.shard._compatible import same_layout
 from phalanx.shard._tensor import ShardedTensor
 
@@ -48,6 +49,7 @@ class ShardedOptimizer(optim.Optimizer):
         local = [tensor for value in self.named_params.values() for tensor in _local(value)]
         # A rank may hold no shard at all; an optimizer refuses an empty list.
         self._optim = optimizer_class(local or [torch.empty(0)], *optimizer_args, **optimizer_kwargs)
+        check_fused(self._optim, "ShardedOptimizer")
         self.param_groups = self._optim.param_groups
         self.state = self._optim.state
         self.defaults = self._optim.defaults
@@ -56,6 +58,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        check_fused(self._optim, "ShardedOptimizer")
         return self._optim.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from phalanx.shard import _local
 from phalanx.shard._compatible import check_format, same_layout
 from phalanx.shard._gather import Whole, check_out, gather_tensors, gather_to_file
 from phalanx.shard._groups import as_group, check_rank_in_group, owner_of
+from phalanx.shard._held import HeldShards
 from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard._pickling import ProcessGroupState, rebuild
 from phalanx.shard._reshard import reshard_shards
@@ -35,7 +36,7 @@ _NO_RPC = (
 )
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(torch.Tensor, HeldShards):
     """A tensor cut by a ``ShardingSpec``.
 
     >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])        # doctest: +SKIP

@@ -2,14 +2,15 @@
 
 Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors), torch's
 functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
-they refuse DTensors), has nested activation checkpoints keep local tensors, and tells ``torch.load`` which names are
-harmless; see ``_function.py``, ``_random.py``, ``_random_init.py``, ``_doors.py``, ``_checkpointing.py`` and
-``_loading.py``.
+they refuse DTensors), has nested activation checkpoints keep local tensors, tells ``torch.load`` which names are
+harmless, and has torch's helpers for distributed checkpoints know DTensors (once they are imported); see
+``_function.py``, ``_random.py``, ``_random_init.py``, ``_doors.py``, ``_checkpointing.py``, ``_loading.py`` and
+``phalanx.comm._dcp_state_dicts``.
 """
 
 from __future__ import annotations
 
-from phalanx.comm import DeviceMesh, init_device_mesh
+from phalanx.comm import DeviceMesh, _dcp_state_dicts, init_device_mesh
 from phalanx.tensor import (
     _checkpointing,
     _doors,
@@ -36,6 +37,7 @@ from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate
 from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
 
 _checkpointing.install()
+_dcp_state_dicts.install()
 _doors.install()
 _function.install()
 _grouping.install()

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx import comm
+from phalanx.comm._dcp import Spread
 from phalanx.tensor._dtensor import DTensor, _handlers
 
 _lock = threading.Lock()
@@ -106,7 +107,7 @@ def _faker(plain: Any) -> Any:
 def _packer(plain: Any) -> Any:
     @functools.wraps(plain)
     def to_dlpack(tensor: Any) -> Any:
-        return plain(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return plain(tensor._whole() if isinstance(tensor, Spread) else tensor)
 
     return to_dlpack
 

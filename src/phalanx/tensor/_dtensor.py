@@ -25,6 +25,7 @@ from phalanx.tensor._execute import (
     follow,
     run_plan,
 )
+from phalanx.tensor._held import HeldParts
 from phalanx.tensor._names import first_by_position
 from phalanx.tensor._placement import REPLICATE, Partial, Placement, Shard, normalize
 from phalanx.tensor._spec import Spec
@@ -37,7 +38,7 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-class DTensor(torch.Tensor):
+class DTensor(torch.Tensor, HeldParts):
     """A distributed tensor; made by ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``zeros``.
 
     >>> x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])   # doctest: +SKIP

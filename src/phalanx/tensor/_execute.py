@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm._staging import settled
 from phalanx.tensor._placement import PARTIAL_SUM, Partial
 from phalanx.tensor._plan import Plan, plan_redistribute
 from phalanx.tensor._search import LOCAL_KINDS
@@ -27,8 +28,10 @@ LINEAR_OPS = ("sum", "avg")
 
 def run_plan(local: Tensor, plan: Plan) -> Tensor:
     """Run every step of ``plan`` on ``local``, without autograd. Of what has no memory nothing is sent."""
-    if local.is_meta and plan.steps:
-        return local.new_empty(plan.target.local_shape)
+    if not local.data_ptr() and plan.steps:
+        if local.is_meta:
+            return local.new_empty(plan.target.local_shape)
+        local = settled(local)
     for begin, finish in plan.actions or actions_of(plan):
         _, local = begin(local, False)
         if finish is not None:
@@ -43,6 +46,8 @@ class Started:
         actions = actions_of(plan)
         last = max(i for i, step in enumerate(plan.steps) if step.kind not in LOCAL_KINDS)
         given = local
+        if not local.data_ptr():
+            local = settled(local)
         with torch.no_grad():
             for begin, finish in actions[:last]:  # each needs what the one before made
                 _, local = begin(local, False)

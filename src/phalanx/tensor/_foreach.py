@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_faults import check_fused_tensors
 from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._surprise import check_collective, moved_for
@@ -247,6 +248,8 @@ _SINGLE: dict[str, Callable[..., Any]] = {
 def fused(func: Any, args: Any, kwargs: Any) -> None:
     """``torch._fused_adam_`` and the like: lists of one length, written in place."""
     first = list(args[0])
+    if func.__name__.startswith("_fused_sgd"):
+        check_fused_tensors([t._local if isinstance(t, DTensor) else t for t in first], "a DTensor's part")
     if any(not isinstance(t, DTensor) for t in first):
         _by_kind(func, args, kwargs or {})
         return

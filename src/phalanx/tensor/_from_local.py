@@ -106,10 +106,11 @@ def whole_shape(
 
 
 def _expected(spec: Spec, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] | None = spec.variants.get(("parts", *axes))
+    key = ("parts", *axes)
+    found: list[tuple[int, ...]] | None = spec.variants.get(key)
     if found is None:
         found = [spec.shape_at(where) for where in coordinates(spec.mesh, axes)]
-        spec.variants[("parts", *axes)] = found
+        spec.variants[key] = found
     return found
 
 

@@ -1,7 +1,8 @@
 """``PHALANX_LOGS="dtensor"`` (what communicates, fallbacks) and ``"+dtensor"`` (every decision).
 
 Owns the logger, reading the variable and the lines. Costs nothing after a decision is cached: it logs when one is made,
-each redistribution at its first run, each fallback at its first for the layouts it meets. Collectives that belong to no
+each redistribution at its first run, each fallback at its first for the layouts it meets. No line is above DEBUG: every
+rank writes its own, and a program that shows INFO has not asked for them. Collectives that belong to no
 plan (sums of gradients, ``distribute_tensor``, ``from_local``) are listened to, only while the log is on, and logged at
 the first for a layout.
 """
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("phalanx.dtensor")
 
+TRAFFIC = logging.DEBUG
+"""What communicates, or is computed replicated."""
+EVERYTHING = 5
+"""Decisions that move nothing too."""
+
 
 def configure(setting: str | None = None) -> None:
     """Switch logging on by ``setting``, or by the variable ``PHALANX_LOGS`` (comma-separated)."""
     text = os.environ.get("PHALANX_LOGS", "") if setting is None else setting
     names = {part.strip() for part in text.split(",")}
-    level = logging.DEBUG if "+dtensor" in names else logging.INFO if "dtensor" in names else None
+    level = EVERYTHING if "+dtensor" in names else TRAFFIC if "dtensor" in names else None
     if level is None:
         return
     logger.setLevel(level)
@@ -42,31 +48,36 @@ def configure(setting: str | None = None) -> None:
 
 def log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
     """What came in, what was chosen, what that moves, and why."""
-    if not logger.isEnabledFor(logging.INFO):
+    if not logger.isEnabledFor(TRAFFIC):
         return
     call, outs = _call(name, inputs), ", ".join(out.layout for out in decision.outputs)
     if decision.moves:
         moved = "; ".join(f"input {i}: {route.plan!r}" for i, route in decision.moves)
-        logger.info(
-            "%s -> %s, moves %s: the fewest bytes of %d choices an axis", call, outs, moved, num_choices
+        logger.log(
+            TRAFFIC,
+            "%s -> %s, moves %s: the fewest bytes of %d choices an axis",
+            call,
+            outs,
+            moved,
+            num_choices,
         )
     else:
-        logger.debug("%s -> %s, moves nothing", call, outs)
+        logger.log(EVERYTHING, "%s -> %s, moves nothing", call, outs)
 
 
 def log_no_layout(name: str, inputs: Sequence[In], why: str) -> None:
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s: %s", _call(name, inputs), why)
+    if logger.isEnabledFor(TRAFFIC):
+        logger.log(TRAFFIC, "%s: %s", _call(name, inputs), why)
 
 
 def log_fallback(rank: int, name: str, layouts: str, line: str) -> None:
-    logger.info("rank %d: %s(%s) is computed replicated, at %s", rank, name, layouts, line)
+    logger.log(TRAFFIC, "rank %d: %s(%s) is computed replicated, at %s", rank, name, layouts, line)
 
 
 def log_redistribution(plan: Plan) -> None:
-    if logger.isEnabledFor(logging.INFO):
+    if logger.isEnabledFor(TRAFFIC):
         source, target = plan.source, plan.target
-        level = logging.INFO if plan.communicates else logging.DEBUG
+        level = TRAFFIC if plan.communicates else EVERYTHING
         rank, steps = source.mesh.get_rank(), "; ".join(map(repr, plan.steps))
         logger.log(level, "rank %d: %r -> %s: %s", rank, source, target.layout, steps)
 
@@ -87,7 +98,7 @@ _DEAF = _Deaf()
 
 def listening() -> AbstractContextManager[Heard]:
     """The collectives of a block, for ``log_collectives``; none while the log is off."""
-    return _listen() if logger.isEnabledFor(logging.INFO) else _DEAF
+    return _listen() if logger.isEnabledFor(TRAFFIC) else _DEAF
 
 
 @contextmanager
@@ -102,7 +113,7 @@ def log_collectives(what: str, spec: Spec, heard: Heard) -> None:
     if heard and ("logged", what) not in spec.variants:
         spec.variants["logged", what] = True
         said = "; ".join(f"{event.name} {event.nbytes} B" for event in heard)
-        logger.info("rank %d: %s %r: %s", spec.mesh.get_rank(), what, spec, said)
+        logger.log(TRAFFIC, "rank %d: %s %r: %s", spec.mesh.get_rank(), what, spec, said)
 
 
 def _call(name: str, inputs: Sequence[In]) -> str:

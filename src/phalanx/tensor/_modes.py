@@ -6,7 +6,6 @@ which is the rank in a simulation and the trainer in a real process.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import traceback
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
-from phalanx.tensor._log import log_fallback, logger
+from phalanx.tensor._log import TRAFFIC, log_fallback, logger
 from phalanx.tensor._spec import Spec
 
 CommMode = Literal["auto", "warn", "explicit"]
@@ -108,10 +107,10 @@ def fallback_counts() -> dict[str, int]:
 def note_fallback(op: str, inputs: Sequence[Spec]) -> None:
     """Count an operation that runs replicated; warn or refuse as the policy says."""
     settings.fallbacks[op] += 1
-    if settings.fallback == "auto" and not logger.isEnabledFor(logging.INFO):
+    if settings.fallback == "auto" and not logger.isEnabledFor(TRAFFIC):
         return
     layouts = ", ".join(map(repr, inputs))
-    if logger.isEnabledFor(logging.INFO) and (op, layouts) not in settings.logged_fallbacks:
+    if logger.isEnabledFor(TRAFFIC) and (op, layouts) not in settings.logged_fallbacks:
         settings.logged_fallbacks.add((op, layouts))
         log_fallback(inputs[0].mesh.get_rank(), op, layouts, user_line())
     if settings.fallback == "auto":

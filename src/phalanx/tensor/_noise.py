@@ -79,25 +79,29 @@ def _runs(indices: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 def uniform(bits: Words) -> Floats:
     """In [0, 1)."""
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    value: Floats = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return value
 
 
 def cut_uniform(bits: Words, dtype: torch.dtype) -> Floats:
     """In [0, 1) with as many digits as ``dtype`` has: rounding must not turn 0.99... into 1."""
     digits = DIGITS[dtype.to_real()]
-    return (bits >> np.uint64(64 - digits)).astype(np.float64) * 2.0**-digits
+    value: Floats = (bits >> np.uint64(64 - digits)).astype(np.float64) * 2.0**-digits
+    return value
 
 
 def open_uniform(bits: Words) -> Floats:
     """In (0, 1): of which logarithms are finite and not zero."""
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    value: Floats = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return value
 
 
 def is_below(bits: Words, chance: float) -> npt.NDArray[np.bool_]:
     """True with probability ``chance``, to 64 bits."""
     if chance >= 1:
         return np.ones(bits.shape, dtype=np.bool_)
-    return bits < np.uint64(int(chance * 2.0**64))
+    below: npt.NDArray[np.bool_] = bits < np.uint64(int(chance * 2.0**64))
+    return below
 
 
 def normal(bits: Words) -> Floats:
@@ -112,7 +116,8 @@ def integers(bits: Words, low: int, high: int) -> npt.NDArray[np.int64]:
     """In [low, high), which may be all numbers of 64 bits."""
     span = high - low
     offsets = bits if span == 1 << 64 else bits % np.uint64(span)
-    return (offsets + np.uint64(low & 0xFFFFFFFFFFFFFFFF)).view(np.int64)
+    value: npt.NDArray[np.int64] = (offsets + np.uint64(low & 0xFFFFFFFFFFFFFFFF)).view(np.int64)
+    return value
 
 
 def filled(spec: Spec, stream: tuple[int, int], make: Make, device: torch.device) -> Tensor:

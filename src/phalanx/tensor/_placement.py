@@ -207,6 +207,38 @@ def indices_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[int]
     return held
 
 
+def ranges_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[tuple[int, int]]:
+    """``indices_of(length, cuts)`` as ranges (start, size), neighbours joined, without the list.
+
+    >>> ranges_of(6, [(StridedShard(0, split_factor=2), 3, 1)])
+    [(1, 1), (4, 1)]
+    """
+    held = [(0, length)] if length else []
+    for placement, parts, coordinate in cuts:
+        count = sum(size for _, size in held)
+        blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
+        pieces: list[tuple[int, int]] = []
+        for start, size in zip(chunk_starts(count, blocks), chunk_sizes(count, blocks), strict=True):
+            begin = start + chunk_starts(size, parts)[coordinate]
+            for piece in _within(held, begin, begin + chunk_sizes(size, parts)[coordinate]):
+                if pieces and sum(pieces[-1]) == piece[0]:
+                    pieces[-1] = (pieces[-1][0], pieces[-1][1] + piece[1])
+                else:
+                    pieces.append(piece)
+        held = pieces
+    return held
+
+
+def _within(held: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The ranges of the indices at positions ``begin`` to ``end`` of what is held."""
+    position = 0
+    for start, size in held:
+        first, last = max(begin, position), min(end, position + size)
+        if first < last:
+            yield start + first - position, last - first
+        position += size
+
+
 def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
     """``len(indices_of(length, cuts))`` without the list."""
     for placement, parts, coordinate in cuts:

@@ -18,6 +18,8 @@ from phalanx.tensor._dtensor import DTensor, wrap
 from phalanx.tensor._fallback import run_replicated, write_out
 from phalanx.tensor._names import OpName, op_name, torch_keywords
 from phalanx.tensor._random_ops import REFUSED, random_handler
+from phalanx.tensor._raw import NAMES as RAW_NAMES
+from phalanx.tensor._raw import raw_memory
 from phalanx.tensor._spec import Spec
 from phalanx.tensor._strides import is_contiguous, strides_of
 from phalanx.tensor._unseen import unseen
@@ -34,7 +36,7 @@ _FROM_LOCAL = frozenset(["is_floating_point", "is_complex", "is_signed", "is_con
 "element_size", "get_device", "is_cuda.get", "is_cpu.get", "is_sparse.get", "is_sparse_csr.get",
 "is_quantized.get", "is_mkldnn.get", "is_xpu.get", "is_mps.get", "is_nested.get", "is_ipu.get", "is_maia.get",
 "is_mtia.get", "is_vulkan.get", "is_xla.get", "layout.get", "itemsize.get", "output_nr.get", "retains_grad.get",
-"is_hpu.get", "is_pinned", "is_shared", "data_ptr", "untyped_storage", "storage", "storage_type", "storage_offset",
+"is_hpu.get", "is_pinned", "is_shared", "storage_type", "storage_offset",
 "names.get", "has_names", "is_coalesced", "_is_zerotensor", "_is_view", "name.get", "volatile.get", "_cdata.get",
 "suggest_memory_format", "has_symint.get"])  # fmt: skip
 
@@ -194,6 +196,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(_FROM_LOCAL, _from_local),
     **dict.fromkeys(("size", "dim", "numel", "nelement", "ndimension", "__len__"), _shape_answer),
     "is_complex": _is_complex,
+    **dict.fromkeys(RAW_NAMES, raw_memory),
     **dict.fromkeys(("to", "type_as"), _to),
     "type": _type,
     "stride": _stride,

@@ -74,8 +74,9 @@ def soak(worker, seconds: float, seed: int) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_a_minute_of_random_collectives_on_four_ranks() -> None:
-    outcomes = run_processes(4, soak, 60.0, 5, timeout=200.0)
+@pytest.mark.parametrize("seconds", [8.0, pytest.param(60.0, marks=pytest.mark.soak)])
+def test_random_collectives_on_four_ranks(seconds: float) -> None:
+    outcomes = run_processes(4, soak, seconds, 5, timeout=200.0)
     counts = {outcome.value for outcome in outcomes}
     assert len(counts) == 1
     assert counts.pop() >= 50

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,13 +29,18 @@ TTL = {"memory": 0.3, "tcp": 0.5, "file": 0.5, "etcd": 1.0}  # etcd counts whole
 class Server:
     """A store's server in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, command: Sequence[str] = ()) -> None:
         self.process = process
         self.url = url
+        self._command = command
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(60)
+
+    def start_again(self) -> None:
+        """With what it had on disk."""
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -92,7 +97,7 @@ def _serve_etcd(size: int, folder: Path, ports: list[int]) -> Iterator[list[Serv
             *(f"--{key}={value}" for key, value in options.items()),
         ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        servers.append(Server(process, f"etcd://127.0.0.1:{ports[index]}"))
+        servers.append(Server(process, f"etcd://127.0.0.1:{ports[index]}", command))
     try:
         connect(cluster_url(servers), timeout=60).close()
         yield servers

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.comm.stores import Change, FileStore, Store, TCPStore, _torch_link, connect
+from phalanx.comm.stores import Change, FileStore, Store, TCPStore, _etcd_gateway, _torch_link, connect
 from phalanx.errors import StoreLost, StoreTimeout
 
 pytestmark = pytest.mark.timeout(240)  # processes here import torch, which takes a while on a busy machine
@@ -62,8 +62,9 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(params=["tcp", "etcd"])
-def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def mortal(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server of its own, to be killed."""
+    monkeypatch.setattr(_etcd_gateway, "PATIENCE", 2.0)
     if request.param == "tcp":
         with servers.tcp_server() as server:
             yield server
@@ -192,6 +193,31 @@ def test_an_etcd_cluster_survives_its_leader(tmp_path: Path) -> None:
         assert [change.value for change in seen] == [b"%d" % number for number in range(1, 21)] + [b"end"]
         watch.close()
         store.close()
+
+
+def test_an_etcd_member_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    """Its only member is away for longer than a few refused connections take; every kind of call gets through."""
+    with servers.etcd_cluster(1, tmp_path) as (server,):
+        store, waiter = connect(server.url), connect(server.url)
+        store.set("k", b"v")
+        watch, lease = store.watch("n"), store.lease(60)
+        with ThreadPoolExecutor(4) as pool:
+            waiting, watching = pool.submit(waiter.wait, ["late"], 100), pool.submit(watch.wait, 100)
+            server.kill()
+            reading, refreshing = pool.submit(store.get, "k"), pool.submit(lease.refresh)
+            with pytest.raises(TimeoutError):
+                reading.result(1.0)
+            server.start_again()
+            assert reading.result(60) == b"v"
+            assert refreshing.result(60)
+            clone = store.clone()
+            assert clone.add("n") == 1
+            assert watching.result(60) == [Change("n", b"1")]
+            store.set("late", b"here")
+            assert waiting.result(60) == [b"here"]
+        watch.close()
+        for client in (store, waiter, clone):
+            client.close()
 
 
 OWNER = """

@@ -34,12 +34,16 @@ from phalanx.launch.rendezvous import (
     rendezvous_handler_registry,
 )
 from phalanx.launch.rendezvous import _records as records
+from phalanx.launch.rendezvous._backends import open_tcp
+from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
 from phalanx.launch.rendezvous._leader import ring
 from phalanx.launch.rendezvous._records import GenerationRecord
+from phalanx.launch.rendezvous._waiting import waiting_line
 from phalanx.membership import (
     Broken,
     Members,
+    Setbacks,
     broken_key,
     leaving_key,
     members_key,
@@ -289,14 +293,46 @@ def test_a_node_that_waits_for_news_is_shut_down_at_once(job: Job) -> None:
         assert not handler._thread.is_alive(), f"the thread of a {job.backend} handler waits on"
 
 
-def test_too_few_nodes_is_a_timeout_that_says_who_is_there(job: Job) -> None:
+def test_too_few_nodes_is_a_timeout_that_says_who_is_there(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     handler = job.node(2, 2, join_timeout=2)
     with pytest.raises(RendezvousTimeoutError, match=r"1 node\(s\) are there, at least 2 are needed"):
         handler.next_rendezvous()
     assert handler.shutdown()
+    (line,) = [text for text in caplog.messages if text.startswith("waiting for 1 more node at ")]
+    assert f"(1 of 2 there: {handler.node_id}); start there: phalanx run --nnodes 2 " in line
 
 
 # -- particular to one backend --
+
+
+def test_what_a_waiting_node_says() -> None:
+    many, two = Rules(min_nodes=3, max_nodes=4, last_call=30), Rules(min_nodes=2, max_nodes=2)
+    line = waiting_line("c10d", "tcp://node0:29400", "job7", many, present=["node0_1"])
+    assert line == (
+        "waiting for 2 more nodes at node0:29400 (1 of 3 there: node0_1); start there: phalanx run --nnodes 3:4 "
+        "--rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id job7 ..."
+    )
+    line = waiting_line("static", "tcp://127.0.0.1:29500", "none", two, present=["me"], fixed_rank=0)
+    assert line == (
+        "waiting for 1 more node at 127.0.0.1:29500 (1 of 2 there: me); start there: phalanx run --nnodes 2 "
+        "--node-rank 1 --master-addr 127.0.0.1 --master-port 29500 ... (only this machine reaches 127.0.0.1: with "
+        "other machines give --master-addr an address that they reach)"
+    )
+    assert "begins 30 s after" in waiting_line("etcd", "etcd://e:1", "j", many, present=["a", "b", "c"])
+    assert "is a spare" in waiting_line("file", "file:///d", "j", two, present=["a", "b", "c"], is_spare=True)
+    assert "still stop" in waiting_line("file", "file:///d", "j", two, present=["a", "b"], is_first=False)
+
+
+def test_a_node_that_finds_no_store_says_where_it_looks(
+    held_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RendezvousConnectionError, match="cannot reach the rendezvous"):
+        open_tcp("127.0.0.1", held_port, serve=False, timeout=2.0)
+    assert (
+        f"waiting up to 2 s for the agent that serves the rendezvous at 127.0.0.1:{held_port}" in caplog.text
+    )
 
 
 def test_nodes_that_left_are_not_waited_for(c10d: Job) -> None:
@@ -449,7 +485,7 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         journal = Journal(info.store)
         assert journal.verdict(0) is None
         assert journal.failures(0) == {}
-        assert journal.read_requests(0, info.node.id) == (None, "")
+        assert journal.read_requests(0, info.node.id) == (None, "", Setbacks())
         assert not journal.is_leaving(0, "w")
         assert journal.read_progress(["w"]) == {"w": None}
         assert info.store.get_many([broken_key(0), wanted_key(0), members_key(1)]) == [None] * 3

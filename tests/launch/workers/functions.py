@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import torch
@@ -65,6 +66,16 @@ def raising_large(count: int) -> None:
 
 def ending(code: object) -> None:
     raise SystemExit(code)
+
+
+def killed_once(victim: int) -> int:
+    """In the first generation one worker is killed, and the others wait until they are stopped."""
+    rank = int(os.environ["RANK"])
+    if os.environ["PHALANX_GENERATION"] == "0":
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    return rank
 
 
 def waiting(path: str) -> int:

@@ -52,6 +52,7 @@ def main() -> None:
     job, worker_id = os.environ[m.ENV_JOB], os.environ[m.ENV_WORKER_ID]
     root = connect(os.environ[m.ENV_STORE])
     store = job_store(root, job)
+    store.set(m.regroups_key(worker_id), b"{}")
     generation = int(os.environ[m.ENV_GENERATION])
     step = 0
     with open(directory / worker_id, "a", buffering=1) as out:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
 import sys
+import tempfile
 import threading
 
 if __name__ == "__main__":
@@ -27,7 +30,14 @@ if __name__ == "__main__":
     if "numpy" in facts["modules"]:
         import numpy
 
-        facts["random"] = float(numpy.random.rand())
+        facts["random"] = [float(numpy.random.rand())]
+        facts["random"] += [random.random(), multiprocessing.current_process().authkey.hex()]
+    os.environ["TMPDIR"] = os.path.dirname(sys.argv[1])
+    facts["temporary"] = tempfile.gettempdir()
+    if "torch" in facts["modules"]:
+        import torch
+
+        facts["random"].append(torch.initial_seed())
     with open(f"{sys.argv[1]}.{facts['rank']}", "w") as file:
         json.dump(facts, file)
     # Not print: it writes the end of a line by itself, and what another worker writes may come in between.

@@ -45,12 +45,14 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'phalanx.comm.stores' has no attribute {name!r}")
-    value = getattr(import_module(f"phalanx.comm.stores.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name from it, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'phalanx.comm.stores' has no attribute {name!r}")
+        value = getattr(import_module(f"phalanx.comm.stores.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -19,19 +19,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.comm.stores import _etcd_gateway
 from phalanx.comm.stores._complaints import Complaints
 from phalanx.comm.stores._counter import counter_value
 from phalanx.comm.stores._etcd_access import Access
-from phalanx.comm.stores._etcd_gateway import (
-    NOT_FOUND,
-    PATIENCE,
-    EtcdError,
-    Gateway,
-    as_text,
-    b64,
-    range_end,
-    unb64,
-)
+from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, as_text, b64, range_end, unb64
 from phalanx.comm.stores._etcd_watch import EtcdWatch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -66,13 +58,10 @@ class EtcdStore(Store):
         access: Access | None = None,
         timeout: float = 30.0,
         root: str = "phalanx",
-        starting: bool = True,
+        gateway: Gateway | None = None,
     ) -> None:
-        """``StoreLost`` when no member answers within ``timeout`` seconds.
-
-        ``starting``: the servers may be about to start; else it is also raised as soon as all refuse the connection.
-        """
-        self._gateway = Gateway(endpoints, access)
+        """``StoreLost`` when no member answers within ``timeout`` seconds. ``gateway``: a client to use, for clones."""
+        self._gateway = gateway or Gateway(endpoints, access)
         self._root = root
         self._values = f"{root}/v/"
         self._marker = self._new_marker()
@@ -82,9 +71,7 @@ class EtcdStore(Store):
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
         try:
-            self._gateway.call(
-                "/v3/kv/range", {"key": b64(self._marker)}, patience=timeout, starting=starting
-            )
+            self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout)
         except BaseException:
             self._gateway.close()
             raise
@@ -165,7 +152,7 @@ class EtcdStore(Store):
 
     def watch(self, prefix: str = "") -> Watch:
         answer = self._gateway.call("/v3/kv/range", {"key": b64(self._marker)})
-        gateway = Gateway(self._gateway.endpoints, self._gateway.access)
+        gateway = self._gateway.another()
         start = (self._values + prefix).encode()
         return EtcdWatch(gateway, start, len(self._values), int(answer["header"]["revision"]))
 
@@ -183,10 +170,8 @@ class EtcdStore(Store):
 
     def _another(self, root: str) -> EtcdStore:
         """One more client of a cluster that has answered before."""
-        gateway = self._gateway
-        return EtcdStore(
-            gateway.endpoints, access=gateway.access, timeout=PATIENCE, root=root, starting=False
-        )
+        gateway = self._gateway.another()
+        return EtcdStore(gateway.endpoints, timeout=_etcd_gateway.PATIENCE, root=root, gateway=gateway)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
         from phalanx.comm.stores._c10d import for_torch

@@ -1,9 +1,11 @@
 """Talking to an etcd v3 cluster through its JSON gateway.
 
 Owns endpoints, fail-over and errors; knows nothing of stores. A request that one member cannot answer (it is down,
-has lost its leader, or is silent) goes to the next one, until ``PATIENCE`` seconds have passed or every member
-refuses connections: then ``StoreLost``. So a request may reach etcd twice: callers send only what may be
-repeated (see ``_etcd`` for how ``add`` and ``compare_and_set`` are made so).
+restarts, has lost its leader, or is silent) goes to the next one, until the cluster has not answered for ``PATIENCE``
+seconds: then ``StoreLost``. From then on, until it answers again, every request is tried once with each member. So a
+request may reach etcd twice: callers send only what may be repeated (see ``_etcd`` for how ``add`` and
+``compare_and_set`` are made so).
+Rejected: giving up as soon as every member refuses connections. That is what a member looks like that restarts.
 """
 
 from __future__ import annotations
@@ -20,11 +22,9 @@ from phalanx.errors import StoreError, StoreLost
 if TYPE_CHECKING:
     import httpx
 
-PATIENCE = 10.0
-"""Seconds that a cluster may need to answer, with the election of a new leader in between."""
-
-REFUSALS = 3
-"""Rounds in which every member refuses the connection before the store counts as lost."""
+PATIENCE = 20.0
+"""Seconds that a cluster may be away: the election of a new leader, the restart of its only member. More than the
+default lease of a node, so that a job is not given up before a node of it would be."""
 
 _RETRY_CODES = {4, 8, 10, 14}  # deadline exceeded, resource exhausted, aborted, unavailable
 NOT_FOUND = 5
@@ -39,12 +39,32 @@ class EtcdError(StoreError):
         self.code = code
 
 
+class Outage:
+    """Since when a cluster has not answered; shared by all clients of it in a family, so that they give up together."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def began(self) -> float:
+        """When this one began; it begins now if there was none."""
+        since = self._since
+        if since is None:
+            since = self._since = time.monotonic()
+        return since
+
+    def end(self) -> None:
+        self._since = None
+
+
 class Gateway:
     """A client of the cluster at ``endpoints`` (``host:port`` each). Thread-safe."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access | None = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None
+    ) -> None:
         import httpx  # only those who use etcd need it
 
+        self.outage = outage or Outage()
         self.endpoints = tuple(endpoints)
         self.access = access or Access()
         self.address = f"{'etcds' if self.access.encrypted else 'etcd'}://" + ",".join(endpoints)
@@ -73,9 +93,7 @@ class Gateway:
         if not self._token:
             login = {"name": self.access.user, "password": self.access.password}
             try:
-                self._token = str(
-                    self._post("/v3/auth/authenticate", login, Attempts(self, PATIENCE), {})["token"]
-                )
+                self._token = str(self._post("/v3/auth/authenticate", login, Attempts(self), {})["token"])
             except EtcdError as error:
                 message = (
                     f"{self.address} refused user {self.access.user!r}: {error}; check user and password"
@@ -87,14 +105,13 @@ class Gateway:
         """The login has run out, or a member that was restarted does not know it."""
         self._token = ""
 
-    def call(
-        self, path: str, body: dict[str, Any], *, patience: float = PATIENCE, starting: bool = False
-    ) -> dict[str, Any]:
-        """Send one request that may be repeated, and return the answer.
+    def another(self) -> Gateway:
+        """One more client of the same cluster."""
+        return Gateway(self.endpoints, self.access, self.outage)
 
-        ``starting``: the servers may be about to start, so that refused connections are no reason to give up.
-        """
-        attempts = Attempts(self, patience, starting=starting)
+    def call(self, path: str, body: dict[str, Any], *, patience: float | None = None) -> dict[str, Any]:
+        """Send one request that may be repeated, and return the answer. ``patience``: ``PATIENCE`` unless given."""
+        attempts = Attempts(self, patience)
         try:
             return self._post(path, body, attempts, self.headers())
         except EtcdError as error:
@@ -112,15 +129,13 @@ class Gateway:
             url = self.url(path)
             try:
                 response = self.client().post(url, json=body, headers=headers)
-            except httpx.ConnectError as error:
+            except httpx.TransportError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):  # no time will mend that
                     raise StoreLost(
                         f"{self.address}: the certificate of {url} is not trusted: {error}; name the authority "
                         "that signed it with ca=FILE",
                         address=self.address,
                     ) from error
-                attempts.refused(url, error)
-            except httpx.TransportError as error:
                 attempts.failed(url, error)
             except RuntimeError as error:  # closed by another thread in the middle of the call
                 self.client()
@@ -128,11 +143,13 @@ class Gateway:
             else:
                 answer = _answer(response)
                 if response.status_code == 200:
+                    self.outage.end()
                     return answer
                 error_here = EtcdError(
                     f"{self.address}: {answer.get('error')}", code=int(answer.get("code", 14))
                 )
                 if error_here.code not in _RETRY_CODES:
+                    self.outage.end()
                     raise error_here
                 attempts.failed(url, error_here)
 
@@ -151,25 +168,22 @@ class Gateway:
 class Attempts:
     """Counts what went wrong in one request and decides when to give up."""
 
-    def __init__(self, gateway: Gateway, patience: float, *, starting: bool = False) -> None:
+    def __init__(self, gateway: Gateway, patience: float | None = None) -> None:
         self._gateway = gateway
-        self._starting = starting
-        self._deadline = time.monotonic() + patience
-        self._refusals = 0
-
-    def refused(self, url: str, error: Exception) -> None:
-        self._refusals += 1
-        # Nobody listens anywhere: that is not an election.
-        everywhere = self._refusals >= REFUSALS * len(self._gateway.endpoints)
-        self._next(url, error, give_up=everywhere and not self._starting)
+        self._patience = PATIENCE if patience is None else patience
+        self._since: float | None = (
+            None  # others may be answered meanwhile: this request has its own limit too
+        )
+        self._count = 0
 
     def failed(self, url: str, error: Exception) -> None:
-        self._refusals = 0
-        self._next(url, error, give_up=False)
-
-    def _next(self, url: str, error: Exception, *, give_up: bool) -> None:
+        """Go to the next member, or give up."""
         address = self._gateway.address
-        if give_up or time.monotonic() >= self._deadline:
+        self._count += 1
+        outage = self._gateway.outage.began()
+        self._since = outage if self._since is None else min(outage, self._since)
+        is_over = time.monotonic() >= self._since + self._patience
+        if is_over and self._count >= len(self._gateway.endpoints):
             message = f"lost the store {address}: {type(error).__name__}: {error}"
             raise StoreLost(message, address=address) from error
         self._gateway.next_endpoint(url)

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from phalanx.comm._background import Background
-from phalanx.comm.stores._etcd_gateway import PATIENCE, Attempts, Gateway, as_text, b64, range_end, unb64
+from phalanx.comm.stores._etcd_gateway import Attempts, Gateway, as_text, b64, range_end, unb64
 from phalanx.comm.stores._interface import Change, Watch
 from phalanx.errors import StoreError, StoreLost
 
@@ -83,19 +83,17 @@ class EtcdWatch(Watch):
     def _run(self) -> None:
         import httpx
 
-        attempts = Attempts(self._gateway, PATIENCE)
+        attempts = Attempts(self._gateway)
         while not self._closed.is_set():
             url = self._gateway.url("/v3/watch")
             started = self._next
             try:
                 self._read_stream(url)
             except httpx.ReadTimeout:
-                attempts = Attempts(self._gateway, PATIENCE)  # silence is no failure
-            except httpx.ConnectError as error:
-                attempts.refused(url, error)
+                attempts = Attempts(self._gateway)  # silence is no failure
             except httpx.TransportError as error:
                 if self._next != started:
-                    attempts = Attempts(self._gateway, PATIENCE)
+                    attempts = Attempts(self._gateway)
                 attempts.failed(url, error)
 
     def _read_stream(self, url: str) -> None:
@@ -113,6 +111,7 @@ class EtcdWatch(Watch):
             headers={"Grpc-Metadata-hasleader": "true", **self._gateway.headers()},
             timeout=httpx.Timeout(SILENCE, connect=1.0),
         ) as response:
+            self._gateway.outage.end()
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
             for line in response.iter_lines():
                 if self._closed.is_set():

@@ -3,7 +3,8 @@
 A ``Work`` of a group becomes a ``torch.futures.Future`` that hooks can chain with ``then``. Callbacks run when the
 result is asked for, in the order in which the reducer asks: bucket by bucket, the same on every rank. So a hook whose
 callbacks start further collectives keeps these in the same order everywhere, which callbacks on a transport's own
-threads could not promise.
+threads could not promise. As with torch's futures, a callback runs after a failure too, and finds it when it asks for
+the value.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # its generic
         self._callbacks: list[Callable[[Any], None]] = []
 
     def _run(self) -> None:
+        """Compute once. What that raises is kept: ``wait`` and ``value`` raise it, here and in callbacks."""
         compute, self._compute = self._compute, None
         if compute is None:
             return
@@ -36,9 +38,10 @@ class LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # its generic
             result = compute()
         except Exception as error:
             self.set_exception(error)
-            raise
-        self.set_result(result)
-        for callback in self._callbacks:
+        else:
+            self.set_result(result)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             callback(self)
 
     def wait(self) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_faults import check_fused
 from phalanx.ddp._bucket import GradBucket
 from phalanx.ddp.hooks.default import Hook, allreduce_hook
 
@@ -54,7 +55,9 @@ class PerParameterOptimizer:
     def step_param(self, param: nn.Parameter, gradient: Tensor) -> None:
         known = self._optimizers.get(id(param))
         if known is None:
-            known = self._optimizers[id(param)] = (param, self._optim([param], *self._args, **self._kwargs))
+            optimizer = self._optim([param], *self._args, **self._kwargs)
+            check_fused(optimizer, "an optimizer in backward")
+            known = self._optimizers[id(param)] = (param, optimizer)
         _step_with(known[1], param, gradient)
 
 
@@ -90,12 +93,17 @@ def apply_optimizer_in_backward(
     """
     for param in params:
         attached = getattr(param, ATTACHED, [])
-        setattr(param, ATTACHED, [*attached, optim([param], **kwargs)])
+        optimizer = optim([param], **kwargs)
+        check_fused(optimizer, "apply_optimizer_in_backward")
+        setattr(param, ATTACHED, [*attached, optimizer])
 
 
 def take_over(params: Iterable[nn.Parameter]) -> bool:
     """Whether any parameter has attached optimizers; if so, autograd no longer steps them by itself."""
     attached = [param for param in params if hasattr(param, ATTACHED)]
+    for param in attached:
+        for optimizer in getattr(param, ATTACHED):
+            check_fused(optimizer, "an optimizer in backward")
     # PyTorch's way of attaching registers hooks that would step on local gradients; it keeps their handles there.
     source = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     handles = getattr(source, "param_to_optim_hook_handle_map", {})

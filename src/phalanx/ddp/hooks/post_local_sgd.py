@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_faults import check_fused
 from phalanx.ddp._bucket import GradBucket
 from phalanx.ddp.hooks._future import finished
 from phalanx.ddp.hooks._group import resolve
@@ -161,6 +162,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.averager.step = state_dict.get("step", 0)
 
     def step(self) -> None:  # type: ignore[override]  # no closure, as in torch's
+        check_fused(self.optim, "PostLocalSGDOptimizer")
         self.optim.step()
         self.averager.average_parameters(self.param_groups)
 

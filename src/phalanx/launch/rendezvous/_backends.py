@@ -17,36 +17,44 @@ import errno
 import logging
 import os
 import socket
+import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.comm import _background as background
 from phalanx.comm import stores
 from phalanx.comm.stores._etcd_access import etcd_url
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
+from phalanx.launch import _linux
 from phalanx.launch._addresses import LOOPBACK, bind_address
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
 from phalanx.launch.rendezvous._records import NODES, PROOF, NodeRecord
+from phalanx.launch.rendezvous._runs import join_run
+from phalanx.launch.rendezvous._waiting import saying
 from phalanx.membership import job_prefix
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
 _SERVED = "phalanx/served"
+_SERVED_PATIENCE = 10.0
+"""Seconds for whoever has the port on this machine to show that it is an agent: it says so as soon as it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenStore:
-    """A connected store, where it is, and whether it ends with this process."""
+    """A connected store, where it is, whether it ends with this process, and whether it stays when all agents end."""
 
     store: Store
     url: str
     is_host: bool = False
+    outlives_agents: bool = False
 
 
 def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -75,7 +83,7 @@ def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
         key=str(params.get("ssl_cert_key", "")),
         password_file=str(params.get("password_file", "")),
     )
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -83,7 +91,7 @@ def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     directory = Path(params.endpoint.removeprefix("file://")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = directory.as_uri()
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url))
+    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
 def make_handler(
@@ -92,7 +100,7 @@ def make_handler(
     """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
     machine."""
     secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
-    secret = read_secret(path=secret_file or None)
+    secret, options = read_secret(path=secret_file or None), options_of(params)
     own: OwnSecret | None = None
     if secret is None and params.max_nodes == 1 and opened.is_host:
         own = OwnSecret(params.run_id)
@@ -108,20 +116,23 @@ def make_handler(
             params.run_id,
             opened.store.address,
         )
-    signer = Signer(params.run_id, secret)
+    job = params.run_id
+    if opened.outlives_agents:
+        job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
     return StoreRendezvousHandler(
         params.backend,
         params.run_id,
-        opened.store.namespace(job_prefix(params.run_id)),
+        opened.store.namespace(job_prefix(job)),
         rules_of(params),
         describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
-        options=options_of(params),
-        signer=signer,
+        options=options,
+        signer=Signer(job, secret),
         store_url=opened.url,
         is_host=opened.is_host,
         close_store=opened.store.close,
         secret_file=secret_file,
         own_secret=own,
+        job=job,
     )
 
 
@@ -223,6 +234,12 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
+            if not _is_served(host, port):
+                holder = _linux.listener_on(port) or "another process"
+                raise RendezvousConnectionError(
+                    f"port {port} of {host}, where this node should serve the rendezvous, is taken by {holder}, which "
+                    "is no agent of this release; end it, or choose another port on all nodes"
+                ) from error
         else:
             port = int(store.address.rsplit(":", 1)[1])
             store.set(_SERVED, b"{}")
@@ -232,9 +249,11 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open"
         )
     url = _tcp_url(host, port)
+    line = f"waiting up to {timeout:g} s for the agent that serves the rendezvous at {host}:{port}; is it started?"
     try:
-        store = stores.TCPStore(host, port, timeout=timeout)
-        store.wait([_SERVED], timeout)
+        with saying(line):
+            store = stores.TCPStore(host, port, timeout=timeout)
+            store.wait([_SERVED], timeout)
     except StoreTimeout as error:
         raise RendezvousConnectionError(
             f"{host}:{port} answers, but no agent of this release serves a rendezvous there: {error}"
@@ -245,6 +264,23 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             "that machine running, and the port open?"
         ) from error
     return OpenStore(store=store, url=url)
+
+
+def _is_served(host: str, port: int) -> bool:
+    """Whether an agent serves a rendezvous there. Asked in a thread that is left behind if need be: torch's client
+    waits without a limit for the greeting of a server that accepts and says nothing."""
+    found = threading.Event()
+
+    def ask() -> None:
+        with stores.TCPStore(host, port, timeout=_SERVED_PATIENCE) as store:
+            store.wait([_SERVED], _SERVED_PATIENCE)
+            found.set()
+
+    def failed(error: BaseException) -> None:
+        log.debug("%s:%d serves no rendezvous: %s", host, port, error)
+
+    background.start(ask, "phalanx-ask-port", on_failure=failed).join(_SERVED_PATIENCE)
+    return found.is_set()
 
 
 def _tcp_url(host: str, port: int) -> str:

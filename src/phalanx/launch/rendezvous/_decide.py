@@ -57,6 +57,8 @@ class State:
     current: GenerationRecord | None = None
     ended: str = ""
     closed: bool = False
+    done: frozenset[int] = frozenset()
+    """Ranks of the current generation whose workers have all succeeded: they may leave, and nobody need come."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,14 @@ def admissible(state: State, rules: Rules) -> int:
 
 
 def _damage(state: State) -> Broken | None:
-    """Members that lost their lease, or left while nobody had ended the generation."""
+    """Members that lost their lease, or left while nobody had ended the generation; not those that were done."""
     assert state.current is not None, "only asked about a generation"
     lost, left = [], []
     for rank, seat in enumerate(state.current.seats):
         seen = state.nodes.get(seat.id)
         if seen is None or seen.record.ticket != seat.ticket:
-            lost.append(rank)
+            if rank not in state.done:
+                lost.append(rank)
         elif seen.record.wants > state.current.generation and not state.ended:
             left.append(rank)
     if not lost and not left:
@@ -163,7 +166,7 @@ def _grow(state: State, rules: Rules, now: float) -> Action:
     """Ask for a new generation when nodes wait that it could take in."""
     assert state.current is not None, "only a generation can grow"
     count = admissible(state, rules)
-    if not count:
+    if not count or state.done:  # where one node has finished, the others are about to
         return Idle()
     newcomers = list(waiting(state))
     since = [seen.since for seen in newcomers]

@@ -46,6 +46,7 @@ from phalanx.launch.rendezvous._leader import (
 from phalanx.launch.rendezvous._own_secret import OwnSecret
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
+from phalanx.launch.rendezvous._waiting import due_after, waiting_line
 from phalanx.membership import Broken, RecordError
 
 log = logging.getLogger(__name__)
@@ -80,9 +81,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         secret_file: str = "",
         own_secret: OwnSecret | None = None,
         master: tuple[str, int] | None = None,
+        job: str = "",
     ) -> None:
         self._backend = backend
         self._run_id = run_id
+        self._job = job or run_id
         self._store = store
         self._agent_store = SealedStore(store.clone(), signer)
         self._signer = signer
@@ -116,6 +119,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._store_url
 
     @property
+    def job(self) -> str:
+        return self._job
+
+    @property
+    def is_host(self) -> bool:
+        return self._is_host
+
+    @property
     def secret_file(self) -> str:
         return self._secret_file if self._own_secret is None else self._own_secret.keep()
 
@@ -136,6 +147,10 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def set_bootstrap_port(self, port: int | None) -> None:
         self._port = port
+
+    @property
+    def has_fixed_port(self) -> bool:
+        return self._port is not None
 
     # -- forming ---------------------------------------------------------------------------------------------
 
@@ -158,7 +173,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
         port = self._hold_port() if self._port is None else self._port
-        since = time.monotonic()
+        since, num_lines = time.monotonic(), 0
         self._raise_if_over()
         participant.register(wants, port, time.monotonic())
         self._start_thread()
@@ -172,7 +187,29 @@ class StoreRendezvousHandler(RendezvousHandler):
                 participant.register(wants, port, time.monotonic())
             if waited >= self._options.join_timeout:
                 raise self._timed_out()
-            self._changed.wait(self._options.join_timeout - waited)
+            if waited >= due_after(num_lines):
+                num_lines += 1
+                self._say_for_whom()
+            self._changed.wait(min(self._options.join_timeout, due_after(num_lines)) - waited)
+
+    def _say_for_whom(self) -> None:
+        participant = self._participant
+        log.warning(
+            "%s",
+            waiting_line(
+                self._backend,
+                self._store_url,
+                self._run_id,
+                participant.rules,
+                present=self._present(),
+                fixed_rank=participant.node.fixed_rank,
+                is_spare=participant.is_spare,
+                is_first=participant.facts.latest is None,
+            ),
+        )
+
+    def _present(self) -> list[str]:
+        return [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
 
     def _hold_port(self) -> int:
         """A free port for the workers' bootstrap store, and nobody else's until then.
@@ -201,11 +238,18 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._stopping:
             raise RendezvousClosedError(f"this handler of job {self._run_id!r} was shut down")
         facts = self._participant.facts
-        if facts.closed or (self._thread is None and self.is_closed()):
-            why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed or 'the job has ended'}"
-            if self._participant.is_spare:
+        if self._thread is None:
+            self._participant.look_closed()
+        if facts.closed:
+            why = f"the rendezvous of job {self._run_id!r} is closed: {facts.closed}"
+            if self._generation is None and facts.outcome == "succeeded":
+                raise RendezvousGracefulExitError(
+                    f"job {self._run_id!r} has ended ({facts.closed}); node {self.node_id} came too late to take part. "
+                    f"To run it again use another --rdzv-id, or come {self._options.close_timeout:g} s after its end"
+                )
+            if self._participant.is_spare and facts.outcome != "failed":
                 raise RendezvousGracefulExitError(f"{why}; node {self.node_id} was a spare and not needed")
-            raise RendezvousClosedError(why)
+            raise RendezvousClosedError(why, outcome=facts.outcome)
 
     def _check_fixed_rank(self, waited: float) -> None:
         if (holder := self._participant.holder_of_rank(waited)) is not None:
@@ -216,7 +260,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _timed_out(self) -> RendezvousTimeoutError:
         participant = self._participant
-        present = [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
+        present = self._present()
         participant.leave()
         return RendezvousTimeoutError(
             f"job {self._run_id!r}: no generation with node {self.node_id} within "
@@ -273,9 +317,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         return read_trusted(self._store, self._signer, key)
 
     def set_closed(self) -> None:
-        reason = records.dump(f"closed by node {self.node_id}")
+        self.close_as("", "")
+
+    def close_as(self, outcome: str, reason: str) -> None:
+        text = f"closed by node {self.node_id}" + (f": {reason}" if reason else "")
+        closing = records.Closing(reason=text, outcome=outcome, time=time.time())
         try:
-            if write_once(self._store, self._signer, records.CLOSED, reason):
+            if write_once(self._store, self._signer, records.CLOSED, closing.to_json()):
                 ring(self._store, self._signer)
         except StoreLost as error:
             raise self._lost(error) from error

@@ -30,7 +30,11 @@ class RendezvousError(PhalanxError, RuntimeError):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous was closed: the job has ended."""
+    """The rendezvous was closed: the job has ended. ``outcome``: ``succeeded``, ``failed``, or empty if unknown."""
+
+    def __init__(self, message: str, *, outcome: str = "") -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
@@ -274,6 +278,11 @@ class RendezvousHandler(ABC):
         """The port for the workers' bootstrap store, should this node come first; None: a free one at each
         join."""
 
+    @property
+    def has_fixed_port(self) -> bool:
+        """Whether the workers' bootstrap store must be at one certain port."""
+        return False
+
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the current generation and block until this node is a member of the next one."""
@@ -285,6 +294,20 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def set_closed(self) -> None:
         """End the job for all nodes: nobody joins any more, who waits is sent away."""
+
+    def close_as(self, outcome: str, reason: str) -> None:
+        """``set_closed``, and say how the job ended (``succeeded`` or ``failed``) and why, where that can be told."""
+        self.set_closed()
+
+    @property
+    def job(self) -> str:
+        """The name under which the job's records lie in the store: the run id, but for a job that is run anew."""
+        return self.get_run_id()
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the job's store ends with this process."""
+        return False
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:

@@ -96,6 +96,8 @@ class Leader:
         self._nodes: dict[str, Seen] = {}
         self._raw: dict[str, bytes] = {}
         self._waiting: int | None = None
+        self._done: tuple[int, frozenset[int]] = (-1, frozenset())
+        """A generation, and the ranks of it that are known to be done."""
 
     def read_all(self, facts: Facts, now: float) -> None:
         """Learn the nodes anew; also finishes what a leader that died half-way left undone."""
@@ -150,6 +152,8 @@ class Leader:
             action = decide(state, self._rules, now)
             if isinstance(action, Form):
                 self._form(action.record, facts)
+            elif isinstance(action, End) and self._learn_done(facts):
+                continue  # some of its nodes have finished: that may be all there is to it
             elif isinstance(action, End) and not self._is_wanted(action, facts):
                 log.info("generation %d is %s: %s", action.generation, action.kind, action.cause.reason)
                 end_generation(self._store, self._signer, action.generation, action.kind, action.cause)
@@ -160,6 +164,19 @@ class Leader:
                 self._tell_waiting(state)
                 until = math.inf if action.until is None else action.until
                 return min(until, *self._overwritten.values(), math.inf)
+
+    def _learn_done(self, facts: Facts) -> bool:
+        """Look which nodes of the generation have said that they are done; whether that is news."""
+        assert facts.latest is not None, "only a generation can end"
+        number, before = facts.latest.generation, self._known_done(facts)
+        keys = [records.stage_key("done", number, rank) for rank in range(len(facts.latest.seats))]
+        found = SealedStore(self._store, self._signer).get_many(keys)
+        self._done = number, frozenset(rank for rank, value in enumerate(found) if value is not None)
+        return self._done[1] != before
+
+    def _known_done(self, facts: Facts) -> frozenset[int]:
+        is_current = facts.latest is not None and facts.latest.generation == self._done[0]
+        return self._done[1] if is_current else frozenset()
 
     def _is_wanted(self, action: End, facts: Facts) -> bool:
         """Whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
@@ -182,6 +199,7 @@ class Leader:
             current=facts.latest,
             ended="" if end is None else end.kind,
             closed=bool(facts.closed),
+            done=self._known_done(facts),
         )
 
     def _form(self, record: GenerationRecord, facts: Facts) -> None:

@@ -31,7 +31,7 @@ from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
 from phalanx.launch.rendezvous._leader import Leader, ring
-from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
+from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.membership import Broken, RecordError
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
@@ -51,6 +51,8 @@ class Facts:
     ends: dict[int, GenerationEnd] = field(default_factory=dict)
     closed: str = ""
     """Why the job is over, or ""."""
+    outcome: str = ""
+    """How it ended, if who closed it said so: ``succeeded`` or ``failed``."""
     evicted: bool = False
     """This node's lease ran out; it has to register again."""
 
@@ -265,7 +267,7 @@ class Participant:
         if self._lease is not None and not self.facts.evicted and own != self._node_raw:
             self._write_node()  # a stranger wrote over it or deleted it
         if closed is not None:
-            self.facts.closed = str(self._open(records.CLOSED, closed, ""))
+            self._take_closed(closed)
         if following is not None:
             self._follow(current + 1)
         self._read_ends()
@@ -275,6 +277,18 @@ class Participant:
             self._stand(now)
         if self._leading is not None:
             self._leading.read_all(self.facts, now)
+
+    def look_closed(self) -> None:
+        """Learn whether the job is over; ``step`` does it for a node that takes part."""
+        value = self.store.get(records.CLOSED)
+        if value is not None:
+            self._take_closed(value)
+
+    def _take_closed(self, value: bytes) -> None:
+        record = self.signer.open_trusted(records.CLOSED, value)
+        if record is not None:
+            closing = Closing.from_json(record)
+            self.facts.outcome, self.facts.closed = closing.outcome, closing.reason
 
     def _open(self, key: str, value: bytes, default: Any) -> Any:
         """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""

@@ -11,7 +11,8 @@ All keys are in the job's namespace, under ``rdzv/``:
 ``ended/<g>/<kind>`` ``Broken``: generation g is over; kind is ``broken`` or ``wanted``
 ``leader``           ``LeaderRecord``: the node that decides
 ``waiting``          how many nodes could be admitted now
-``closed``           the job is over, and why
+``closed``           ``Closing``: the job is over, how it ended, and when
+``runs``             how often a job of this id was run anew; see ``_runs``
 ``proof``            empty, signed by the agent that made the job's secret: which of several it is
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
@@ -43,6 +44,7 @@ WAITING = "rdzv/waiting"
 CLOSED = "rdzv/closed"
 PROOF = "rdzv/proof"
 BELLS = "rdzv/bells"
+RUNS = "rdzv/runs"
 
 GONE = b"{}"
 """What an old generation's record is replaced with: its key must stay taken, so that it is never decided
@@ -65,6 +67,12 @@ def bell_key(number: int) -> str:
     return f"rdzv/live/bell/{number}"
 
 
+def stage_key(stage: str, generation: int, rank: int) -> str:
+    """Written by the agent of the node at ``rank`` when it has come to a stage of its end: ``done`` (all its workers
+    have succeeded), ``left`` (and it did not wait for the others) or ``failed``."""
+    return f"agents/{stage}/{generation}/{rank}"
+
+
 def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -74,6 +82,35 @@ def load(data: bytes, what: str) -> Any:
         return json.loads(data)
     except ValueError as error:
         raise RecordError(f"{what} is not JSON: {data[:60]!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """The end of a job: ``outcome`` is ``succeeded``, ``failed`` or empty (whoever closed it did not say)."""
+
+    reason: str
+    outcome: str = ""
+    time: float = 0.0
+    """In seconds since 1970, by the clock of the node that closed it."""
+
+    def to_json(self) -> bytes:
+        return dump(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Closing:
+        """Whatever was written closes the job; what is not a record of ours is taken for a reason."""
+        try:
+            record = json.loads(data)
+        except ValueError:
+            return cls(reason=data[:200].decode(errors="replace"))
+        if not isinstance(record, dict):
+            return cls(reason=str(record)[:200])
+        moment = record.get("time")
+        return cls(
+            reason=str(record.get("reason", ""))[:200] or "no reason was given",
+            outcome=str(record.get("outcome", "")),
+            time=float(moment) if isinstance(moment, (int, float)) else 0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

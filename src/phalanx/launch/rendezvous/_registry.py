@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from phalanx.launch._settings import check_settings
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousParameters
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
@@ -47,6 +48,7 @@ class RendezvousHandlerRegistry:
             near = difflib.get_close_matches(params.backend, self.names(), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"no rendezvous backend {params.backend!r}; there are {self.names()}{hint}")
+        check_settings(params.config, params.backend)
         handler = creator(params)
         if not isinstance(handler, RendezvousHandler):
             raise TypeError(

@@ -1,0 +1,172 @@
+"""What a job does about a step whose numbers are not finite: the user's choice, the decision, the error that stops it.
+
+Owns ``decide``, a pure function of ``Facts`` that have the same bits on all workers, so that all decide alike without
+asking each other, and the words of the error. What the facts are is measured in ``_finite`` and gathered in
+``_guarding``, which also carries the decision out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from phalanx.errors import JobStopped
+
+NAN_LOSS, INF_LOSS, BAD_GRADIENT = 1, 2, 4
+"""What is wrong with a slot, as numbers that can be added up; they ride along in the reduction, one place per slot."""
+
+MIN_SCALE = 2.0**-24
+"""A loss scale below which a gradient scaler no longer looks for a scale: the gradient itself is not finite."""
+
+MAX_NAMED = 8
+"""How many slots, samples or parameters an error names before it only counts them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """When the job stops by itself.
+
+    ``nonfinite="stop"``: before an update from a loss or gradient that is nan or infinite, and before a state with such
+    values is saved or returned from the loop. ``"ignore"``: never.
+
+    >>> Guard().nonfinite
+    'stop'
+    """
+
+    nonfinite: Literal["stop", "ignore"] = "stop"
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("stop", "ignore"):
+            raise ValueError(f"nonfinite is {self.nonfinite!r}; expected 'stop' or 'ignore'")
+
+
+class NonFinite(JobStopped):
+    """A step, or the state after it, is not finite; the job stopped before it was applied or saved.
+
+    ``step`` is its number, ``slots`` maps each slot that is known to be at fault to the indices of its samples.
+    """
+
+    def __init__(
+        self, message: str, *, step: int = -1, slots: dict[int, tuple[int, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.slots = dict(slots or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A reduced step, before the update; equal on all workers."""
+
+    loss: float | None
+    grads: tuple[str, ...] = ()
+    """Parameters whose reduced gradient is not finite."""
+    buffers: tuple[str, ...] = ()
+    """Buffers that this step would make not finite."""
+    grad_norm: float | None = None
+    is_again: bool = False
+    """Whether the step was computed before, and found wanting."""
+    scale: float | None = None
+    """The loss scale, where a gradient scaler is at work."""
+
+
+class Reaction(Enum):
+    GO_ON = "go on"
+    LEAVE_TO_SCALER = "leave it to the scaler"
+    """It skips the update and lowers the scale; non-finite buffers of the step are not taken either."""
+    COMPUTE_AGAIN = "compute again"
+    """Drop the step and look at every slot's gradient when it comes again: the sum does not tell whose it was."""
+    STOP = "stop"
+
+
+def decide(guard: Guard, facts: Facts) -> Reaction:
+    """What to do with a step.
+
+    >>> decide(Guard(), Facts(loss=0.3))
+    <Reaction.GO_ON: 'go on'>
+    >>> decide(Guard(), Facts(loss=float("nan"), grads=("weight",)))
+    <Reaction.STOP: 'stop'>
+    """
+    bad_loss = facts.loss is not None and not math.isfinite(facts.loss)
+    bad_norm = facts.grad_norm is not None and not math.isfinite(facts.grad_norm)
+    if guard.nonfinite == "ignore" or not (bad_loss or bad_norm or facts.grads or facts.buffers):
+        return Reaction.GO_ON
+    if facts.grads and facts.scale is not None and facts.scale >= MIN_SCALE:
+        return Reaction.LEAVE_TO_SCALER
+    if facts.grads and not bad_loss and not facts.is_again:
+        return Reaction.COMPUTE_AGAIN
+    return Reaction.STOP
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """One slot at fault."""
+
+    slot: int
+    worker: str
+    samples: tuple[int, ...]
+    note: int
+    """Which of ``NAN_LOSS``, ``INF_LOSS`` and ``BAD_GRADIENT`` it is."""
+
+
+def explain(step: int, epoch: int, facts: Facts, slots: Sequence[SlotReport], weights: Sequence[str]) -> str:
+    """The error's words. ``weights`` are what was not finite in the state before the step.
+
+    >>> told = explain(5, 0, Facts(loss=float("nan")), [SlotReport(2, "w1", (7, 3), NAN_LOSS)], ())
+    >>> told.splitlines()[1]
+    '  slot 2 (worker w1): loss is nan; samples 7, 3'
+    """
+    lines = [f"step {step} of epoch {epoch} is not finite: {_what(facts)}. Nothing of it was applied"]
+    lines += [_slot_line(report) for report in slots[:MAX_NAMED]]
+    if len(slots) > MAX_NAMED:
+        lines.append(f"  and {len(slots) - MAX_NAMED} more slots")
+    if weights:
+        lines.append(
+            f"  before the step the state was not finite already: {_listed(weights)}. An earlier update did that"
+        )
+    elif not slots and not facts.buffers:
+        lines.append("  every slot for itself is finite: what overflows is their sum or its norm")
+    lines.append(
+        "  Look at these samples and at the loss for them; a smaller learning rate, commit(max_grad_norm=...), or "
+        "weight=0 for a batch that should not count may help. The newest save is from before this step. "
+        'Job(guard=Guard(nonfinite="ignore")) trains on all the same'
+    )
+    return "\n".join(lines)
+
+
+def explain_state(step: int, names: Sequence[str]) -> str:
+    """The words for a state that became non-finite by the update of a step whose gradient was finite."""
+    return (
+        f"after the update of step {step - 1} the state is not finite: {_listed(names)}. It is not saved; the newest "
+        "save is from before. The gradient was finite, so the update itself overflowed: lower the learning rate or use "
+        'commit(max_grad_norm=...). Job(guard=Guard(nonfinite="ignore")) trains and saves all the same'
+    )
+
+
+def _what(facts: Facts) -> str:
+    found = []
+    if facts.loss is not None and not math.isfinite(facts.loss):
+        found.append(f"the loss is {facts.loss}")
+    if facts.grads:
+        found.append(f"the gradient of {_listed(facts.grads)} has nan or infinite values")
+    elif facts.grad_norm is not None and not math.isfinite(facts.grad_norm):
+        found.append(f"the gradient's norm is {facts.grad_norm}")
+    if facts.buffers:
+        found.append(f"slot 0 made the buffer {_listed(facts.buffers)} nan or infinite")
+    if facts.scale is not None and facts.scale < MIN_SCALE:
+        found.append(f"the gradient scaler has lowered its scale to {facts.scale:g} in vain")
+    return ", ".join(found)
+
+
+def _slot_line(report: SlotReport) -> str:
+    found = {NAN_LOSS: "loss is nan", INF_LOSS: "loss is infinite", BAD_GRADIENT: "gradient is not finite"}
+    what = " and ".join(text for bit, text in found.items() if report.note & bit) or "buffers are not finite"
+    return f"  slot {report.slot} (worker {report.worker}): {what}; samples {_listed(report.samples)}"
+
+
+def _listed(names: Sequence[object]) -> str:
+    text = ", ".join(map(str, names[:MAX_NAMED]))
+    return text + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -1,0 +1,99 @@
+"""Which zygote forks the next worker when one is killed: without processes, on zygotes that only pretend."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.launch._processes import ProcessStartError
+from phalanx.launch._zygotes import MAX_ATTEMPTS, Zygotes
+
+pytestmark = pytest.mark.fast
+
+
+class Pretended:
+    def __init__(self, name: str, *, is_ready: bool = True) -> None:
+        self.pid = 1
+        self.name = name
+        self.is_ready = is_ready
+        self.is_gone = False
+        self.is_closed = False
+
+    def start(self, on_exit, on_gone) -> None:
+        self._tell = on_gone
+
+    def die(self) -> None:
+        self.is_gone, self.is_ready = True, False
+        self._tell(self)
+
+    def wait_ready(self) -> None:
+        if self.is_gone:
+            raise ProcessStartError("gone")
+
+    def park(self) -> str:
+        self.wait_ready()
+        return f"forked by {self.name}"
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Nursery:
+    """Makes successors and remembers them."""
+
+    def __init__(self, *, dead: bool = False) -> None:
+        self.made: list[Pretended] = []
+        self.dead = dead
+
+    def __call__(self, is_warm: bool) -> Pretended:
+        made = Pretended("warm" if is_warm else "cold", is_ready=not is_warm)
+        made.is_gone = self.dead
+        self.made.append(made)
+        return made
+
+
+def test_workers_are_execd_until_the_successor_is_warm():
+    first, nursery = Pretended("the first"), Nursery()
+    zygotes = Zygotes(first, nursery, is_warm=True)
+    zygotes.start(lambda process: None)
+    assert zygotes.park() == ("forked by the first", True)
+    first.die()
+    assert [made.name for made in nursery.made] == ["warm", "cold"]
+    assert zygotes.park() == ("forked by cold", False)
+    nursery.made[0].is_ready = True
+    assert zygotes.park() == ("forked by warm", True)
+    nursery.made[0].die()  # the cold one is still there
+    assert zygotes.park() == ("forked by cold", False)
+    assert [made.name for made in nursery.made] == ["warm", "cold", "warm"]
+    zygotes.close()
+    assert all(made.is_closed for made in (first, *nursery.made))
+
+
+def test_a_death_that_was_not_noticed_yet_is_noticed_when_a_worker_is_wanted():
+    first, nursery = Pretended("the first"), Nursery()
+    zygotes = Zygotes(first, nursery)
+    zygotes.start(lambda process: None)
+    first.is_gone = True
+    assert zygotes.park() == ("forked by cold", False)
+    first.die()  # old news
+    assert len(nursery.made) == 1
+    zygotes.close()
+
+
+def test_zygotes_that_all_die_are_an_error_in_the_end():
+    first, nursery = Pretended("the first"), Nursery(dead=True)
+    zygotes = Zygotes(first, nursery)
+    zygotes.start(lambda process: None)
+    first.die()
+    with pytest.raises(ProcessStartError, match=f"{MAX_ATTEMPTS} zygotes in a row were killed"):
+        zygotes.park()
+    zygotes.close()
+
+
+def test_one_that_holds_the_callers_functions_has_no_successor():
+    first = Pretended("the first")
+    zygotes = Zygotes(first, None, is_warm=True)
+    zygotes.start(lambda process: None)
+    first.die()
+    with pytest.raises(ProcessStartError):
+        zygotes.park()
+    zygotes.close()
