@@ -7,6 +7,7 @@ the generation it belongs to, so that a late one is recognised and dropped.
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import threading
@@ -14,10 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.comm import _background as background
+from phalanx.comm.stores._complaints import Complaints
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
+from phalanx.membership import RecordError
+
+log = logging.getLogger(__name__)
 from phalanx.membership import Setbacks
 
 
@@ -115,7 +120,7 @@ class Sources:
     def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
         """Report the end of a generation, and requests in the store every ``interval`` seconds."""
         watch = self._handler.watch_generation(info.generation)
-        stopped = threading.Event()
+        stopped, complaints = threading.Event(), Complaints(log)
         self._stop_generation += [stopped.set, watch.close]
 
         def wait_end() -> None:
@@ -138,7 +143,11 @@ class Sources:
                 ):  # fails too, when the job is over before this thread has begun
                     journal = Journal(store)
                     while not stopped.wait(interval):
-                        requests = journal.read_requests(info.generation, info.node.id)
+                        try:
+                            requests = journal.read_requests(info.generation, info.node.id)
+                        except RecordError as error:
+                            complaints.say("requests", f"ignored what the store asks of this node: {error}")
+                            continue
                         ids = worker_ids()
                         progress = journal.read_progress(ids) if ids else {}
                         self.post(Requested(info.generation, *requests, progress))

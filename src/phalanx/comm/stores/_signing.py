@@ -98,7 +98,7 @@ class Signer:
     def _mac(self, key: str, record: bytes) -> bytes:
         assert self._secret is not None, "only called with a secret"
         message = b"\0".join((self._job, key.encode(), record))
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest().encode()
+        return hmac.digest(self._secret, message, "sha256").hex().encode()
 
 
 def is_signed(value: bytes) -> bool:
