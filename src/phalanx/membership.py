@@ -107,18 +107,6 @@ def wish_key(node_id: str) -> str:
     return f"wish/{node_id}"
 
 
-_COUNTERS = frozenset({"tickets", "bells", "num_ready", "num_leaving", "crossed"})
-
-
-def is_counter(key: str) -> bool:
-    """Whether a key holds a counter, which the store itself changes, and not a record.
-
-    >>> is_counter("rdzv/bells"), is_counter("elastic/3/crossed/0"), is_counter("gen/3/members")
-    (True, True, False)
-    """
-    return not _COUNTERS.isdisjoint(key.split("/"))
-
-
 class RecordError(ValueError):
     """A control record does not parse or has a version that this release does not know."""
 

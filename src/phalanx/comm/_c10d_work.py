@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from phalanx.comm import _background as background
 from phalanx.comm._transport import Work
 
 if TYPE_CHECKING:
@@ -108,16 +109,16 @@ class PointToPoint:
 
     def __init__(self, inner: Any) -> None:
         self._done = threading.Event()
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, args=(inner,), name="phalanx-p2p", daemon=True).start()
+        self._error: BaseException | None = None
+        background.start(lambda: self._run(inner), "phalanx-p2p", on_failure=self._fail)
 
     def _run(self, inner: Any) -> None:
-        try:
-            inner.wait()
-        except RuntimeError as error:
-            self._error = error
-        finally:
-            self._done.set()
+        inner.wait()
+        self._done.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()

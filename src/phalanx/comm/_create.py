@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx._fields import Fields, load_json
 from phalanx.comm import _addresses, _auto, _release
+from phalanx.comm import _background as background
 from phalanx.comm._by_device import ByDeviceTransport
 from phalanx.comm._c10d import C10dTransport
 from phalanx.comm._failure import FailureDetector
@@ -84,7 +85,8 @@ def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
 
 def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identity]:
     mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
-    place.store.set(f"member/{place.rank}", mine)
+    own = f"member/{place.rank}"
+    place.store.set(own, mine)
     keys = [f"member/{rank}" for rank in range(place.size)]
     deadline = time.monotonic() + place.timeout
     while True:
@@ -92,6 +94,8 @@ def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identi
             records = place.store.wait(keys, timeout=_SLICE)
             break
         except StoreTimeout:
+            if place.store.get(own) != mine:
+                place.store.set(own, mine)  # a stranger wrote over it or deleted it
             cause = interrupt()
             if cause is not None:
                 raise cause from None
@@ -197,14 +201,14 @@ def _make_in_thread(
     done = threading.Event()
 
     def run() -> None:
-        try:
-            outcome.append(make())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
+        outcome.append(make())
+        done.set()
 
-    threading.Thread(target=run, name="phalanx-connect", daemon=True).start()
+    def failed(error: BaseException) -> None:
+        errors.append(error)
+        done.set()
+
+    background.start(run, "phalanx-connect", on_failure=failed)
     local = {rank: peer for rank, peer in peers.items() if peer.machine == peers[place.rank].machine}
     while not done.wait(_SLICE):
         dead = tuple(rank for rank, peer in local.items() if rank != place.rank and not peer.is_alive())

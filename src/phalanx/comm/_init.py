@@ -13,6 +13,7 @@ import torch.distributed as dist
 from phalanx.comm import _context
 from phalanx.comm._group import DEFAULT_TIMEOUT, Group
 from phalanx.comm.stores import MemoryStore, Store, TCPStore, connect
+from phalanx.comm.stores._sealed import signed_store
 from phalanx.membership import ENV_STORE
 from phalanx.world import World
 
@@ -49,7 +50,7 @@ def init(
 def _store(world: World) -> Store:
     url = os.environ.get(ENV_STORE)
     if url:
-        return connect(url)
+        return signed_store(connect(url), world.job)
     if world.size == 1:
         return MemoryStore()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

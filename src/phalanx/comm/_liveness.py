@@ -14,6 +14,7 @@ Rejected: a thread per group (a mesh has many groups), SIGCHLD (peers are not ch
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -23,6 +24,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
+
+from phalanx.comm import _background as background
+
+log = logging.getLogger(__name__)
 
 _PF_EXITING = 4  # Linux's flag of a process that has begun to exit
 
@@ -94,7 +99,9 @@ class _Watcher:
         self._fds: dict[Identity, int] = {}
         self._callbacks: dict[int, list[Callable[[Identity], None]]] = {}
         self._identities: dict[int, Identity] = {}
-        threading.Thread(target=self._run, name="phalanx-peer-watch", daemon=True).start()
+        background.start(
+            self._run, "phalanx-peer-watch", on_failure=lambda error: None, attempts=background.FOREVER
+        )
 
     def add(self, identity: Identity, callback: Callable[[Identity], None]) -> bool:
         """False when the process is dead already."""
@@ -142,7 +149,10 @@ class _Watcher:
             callbacks = self._callbacks[fd]
             self._drop(fd)
         for callback in callbacks:
-            callback(identity)
+            try:
+                callback(identity)
+            except Exception:  # one group's trouble must not keep the others from hearing of a death
+                log.exception("what follows the death of process %d failed", identity.pid)
 
 
 _watcher: _Watcher | None = None

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from phalanx.comm._background import FOREVER, Background
 from phalanx.comm._transport import Work
 from phalanx.errors import PeerTimeout
 
@@ -61,7 +62,7 @@ class OrderedCalls:
         self._queue: queue.SimpleQueue[QueuedCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
 
     def run(self, call: Callable[[], object]) -> None:
         """Make a call after all that were queued before, and wait for it."""
@@ -79,7 +80,9 @@ class OrderedCalls:
             self._num_queued += 1
             self._queue.put(queued)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread = Background(
+                    self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER
+                )
                 self._thread.start()
         return queued
 
@@ -94,7 +97,7 @@ class OrderedCalls:
                 return
 
     def _is_serving(self) -> bool:
-        return threading.current_thread() is self._thread
+        return self._thread is not None and self._thread.is_current
 
     def _serve(self) -> None:
         while self._serve_next():

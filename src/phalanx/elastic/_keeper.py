@@ -24,6 +24,7 @@ from torch import Tensor
 
 from phalanx import membership
 from phalanx.comm import Group
+from phalanx.comm._background import FOREVER, Background
 from phalanx.comm.stores import Store
 from phalanx.elastic._codec import Json
 from phalanx.elastic._finish import Finish, find_vacant, prefer
@@ -186,7 +187,9 @@ class Keeper:
         self._num_reports = 0
         self._reported = 0.0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-keep", daemon=True)
+        self._thread = Background(
+            self._run, "phalanx-keep", on_failure=lambda error: None, attempts=FOREVER, stop=self._stop
+        )
         self._enter(generation)
         self._thread.start()
 

@@ -2,7 +2,8 @@
 
 Every key of a round or an evaluation belongs to one generation or number; nothing of an earlier one is ever read. A
 script may make several jobs one after the other: each has keys of its own, by the order in which they were made, which
-is the same in every worker because all run the same script.
+is the same in every worker because all run the same script. All hold records that one worker writes, none a counter: so
+the job's secret covers them, and nobody else can ask for a regroup.
 """
 
 from __future__ import annotations
@@ -35,21 +36,19 @@ class Keys:
         return f"{self.prefix}/committed"
 
     def ready(self, generation: int, worker: str) -> str:
+        """``Ready``: the worker waits, or waited, for a seat in a generation."""
         return f"{self.prefix}/{generation}/ready/{worker}"
 
-    def num_ready(self, generation: int) -> str:
-        """How many workers have ever declared to be ready in a generation."""
-        return f"{self.prefix}/{generation}/num_ready"
-
-    def num_leaving(self, generation: int) -> str:
-        return f"{self.prefix}/{generation}/num_leaving"
+    def leaving(self, generation: int) -> str:
+        """Present when some worker of a generation has said that it leaves."""
+        return f"{self.prefix}/{generation}/leaving"
 
     def round(self, generation: int, round_: int) -> str:
         return f"{self.prefix}/{generation}/round/{round_}"
 
-    def crossed(self, generation: int, round_: int) -> str:
-        """How many workers have committed the last step of a round."""
-        return f"{self.prefix}/{generation}/crossed/{round_}"
+    def crossed(self, generation: int, round_: int, worker: str) -> str:
+        """Present when the worker has committed the last step of a round."""
+        return f"{self.prefix}/{generation}/crossed/{round_}/{worker}"
 
     def evaluation(self, number: int) -> str:
         """The result of an evaluation, for a worker that was cut off from it or came after it."""

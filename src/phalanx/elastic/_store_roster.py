@@ -1,7 +1,8 @@
 """Workers under agents that heal: how a worker gets a seat in the next round, through the job's store.
 
 Owns the conversation with the store until the last step (see ``_seats`` for the rules, ``_keys`` for the workers' own
-keys and ``phalanx.membership`` for the agents'); what comes after it is in ``_keeper``.
+keys and ``phalanx.membership`` for the agents'); what comes after it is in ``_keeper``. A worker that waits for a seat
+writes its own records again if somebody deleted them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from phalanx import membership
 from phalanx._fields import load_json, short
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
+from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic._finish import Finish
 from phalanx.elastic._keeper import Contact, Encoded, Keeper, TakenOver, take_over
 from phalanx.elastic._keys import Keys
@@ -30,7 +32,7 @@ from phalanx.elastic._roster import (
 )
 from phalanx.elastic._seats import Ready, Round, Seat, awaited_veterans, choose_round
 from phalanx.elastic._watcher import PROGRESS_EVERY, Signals, Watcher, report_progress
-from phalanx.errors import CommError, PeerTimeout
+from phalanx.errors import CommError, PeerLost, PeerTimeout
 from phalanx.membership import RecordError
 from phalanx.world import World
 
@@ -68,12 +70,12 @@ class StoreRoster:
         self.keys = keys
         self.generation = generation
         """The one that this worker was born in, then that of its newest seat."""
-        self._root = store
+        self._groups = signed_store(store, job)
         self._store = job_store(store, job)
         self.ledger = Ledger(self._store, keys)
         self._contact = Contact(
             store=self._store,
-            root=store,
+            root=self._groups,
             keys=keys,
             job=job,
             worker_id=worker_id,
@@ -105,7 +107,7 @@ class StoreRoster:
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         self._stop_watching()
         generation = seat.generation
-        self._store.add(self.keys.crossed(seat.generation, seat.round))
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
         if seat.rank == 0:
             self._close_round(seat)
         found = self._take_seat(generation, mine, first_round=seat.round + 1, declared=True)
@@ -145,13 +147,14 @@ class StoreRoster:
 
         wait, absent = _Wait(self.timeout, report), _Absence(self)
         while True:
-            done, evaluated, broken, members, record = self._store.get_many(
+            done, evaluated, broken, members, record, own = self._store.get_many(
                 [
                     self.keys.done,
                     self.keys.evaluation(mine.evaluations),
                     membership.broken_key(generation),
                     membership.members_key(generation),
                     self.keys.round(generation, round_),
+                    self.keys.ready(generation, self.worker_id),
                 ]
             )
             finish = Finish.parse(done)
@@ -173,14 +176,14 @@ class StoreRoster:
                     f"worker {self.worker_id} is not among the members of generation {generation} of job "
                     f"{self.job!r}: {', '.join(ids)}"
                 )
-            if not declared:
+            if not declared or own is None:
                 self._declare(generation, mine)
                 declared = True
             elif finish is not None and not mine.is_veteran:
                 if not self._void(finish, generation, ids):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
-                seat = self._join(generation, round_, found.workers, mine)
+                seat = self._join(generation, round_, found.workers, ids, mine)
                 if seat is not None:
                     return seat
                 wait.a_little(f"generation {generation} to break")
@@ -215,27 +218,35 @@ class StoreRoster:
             self._store.delete(membership.FINISHING)
         return True
 
-    def _join(self, generation: int, round_: int, workers: tuple[str, ...], mine: Ready) -> Seat | None:
+    def _join(
+        self,
+        generation: int,
+        round_: int,
+        workers: tuple[str, ...],
+        members: tuple[str, ...],
+        mine: Ready,
+    ) -> Seat | None:
         """Form the group of a round; None when a worker of it was lost meanwhile."""
         rank = workers.index(self.worker_id)
         group: Group | None = None
         if len(workers) > 1:
             try:
                 group = Group.create(
-                    self._root.namespace(self.keys.group(round_)),
+                    self._groups.namespace(self.keys.group(round_)),
                     rank,
                     len(workers),
                     timeout=self.comm_timeout,
                     job=self.job,
                     generation=generation,
-                    interrupt=lambda: self._contact.broken(generation),
+                    interrupt=lambda: self._look_while_joining(generation, round_, workers),
                 )
             except CommError as error:
                 self._make_sure_broken(Seat(generation, round_, workers, rank, None), error, mine.step)
                 return None
         seat = Seat(generation, round_, workers, rank, group)
         self.signals = Signals()
-        self._watcher = Watcher(self._store.clone(), self.keys, seat, self.worker_id, self.signals)
+        absent = tuple(worker for worker in members if worker not in workers)
+        self._watcher = Watcher(self._store.clone(), self.keys, seat, self.worker_id, self.signals, absent)
         self._watcher.start()
         return seat
 
@@ -247,7 +258,6 @@ class StoreRoster:
         ):  # what it has committed since its last report counts as progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
-        self._store.add(self.keys.num_ready(generation))
 
     def _members(self, generation: int) -> tuple[str, ...]:
         (data,) = self._store.wait([membership.members_key(generation)], self.timeout)
@@ -256,6 +266,13 @@ class StoreRoster:
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
         found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
         return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
+
+    def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
+        """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
+        lost = self._contact.broken(generation)
+        if lost is None and self._store.get(self.keys.round(generation, round_)) is None:
+            self._store.compare_and_set(self.keys.round(generation, round_), None, Round(workers).to_json())
+        return lost
 
     def _make_sure_broken(
         self, seat: Seat, cause: CommError, step: int = -1, *, evaluating: bool = False
@@ -301,7 +318,7 @@ class StoreRoster:
 
     def announce_leaving(self, seat: Seat) -> None:
         self._store.set(membership.leaving_key(seat.generation, self.worker_id), b"1")
-        self._store.add(self.keys.num_leaving(seat.generation))
+        self._store.set(self.keys.leaving(seat.generation), b"1")
 
     def step_aside(self, seat: Seat, patience: float = 20.0) -> None:
         self._stop_watching()
@@ -310,14 +327,15 @@ class StoreRoster:
             None,
             Round(move_to=seat.generation + 1).to_json(),
         )
-        self._store.add(self.keys.crossed(seat.generation, seat.round))
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
         until = time.monotonic() + patience
-        while time.monotonic() < until:
-            crossed, broken = self._store.get_many(
-                [self.keys.crossed(seat.generation, seat.round), membership.broken_key(seat.generation)]
-            )
-            if int(crossed or 0) >= len(seat.workers) or broken is not None:
+        missing = [worker for worker in seat.workers if worker != self.worker_id]
+        while missing and time.monotonic() < until:
+            keys = [self.keys.crossed(seat.generation, seat.round, worker) for worker in missing]
+            broken, *crossed = self._store.get_many([membership.broken_key(seat.generation), *keys])
+            if broken is not None:
                 return
+            missing = [worker for worker, record in zip(missing, crossed, strict=True) if record is None]
             time.sleep(0.002)
 
     def declare_done(self, seat: Seat, step: int) -> Finish:

@@ -2,22 +2,27 @@
 
 Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
 once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
-writes the worker's progress. One read of four keys per tick; the main thread only ever looks at the flags.
+writes the worker's progress. One read of a few keys per tick; the main thread only ever looks at the flags. All that is
+read are signed records (where the job has a secret): nobody else can ask for a regroup.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from dataclasses import dataclass
 
 from phalanx import membership
+from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
 from phalanx.elastic._keys import Keys
 from phalanx.elastic._ledger import Ledger
 from phalanx.elastic._seats import Seat
 from phalanx.errors import PeerLost, StoreError
+
+log = logging.getLogger(__name__)
 
 TICK = 0.05
 PROGRESS_EVERY = 0.25
@@ -35,7 +40,16 @@ class Signals:
 
 
 class Watcher:
-    def __init__(self, store: Store, keys: Keys, seat: Seat, worker_id: str, signals: Signals) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        seat: Seat,
+        worker_id: str,
+        signals: Signals,
+        absent: tuple[str, ...] = (),
+    ) -> None:
+        """``absent``: the members of the generation that have no seat in this round."""
         self.progress = (-1, 0)
         """The step, and how often the main thread reported."""
         self.is_waiting = False
@@ -50,10 +64,18 @@ class Watcher:
         self._worker_id = worker_id
         self._signals = signals
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
+        self._thread = Background(self._run, "phalanx-watch", on_failure=self._fail, stop=self._stop)
+        g = seat.generation
+        self._looked_at = [
+            membership.broken_key(g),
+            membership.wanted_key(g),
+            keys.leaving(g),
+            *(keys.ready(g, worker) for worker in absent),
+        ]
         self._reported = ((-1, 0), 0.0)
         self._num_waits = 0
         self._broken_since = 0.0
+        self._has_complained = False
 
     def start(self) -> None:
         self._thread.start()
@@ -77,29 +99,33 @@ class Watcher:
                 self._break(f"the job's store is gone: {error}")
                 return
 
+    def _fail(self, error: BaseException) -> None:
+        """Without this thread the worker would never hear that its generation is over: let it regroup, and say why."""
+        self._break(f"worker {self._worker_id} cannot watch the job's store any more: {error!r}")
+
     def _look(self) -> bool:
         """Read the keys once; True when the generation is over."""
-        g = self._seat.generation
-        broken, wanted, num_ready, num_leaving = self._store.get_many(
-            [
-                membership.broken_key(g),
-                membership.wanted_key(g),
-                self._keys.num_ready(g),
-                self._keys.num_leaving(g),
-            ]
-        )
-        if broken is not None:
-            record = membership.Broken.from_json(broken)
+        broken, *wishes = self._store.get_many(self._looked_at)
+        record = None if broken is None else self._parse(broken)
+        if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
             is_hopeless = record.workers or record.at_once
             if is_hopeless or time.monotonic() - self._broken_since > PATIENCE:
                 self._break(record.reason)
                 return True
             self._signals.wish = True  # nobody is gone: the step under way can be finished
-        at_the_door = int(num_ready or 0) > len(self._seat.workers)
-        if wanted is not None or at_the_door or num_leaving is not None:
+        if any(wish is not None for wish in wishes):
             self._signals.wish = True
         return False
+
+    def _parse(self, data: bytes) -> membership.Broken | None:
+        try:
+            return membership.Broken.from_json(data)
+        except (membership.RecordError, KeyError, TypeError) as error:
+            if not self._has_complained:
+                log.warning("generation %d: ignored a record: %s", self._seat.generation, error)
+            self._has_complained = True
+            return None
 
     def _break(self, reason: str) -> None:
         g = self._seat.generation

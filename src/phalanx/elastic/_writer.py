@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from phalanx.comm._background import Background
 from phalanx.elastic._codec import Json
 from phalanx.elastic._save_folder import Known, write_save
 from phalanx.elastic._troubles import Backoff
@@ -53,7 +54,7 @@ class SaveWriter:
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
 
     def submit(self, snapshot: Snapshot) -> None:
         """Have it written soon; replaces a snapshot that still waits."""
@@ -61,7 +62,7 @@ class SaveWriter:
             self._raise_error()
             self._next = snapshot
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="phalanx-saves", daemon=True)
+                self._thread = Background(self._run, "phalanx-saves", on_failure=self._fail)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -94,6 +95,12 @@ class SaveWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread is over: the next ``submit`` says why and starts another."""
+        with self._changed:
+            self._error, self._next, self._busy, self._thread = error, None, False, None
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while (snapshot := self._wait_next()) is not None:

@@ -162,7 +162,7 @@ class Agent:
             self.current.close()
         self.current = generation = Generation(info, self._handler)
         try:
-            generation.serve_bootstrap()
+            generation.serve_bootstrap(self.spec.master_addr)
         except PortTaken as taken:
             self._on_port_taken(str(taken))
             return

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch import _linux
 from phalanx.launch._crew import Crew, CrewMember
@@ -114,10 +115,13 @@ class HangWatch:
                         journal.wait_done(number, info.world_size, "stacks", _OTHERS_PATIENCE)
             except StoreError as error:
                 log.warning("not every node has written its stacks: %s", error)
-            finally:
-                dump.is_written.set()
+            dump.is_written.set()
 
-        threading.Thread(target=write, name="phalanx-stacks", daemon=True).start()
+        def failed(error: BaseException) -> None:
+            log.error("the stacks could not be written: %r", error)
+            dump.is_written.set()
+
+        background.start(write, "phalanx-stacks", on_failure=failed)
         return dump
 
     def _explain(

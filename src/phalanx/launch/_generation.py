@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.comm import stores
 from phalanx.launch import _linux
+from phalanx.launch._addresses import bind_address
 from phalanx.launch._contact import Judgement, judge
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._environment import JobFacts, Place
@@ -48,15 +49,17 @@ class Generation:
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
-    def serve_bootstrap(self) -> None:
+    def serve_bootstrap(self, master_addr: str | None = None) -> None:
         """On the first node: serve the store for ``init_process_group("env://")``, or raise ``PortTaken``.
 
+        It listens where workers will look for it: at ``master_addr``, or at this node's own address.
         torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
         """
         if self.info.rank != 0 or self._handler.use_agent_store:
             return
         port = self.info.bootstrap_store_info.master_port
-        host = "127.0.0.1" if self.info.world_size == 1 else "0.0.0.0"
+        told = master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
+        host = bind_address(told)
         until = time.monotonic() + (REBIND_PATIENCE if self.number and self._handler.has_fixed_port else 0.0)
         while self._bootstrap is None:
             try:

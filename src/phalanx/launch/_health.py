@@ -5,11 +5,15 @@ Owns the hook (``HealthCheckServer``: derive from it for another protocol) and a
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from phalanx.comm import _background as background
+
+log = logging.getLogger(__name__)
 
 ENV_HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
@@ -67,7 +71,17 @@ class HTTPHealthCheckServer(HealthCheckServer):
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="phalanx-health", daemon=True).start()
+        server = self._server
+        background.start(
+            server.serve_forever, "phalanx-health", on_failure=self._failed, attempts=background.ATTEMPTS
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        """Whoever probes shall get no answer, rather than wait for one."""
+        log.error("the health check on port %d has ended: %r", self.port, error)
+        if self._server:
+            self._server.server_close()
+            self._server = None
 
     def stop(self) -> None:
         if self._server:

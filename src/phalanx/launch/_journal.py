@@ -53,11 +53,11 @@ class Journal:
         """Propose how a generation ends; the verdict that counts is returned."""
         key = _verdict_key(generation)
         body = {**asdict(verdict), "action": verdict.action.value, "streak": verdict.streak.to_record()}
-        if self._store.compare_and_set(key, None, _dump(body)):
-            return verdict
-        standing = self.verdict(generation)
-        assert standing is not None, f"{key} was there a moment ago; verdicts are never deleted"
-        return standing
+        while not self._store.compare_and_set(key, None, _dump(body)):
+            standing = self.verdict(generation)
+            if standing is not None:  # else somebody deleted it a moment ago
+                return standing
+        return verdict
 
     def verdict(self, generation: int) -> Verdict | None:
         data = self._store.get(_verdict_key(generation))

@@ -6,26 +6,35 @@ Guarantees: as the zygote's own: a worker's process group is killed before the w
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from phalanx.comm._background import Background, start
 from phalanx.launch import _linux
 
 if TYPE_CHECKING:
     from phalanx.launch._processes import WorkerProcess
 
+log = logging.getLogger(__name__)
 
-def adopt(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> threading.Thread:
+
+def adopt(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> Background:
     """Report the end of an orphan when it comes; the thread that does."""
-    thread = threading.Thread(
-        target=_wait, args=(process, on_exit), name=f"phalanx-orphan-{process.pid}", daemon=True
-    )
-    thread.start()
-    return thread
+
+    def failed(error: BaseException) -> None:
+        log.error(
+            "the end of worker process %d cannot be waited for, so it is killed: %r", process.pid, error
+        )
+        _linux.signal_group(process.pid, signal.SIGKILL)
+        process.ended_at = time.time()
+        process.end(-signal.SIGKILL)
+        on_exit(process)
+
+    return start(lambda: _wait(process, on_exit), f"phalanx-orphan-{process.pid}", on_failure=failed)
 
 
 def _wait(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from phalanx.comm._background import Background
 from phalanx.errors import PhalanxError
 from phalanx.launch import _linux, _orphans
 from phalanx.launch._fresh import prepare_fork
@@ -107,13 +108,15 @@ class Zygote:
         self._ready: Future[None] = Future()
         self._on_exit: Callable[[WorkerProcess], None] = lambda process: None
         self._on_gone: Callable[[Zygote], None] = lambda zygote: None
-        self._orphans: list[tuple[WorkerProcess, threading.Thread]] = []
+        self._orphans: list[tuple[WorkerProcess, Background]] = []
         self._count = 0
         self.is_gone = False
         """Whether it has ended."""
         self._is_closed = False
         self._is_reaped = False
-        self._reader = threading.Thread(target=self._read, name="phalanx-zygote-reader", daemon=True)
+        self._reader = Background(
+            self._read, "phalanx-zygote-reader", on_failure=lambda error: self._gone(), attempts=1
+        )
 
     @classmethod
     def fork(cls, functions: Mapping[str, Any] | None = None, preload: Sequence[str] = ()) -> Zygote:
@@ -210,7 +213,7 @@ class Zygote:
                 pass
         if not self._ready.done() and not self._is_reaped:
             os.kill(self.pid, signal.SIGKILL)  # it still imports, which may take long, and has no worker yet
-        if self._reader.is_alive() and threading.current_thread() is not self._reader:
+        if self._reader.is_alive() and not self._reader.is_current:
             self._reader.join(timeout=CLOSE_TIMEOUT)
         for process, _ in self._orphans:
             process.send_signal(signal.SIGKILL)

@@ -17,6 +17,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from phalanx.comm import _background as background
+from phalanx.comm._background import Background
+
 log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 8192
@@ -50,7 +53,10 @@ class LogPump:
         self._new: list[tuple[int, Sinks]] = []
         self._drains: list[threading.Event] = []
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="phalanx-logs", daemon=True)
+        # Begun again for ever: workers stand still when nobody reads what they print.
+        self._thread = Background(
+            self._run, "phalanx-logs", on_failure=lambda error: None, attempts=background.FOREVER
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -77,7 +83,7 @@ class LogPump:
     def close(self) -> None:
         """Pass on what is left and stop."""
         if not self._thread.is_alive():
-            if self._thread.ident is None:  # never started
+            if not self._thread.has_started:
                 self._finish()
             return
         with self._lock:

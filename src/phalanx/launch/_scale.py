@@ -98,13 +98,14 @@ def scale(url: str, run_id: str, size: int, node: str = "", *, secret_file: str 
     from phalanx.comm.stores import connect
     from phalanx.comm.stores._sealed import SealedStore
     from phalanx.comm.stores._signing import Signer, read_secret
+    from phalanx.launch.rendezvous._backends import secret_here
     from phalanx.launch.rendezvous._records import NODES
     from phalanx.launch.rendezvous._runs import find_run
     from phalanx.membership import job_prefix, wish_key
 
     store = connect(url)
     try:
-        secret = read_secret(path=secret_file) if secret_file else read_secret()
+        secret = read_secret(path=secret_file) if secret_file else read_secret() or secret_here(store, run_id)
         name, _ = find_run(store, run_id, secret)
         job = SealedStore(store.namespace(job_prefix(name)), Signer(name, secret))
         live = [key.removeprefix(NODES) for key in job.items(NODES)]  # verified: a wrong secret finds nobody

@@ -13,9 +13,9 @@ BUILT_IN_BACKENDS = ("c10d", "etcd", "file", "static")
 
 SETTINGS = frozenset(
     {
-        "admit_delay", "close_timeout", "is_host", "join_timeout", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "lease", "rank", "read_timeout", "rejoin_timeout", "secret_file", "store_type", "timeout",
-        "topology",
+        "admit_delay", "ca_cert", "close_timeout", "is_host", "join_timeout", "keep_alive_interval",
+        "keep_alive_max_attempt", "last_call_timeout", "lease", "password_file", "protocol", "rank", "read_timeout",
+        "rejoin_timeout", "secret_file", "ssl_cert", "ssl_cert_key", "store_type", "timeout", "topology", "user",
     }
 )  # fmt: skip
 

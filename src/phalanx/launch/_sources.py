@@ -7,6 +7,7 @@ the generation it belongs to, so that a late one is recognised and dropped.
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import threading
@@ -14,11 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.comm import _background as background
+from phalanx.comm.stores._complaints import Complaints
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch._crew import CrewMember
 from phalanx.launch._journal import Journal
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
-from phalanx.membership import LostContact, Setbacks
+from phalanx.membership import LostContact, RecordError, Setbacks
+
+log = logging.getLogger(__name__)
 
 CONTACT_INTERVAL = 0.2
 """Seconds between two looks at the one key that says that workers lost contact."""
@@ -125,12 +130,12 @@ class Sources:
             else:
                 self.post(Formed(info))
 
-        _thread(wait, "phalanx-rendezvous")
+        background.start(wait, "phalanx-rendezvous", on_failure=lambda error: self.post(JoinFailed(error)))
 
     def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
         """Report the end of a generation, and requests in the store every ``interval`` seconds."""
         watch = self._handler.watch_generation(info.generation)
-        stopped = threading.Event()
+        stopped, complaints = threading.Event(), Complaints(log)
         self._stop_generation += [stopped.set, watch.close]
 
         def wait_end() -> None:
@@ -153,7 +158,11 @@ class Sources:
                 ):  # fails too, when the job is over before this thread has begun
                     journal = Journal(store)
                     while not stopped.wait(interval):
-                        requests = journal.read_requests(info.generation, info.node.id)
+                        try:
+                            requests = journal.read_requests(info.generation, info.node.id)
+                        except RecordError as error:
+                            complaints.say("requests", f"ignored what the store asks of this node: {error}")
+                            continue
                         ids = worker_ids()
                         progress = journal.read_progress(ids) if ids else {}
                         self.post(Requested(info.generation, *requests, progress))
@@ -175,9 +184,14 @@ class Sources:
             except StoreError:
                 return  # as above
 
-        _thread(wait_end, "phalanx-generation")
-        _thread(look_for_contact, "phalanx-contact")
-        _thread(poll, "phalanx-requests")
+        def lost(error: BaseException) -> None:
+            if not stopped.is_set():
+                reason = f"this agent cannot follow the job any more: {error!r}"
+                self.post(Ended(info.generation, GenerationEnd(kind="lost", reason=reason)))
+
+        background.start(wait_end, "phalanx-generation", on_failure=lost, attempts=background.ATTEMPTS)
+        background.start(poll, "phalanx-requests", on_failure=lost, attempts=background.ATTEMPTS)
+        background.start(look_for_contact, "phalanx-contact", on_failure=lost, attempts=background.ATTEMPTS)
 
     def leave_generation(self) -> None:
         """Stop following the current generation."""
@@ -197,7 +211,10 @@ class Sources:
                 error, is_late = str(problem), isinstance(problem, StoreTimeout)
             self.post(AllDone(info.generation, error, is_late))
 
-        _thread(wait, "phalanx-exit-barrier")
+        def failed(error: BaseException) -> None:
+            self.post(AllDone(info.generation, repr(error)))
+
+        background.start(wait, "phalanx-exit-barrier", on_failure=failed)
 
 
 def _hear_out(
@@ -212,7 +229,3 @@ def _hear_out(
             return words
         if time.monotonic() >= until or stopped.wait(0.02):
             return words
-
-
-def _thread(target: Callable[[], None], name: str) -> None:
-    threading.Thread(target=target, name=name, daemon=True).start()

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from phalanx.comm.stores import Change, MemoryStore, job_store
+from phalanx.comm.stores._complaints import BURST, PER_KEY, Complaints
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreTimeout
@@ -51,6 +52,7 @@ def test_every_kind_of_access_signs_and_verifies(raw: MemoryStore, sealed: Seale
     assert all(b'"mac"' in value for value in raw.items().values())
     assert sealed.add("rdzv/bells") == 1
     assert sealed.get("rdzv/bells") == b"1"
+    assert b'"mac"' in (raw.get("rdzv/bells") or b"")
 
 
 @pytest.mark.parametrize("how", FORGERIES)
@@ -108,6 +110,55 @@ def test_the_job_store_takes_the_secret_from_the_environment(
     assert job_store(raw, "other").get("wish/a") is None
 
 
-def test_only_counters_can_be_added_to(sealed: SealedStore) -> None:
-    with pytest.raises(AssertionError, match="not a counter"):
-        sealed.add("gen/0/members")
+@pytest.mark.parametrize("secret", [None, b"secret"], ids=["plain", "signed"])
+@pytest.mark.parametrize("garbage", [b"garbage", b"", b"\xff\xfe", b"9" * 5000, b"1e9", b"-", b'{"v":1}'])
+def test_a_counter_that_holds_no_number_is_named_and_begins_again(
+    raw: MemoryStore, secret: bytes | None, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SealedStore(raw, Signer("job", secret))
+    assert [store.add("rdzv/bells"), store.add("rdzv/bells", 4)] == [1, 5]
+    raw.set("rdzv/bells", garbage)
+    with caplog.at_level(logging.WARNING):
+        assert store.count("rdzv/bells") == 0
+    assert "'rdzv/bells'" in caplog.text
+    assert [store.add("rdzv/bells"), store.count("rdzv/bells")] == [1, 1]
+
+
+def test_a_signed_counter_takes_no_number_of_a_stranger_and_loses_no_addition(
+    raw: MemoryStore, sealed: SealedStore
+) -> None:
+    raw.set("n", b"999999")
+    threads = [
+        threading.Thread(target=lambda: [sealed.clone().add("n") for _ in range(20)]) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sealed.count("n") == 160
+
+
+def test_what_process_groups_exchange_is_signed_too(raw: MemoryStore, sealed: SealedStore) -> None:
+    ours, strangers = sealed.namespace("group").as_c10d(), raw.namespace("group").as_c10d()
+    ours.set("rank0", b"\x00address")
+    assert ours.get("rank0") == b"\x00address"
+    assert strangers.get("rank0") != b"\x00address"
+    assert [ours.add("n", 1), ours.add("n", 2)] == [1, 3]
+    strangers.set("rank1", b"\x00another address")
+    assert not ours.check(["rank1"])
+
+
+def test_complaints_are_few_however_much_a_stranger_writes(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    complaints = Complaints(logging.getLogger("strangers"), clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            complaints.say("a", f"a {number}")
+            complaints.say(f"b{number}", f"b {number}")
+        assert len(caplog.records) == BURST
+        now[0] = PER_KEY
+        complaints.say("a", "a again")
+    assert [record.getMessage() for record in caplog.records[BURST:]] == [
+        "1950 more values that no worker or agent wrote were refused",
+        "a again",
+    ]

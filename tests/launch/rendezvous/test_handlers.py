@@ -16,6 +16,7 @@ import pytest
 from tests.comm.stores.conftest import etcd_cluster, wait_until
 
 from phalanx.comm.stores import TCPStore
+from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch._failures import ProcessFailure
 from phalanx.launch._journal import Journal
@@ -103,7 +104,9 @@ def look_often(*handlers: StoreRendezvousHandler) -> None:
     for handler in handlers:
         with handler._changed:
             handler._participant._ttl = 4.0
-        ring(handler._store)  # the next look is due by the old interval: this one sets the new
+        ring(
+            handler._store, handler._signer
+        )  # the next look is due by the old interval: this one sets the new
 
 
 def vanish(handler: StoreRendezvousHandler) -> None:
@@ -115,7 +118,9 @@ def vanish(handler: StoreRendezvousHandler) -> None:
 def stop_thread(handler: StoreRendezvousHandler) -> None:
     with handler._changed:
         handler._stopping = True
-    ring(handler._store)  # a leader waits for news, which nobody else may have for a long time
+    ring(
+        handler._store, handler._signer
+    )  # a leader waits for news, which nobody else may have for a long time
     handler._participant.interrupt()
     assert handler._thread is not None
     handler._thread.join()
@@ -469,8 +474,8 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         }
         for key, record in forged.items():
             raw.set(key, stranger.seal(key, record) if secret or key.startswith("rdzv/") else record)
-        ring(raw)
-        rings = int(raw.get(records.BELLS) or 0)
+        ring(raw, handler._signer)
+        rings = SealedStore(raw, handler._signer).count(records.BELLS)
         with handler._changed:  # until the look at the records that this ring calls for is over
             assert handler._changed.wait_for(lambda: handler._participant._heard >= rings, JOIN)
         assert not handler.is_closed()

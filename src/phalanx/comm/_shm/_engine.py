@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 
+from phalanx.comm._background import Background
 from phalanx.comm._shm import _layout as L
 from phalanx.comm._shm._layout import TOKEN_MASK, TOKEN_SHIFT
 from phalanx.comm._shm._peers import Peers
@@ -95,7 +96,7 @@ class Engine:
         self._peers = peers
         self._rank = rank
         self._threaded = threaded
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._work_there = threading.Event()
         self.lanes: list[Lane] = []
         self.collective = self.lane()
@@ -174,7 +175,7 @@ class Engine:
             lane.tasks.append(task)
         if self._threaded:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="phalanx-shm", daemon=True)
+                self._thread = Background(self._serve, "phalanx-shm", on_failure=self.fail, attempts=1)
                 self._thread.start()
             self._work_there.set()
             if self.words[self._asleep]:  # it may nap over another lane
@@ -334,6 +335,6 @@ class Engine:
 
     def join_thread(self) -> None:
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not thread.is_current:
             self._work_there.set()
             thread.join(30.0)

@@ -64,9 +64,11 @@ class _Meeting:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._interrupt = interrupt
+        self._published: dict[str, bytes] = {}
 
     def publish(self, key: str, record: dict[str, object]) -> None:
-        self._store.set(key, json.dumps(record).encode())
+        self._published[key] = json.dumps(record).encode()
+        self._store.set(key, self._published[key])
 
     def collect(self, keys: dict[int, str]) -> list[dict[str, object]]:
         """What the ranks published under their keys; looks out for deaths and interrupts meanwhile."""
@@ -75,6 +77,9 @@ class _Meeting:
             try:
                 return [json.loads(data) for data in self._store.wait(names, _SLICE)]
             except StoreTimeout:
+                for key, data in self._published.items():
+                    if self._store.get(key) != data:
+                        self._store.set(key, data)  # a stranger wrote over it or deleted it
                 found = self._store.get_many(names)
                 self._look([rank for rank, data in zip(keys, found, strict=True) if data is None])
 

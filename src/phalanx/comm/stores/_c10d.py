@@ -24,7 +24,7 @@ class StoreForTorch(TorchStore):
     def __init__(self, store: Store, prefix: str = "") -> None:
         super().__init__()
         self.store = store
-        self._prefix = prefix
+        self.prefix = prefix
         self._asked = ""
 
     def _seconds(self) -> float:
@@ -32,37 +32,37 @@ class StoreForTorch(TorchStore):
         return timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.store.set(self._prefix + key, _as_bytes(value))
+        self.store.set(self.prefix + key, _as_bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self.store.wait([self._prefix + key for key in keys], self._seconds())
+        return self.store.wait([self.prefix + key for key in keys], self._seconds())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        return self.store.add(self._prefix + key, value)
+        return self.store.add(self.prefix + key, value)
 
     def append(self, key: str, value: str | bytes) -> None:
         while True:
-            before = self.store.get(self._prefix + key)
+            before = self.store.get(self.prefix + key)
             after = (before or b"") + _as_bytes(value)
-            if self.store.compare_and_set(self._prefix + key, before, after):
+            if self.store.compare_and_set(self.prefix + key, before, after):
                 return
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         wanted, value = _as_bytes(expected), _as_bytes(desired)
         while True:
-            now = self.store.get(self._prefix + key)
+            now = self.store.get(self.prefix + key)
             if now is None and wanted:
                 return wanted  # torch's answer for an absent key that was expected to hold something
             if now is not None and now != wanted:
                 return now
-            if self.store.compare_and_set(self._prefix + key, now, value):
+            if self.store.compare_and_set(self.prefix + key, now, value):
                 return value
 
     def under(self, outer: TorchStore) -> Store:
@@ -72,34 +72,34 @@ class StoreForTorch(TorchStore):
         """
         self._asked = ""
         outer.check([_PROBE])
-        place = (self._prefix + self._asked).strip("/")
+        place = (self.prefix + self._asked).strip("/")
         return self.store.namespace(place) if place else self.store
 
     def check(self, keys: Sequence[str]) -> bool:
         if keys and keys[0].endswith(_PROBE):
             self._asked = keys[0].removesuffix(_PROBE)
             return False
-        return None not in self.store.get_many([self._prefix + key for key in keys])
+        return None not in self.store.get_many([self.prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds() if timeout is None else timeout.total_seconds()
-        self.store.wait([self._prefix + key for key in keys], seconds)
+        self.store.wait([self.prefix + key for key in keys], seconds)
 
     def delete_key(self, key: str) -> bool:
-        return self.store.delete(self._prefix + key)
+        return self.store.delete(self.prefix + key)
 
     def num_keys(self) -> int:
-        return len(self.store.items(self._prefix))
+        return len(self.store.items(self.prefix))
 
     def list_keys(self) -> list[str]:
-        return [key[len(self._prefix) :] for key in self.store.items(self._prefix)]
+        return [key[len(self.prefix) :] for key in self.store.items(self.prefix)]
 
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> StoreForTorch:
         # Its calls do not block each other: no new connection.
-        other = StoreForTorch(self.store, self._prefix)
+        other = StoreForTorch(self.store, self.prefix)
         other.set_timeout(timedelta(seconds=self._seconds()))
         _kept.append(other)
         return other

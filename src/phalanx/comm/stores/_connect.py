@@ -21,7 +21,7 @@ def connect(url: str, timeout: float = 30.0) -> Store:
     1
 
     ``memory://name`` (this process), ``tcp://host:port``, ``file:///directory``,
-    ``etcd://host:port[,host:port...]``.
+    ``etcd://host:port[,host:port...]``, and ``etcds://`` for TLS (see ``_etcd_access`` for users and certificates).
     """
     parts = urlsplit(url)
     if parts.scheme == "memory":
@@ -34,13 +34,15 @@ def connect(url: str, timeout: float = 30.0) -> Store:
         from phalanx.comm.stores._file import FileStore
 
         return FileStore(unquote(parts.path), timeout=timeout)
-    if parts.scheme == "etcd" and parts.netloc:
+    if parts.scheme in ("etcd", "etcds") and parts.netloc:
         from phalanx.comm.stores._etcd import EtcdStore
+        from phalanx.comm.stores._etcd_access import parse_etcd_url
 
-        return EtcdStore(parts.netloc.split(","), timeout=timeout)
+        endpoints, access = parse_etcd_url(url)
+        return EtcdStore(endpoints, access=access, timeout=timeout)
     raise ValueError(
-        f"not the address of a store: {url!r}; expected memory://name, tcp://host:port, file:///directory "
-        "or etcd://host:port[,host:port...]"
+        f"not the address of a store: {url!r}; expected memory://name, tcp://host:port, file:///directory, "
+        "etcd://host:port[,host:port...] or etcds://... for TLS"
     )
 
 

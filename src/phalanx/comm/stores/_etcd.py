@@ -10,6 +10,7 @@ Granularity of leases: etcd counts whole seconds and looks twice per second.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -19,8 +20,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.stores import _etcd_gateway
+from phalanx.comm.stores._complaints import Complaints
 from phalanx.comm.stores._counter import counter_value
-from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, b64, range_end, unb64
+from phalanx.comm.stores._etcd_access import Access
+from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, as_text, b64, range_end, unb64
 from phalanx.comm.stores._etcd_watch import EtcdWatch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
@@ -28,6 +31,8 @@ from phalanx.errors import StoreError, StoreTimeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+
+log = logging.getLogger(__name__)
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
@@ -43,27 +48,33 @@ class EtcdStore(Store):
     >>> EtcdStore(["node1:2379", "node2:2379", "node3:2379"]).add("joined")        # doctest: +SKIP
     1
 
-    Plain HTTP without authentication: keep it inside a private network.
+    ``access``: encryption, certificates and user; without it plain HTTP, which belongs into a private network.
     """
 
     def __init__(
         self,
         endpoints: Sequence[str],
         *,
+        access: Access | None = None,
         timeout: float = 30.0,
         root: str = "phalanx",
         gateway: Gateway | None = None,
     ) -> None:
         """``StoreLost`` when no member answers within ``timeout`` seconds. ``gateway``: a client to use, for clones."""
-        self._gateway = gateway or Gateway(endpoints)
+        self._gateway = gateway or Gateway(endpoints, access)
         self._root = root
         self._values = f"{root}/v/"
-        self._marker = f"{root}/clients/{os.urandom(8).hex()}".encode()
+        self._marker = self._new_marker()
         self._marker_revision = 0
         self._writing = threading.Lock()
+        self._complaints = Complaints(log)
         self._torch: EtcdStore | None = None  # for all process groups; outlives ``close``, as they may
         self.address = self._gateway.address
-        self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout)
+        try:
+            self._gateway.call("/v3/kv/range", {"key": b64(self._marker)}, patience=timeout)
+        except BaseException:
+            self._gateway.close()
+            raise
 
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
@@ -106,7 +117,10 @@ class EtcdStore(Store):
             condition = {"target": "CREATE", "create_revision": "0"}
         else:
             condition = {"target": "VALUE", "value": b64(expected)}
-        return self._write_if(key, condition, value)[0]
+        while True:
+            done, entry = self._write_if(key, condition, value)
+            if done or (None if entry is None else entry.value) != expected:
+                return done
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -133,7 +147,8 @@ class EtcdStore(Store):
         body = {"key": b64(start), "range_end": b64(range_end(start))}
         entries = self._gateway.call("/v3/kv/range", body).get("kvs", [])
         cut = len(self._values)
-        return {unb64(kv["key"]).decode()[cut:]: unb64(kv.get("value", "")) for kv in entries}
+        found = {as_text(kv["key"]): unb64(kv.get("value", "")) for kv in entries}
+        return {key[cut:]: value for key, value in found.items() if key is not None}
 
     def watch(self, prefix: str = "") -> Watch:
         answer = self._gateway.call("/v3/kv/range", {"key": b64(self._marker)})
@@ -175,6 +190,9 @@ class EtcdStore(Store):
                 pass  # a marker left behind harms nobody
         self._gateway.close()
 
+    def _new_marker(self) -> bytes:
+        return f"{self._root}/clients/{os.urandom(8).hex()}".encode()
+
     def _key(self, key: str) -> str:
         return b64((self._values + key).encode())
 
@@ -200,6 +218,13 @@ class EtcdStore(Store):
             if mark is not None and mark.value == token:
                 self._marker_revision = mark.revision
                 return True, None  # an earlier copy of this request, whose answer was lost, did it
+            if (0 if mark is None else mark.revision) != self._marker_revision:
+                # A stranger wrote to the marker or deleted it, so that this write cannot have been carried out, and
+                # no later one would: take another marker. To the caller it is as if another writer had been quicker.
+                self._complaints.say(
+                    "marker", f"{self.address}: a stranger changed the marker of this client"
+                )
+                self._marker, self._marker_revision = self._new_marker(), 0
             return False, entry
 
 

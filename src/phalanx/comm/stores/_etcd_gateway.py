@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.comm.stores._etcd_access import Access
 from phalanx.errors import StoreError, StoreLost
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ default lease of a node, so that a job is not given up before a node of it would
 
 _RETRY_CODES = {4, 8, 10, 14}  # deadline exceeded, resource exhausted, aborted, unavailable
 NOT_FOUND = 5
+UNAUTHENTICATED = 16
 
 
 class EtcdError(StoreError):
@@ -57,19 +59,23 @@ class Outage:
 class Gateway:
     """A client of the cluster at ``endpoints`` (``host:port`` each). Thread-safe."""
 
-    def __init__(self, endpoints: Sequence[str], outage: Outage | None = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None
+    ) -> None:
         import httpx  # only those who use etcd need it
 
         self.outage = outage or Outage()
         self.endpoints = tuple(endpoints)
-        self.address = "etcd://" + ",".join(endpoints)
+        self.access = access or Access()
+        self.address = f"{'etcds' if self.access.encrypted else 'etcd'}://" + ",".join(endpoints)
+        self._token = ""
         self._current = 0
         self._lock = threading.Lock()
         self._client: httpx.Client | None = httpx.Client(
             timeout=httpx.Timeout(3.0, connect=1.0),
             limits=httpx.Limits(max_connections=64),
             trust_env=False,  # no proxy between a job and its store
-            verify=False,  # there is no TLS here, and loading certificates takes 60 ms
+            verify=self.access.verification(),
         )
 
     def client(self) -> httpx.Client:
@@ -78,22 +84,58 @@ class Gateway:
         return self._client
 
     def url(self, path: str) -> str:
-        return f"http://{self.endpoints[self._current]}{path}"
+        return f"{self.access.scheme}://{self.endpoints[self._current]}{path}"
+
+    def headers(self) -> dict[str, str]:
+        """What shows who asks; logs in if that has not been done."""
+        if not self.access.user:
+            return {}
+        if not self._token:
+            login = {"name": self.access.user, "password": self.access.password}
+            try:
+                self._token = str(self._post("/v3/auth/authenticate", login, Attempts(self), {})["token"])
+            except EtcdError as error:
+                message = (
+                    f"{self.address} refused user {self.access.user!r}: {error}; check user and password"
+                )
+                raise EtcdError(message, code=error.code) from error
+        return {"Authorization": self._token}
+
+    def log_in_again(self) -> None:
+        """The login has run out, or a member that was restarted does not know it."""
+        self._token = ""
 
     def another(self) -> Gateway:
         """One more client of the same cluster."""
-        return Gateway(self.endpoints, self.outage)
+        return Gateway(self.endpoints, self.access, self.outage)
 
     def call(self, path: str, body: dict[str, Any], *, patience: float | None = None) -> dict[str, Any]:
         """Send one request that may be repeated, and return the answer. ``patience``: ``PATIENCE`` unless given."""
+        attempts = Attempts(self, patience)
+        try:
+            return self._post(path, body, attempts, self.headers())
+        except EtcdError as error:
+            if error.code != UNAUTHENTICATED or not self.access.user:
+                raise
+        self.log_in_again()
+        return self._post(path, body, attempts, self.headers())
+
+    def _post(
+        self, path: str, body: dict[str, Any], attempts: Attempts, headers: dict[str, str]
+    ) -> dict[str, Any]:
         import httpx
 
-        attempts = Attempts(self, patience)
         while True:
             url = self.url(path)
             try:
-                response = self.client().post(url, json=body)
+                response = self.client().post(url, json=body, headers=headers)
             except httpx.TransportError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # no time will mend that
+                    raise StoreLost(
+                        f"{self.address}: the certificate of {url} is not trusted: {error}; name the authority "
+                        "that signed it with ca=FILE",
+                        address=self.address,
+                    ) from error
                 attempts.failed(url, error)
             except RuntimeError as error:  # closed by another thread in the middle of the call
                 self.client()
@@ -114,7 +156,7 @@ class Gateway:
     def next_endpoint(self, after: str) -> None:
         """Move on, unless another thread did so already."""
         with self._lock:
-            if after.startswith(f"http://{self.endpoints[self._current]}/"):
+            if after.startswith(f"{self.access.scheme}://{self.endpoints[self._current]}/"):
                 self._current = (self._current + 1) % len(self.endpoints)
 
     def close(self) -> None:
@@ -153,7 +195,14 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
     try:
         answer = response.json()
     except ValueError:
-        return {"error": response.text[:200], "code": 14}
+        text = response.text[:200]
+        if "CommonName of client" in text:
+            remedy = "etcd takes users through its gateway only from certificates without a common name"
+            return {
+                "error": f"{text.strip()}; {remedy}: make cert= one that has an organization only",
+                "code": 3,
+            }
+        return {"error": text, "code": 14}
     if not isinstance(answer, dict):
         return {"error": repr(answer)[:200], "code": 14}
     return answer
@@ -165,6 +214,14 @@ def b64(data: bytes) -> str:
 
 def unb64(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+def as_text(text: str) -> str | None:
+    """A key as text; None for one that is none, which only a stranger can have written."""
+    try:
+        return unb64(text).decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def range_end(prefix: bytes) -> bytes:

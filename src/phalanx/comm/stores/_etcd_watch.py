@@ -14,7 +14,8 @@ import threading
 import time
 from typing import Any
 
-from phalanx.comm.stores._etcd_gateway import Attempts, Gateway, b64, range_end, unb64
+from phalanx.comm._background import Background
+from phalanx.comm.stores._etcd_gateway import Attempts, Gateway, as_text, b64, range_end, unb64
 from phalanx.comm.stores._interface import Change, Watch
 from phalanx.errors import StoreError, StoreLost
 
@@ -33,8 +34,19 @@ class EtcdWatch(Watch):
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
-        self._thread = threading.Thread(target=self._run, name="phalanx-etcd-watch", daemon=True)
+        # Not begun again: ``wait`` raises what ended it, and its caller makes a new watch and reads everything anew.
+        self._thread = Background(self._run, "phalanx-etcd-watch", on_failure=self._fail, attempts=1)
         self._thread.start()
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StoreError):
+            self._arrived.put(error)
+        else:
+            failure = StoreLost(
+                f"lost the watch of {self._gateway.address}: {error!r}", address=self._gateway.address
+            )
+            failure.__cause__ = error
+            self._arrived.put(failure)
 
     def wait(self, timeout: float) -> list[Change]:
         if self._failure is not None:
@@ -76,18 +88,13 @@ class EtcdWatch(Watch):
             url = self._gateway.url("/v3/watch")
             started = self._next
             try:
-                try:
-                    self._read_stream(url)
-                except httpx.ReadTimeout:
-                    attempts = Attempts(self._gateway)  # silence is no failure
-                    continue
-                except httpx.TransportError as error:
-                    if self._next != started:
-                        attempts = Attempts(self._gateway)
-                    attempts.failed(url, error)
-            except (StoreError, StoreLost) as error:
-                self._arrived.put(error)
-                return
+                self._read_stream(url)
+            except httpx.ReadTimeout:
+                attempts = Attempts(self._gateway)  # silence is no failure
+            except httpx.TransportError as error:
+                if self._next != started:
+                    attempts = Attempts(self._gateway)
+                attempts.failed(url, error)
 
     def _read_stream(self, url: str) -> None:
         import httpx
@@ -101,7 +108,7 @@ class EtcdWatch(Watch):
             "POST",
             url,
             json={"create_request": request},
-            headers={"Grpc-Metadata-hasleader": "true"},
+            headers={"Grpc-Metadata-hasleader": "true", **self._gateway.headers()},
             timeout=httpx.Timeout(SILENCE, connect=1.0),
         ) as response:
             self._gateway.outage.end()
@@ -117,6 +124,8 @@ class EtcdWatch(Watch):
         import httpx
 
         if "error" in message:
+            if "auth token" in str(message["error"]):
+                self._gateway.log_in_again()
             raise httpx.RemoteProtocolError(str(message["error"]))  # no leader any more: ask another member
         result = message["result"]
         if "compact_revision" in result:
@@ -128,9 +137,11 @@ class EtcdWatch(Watch):
         events = result.get("events", [])
         if events:
             self._next = int(events[-1]["kv"]["mod_revision"]) + 1
-            self._arrived.put([self._change(event) for event in events])
+            self._arrived.put([change for event in events if (change := self._change(event)) is not None])
 
-    def _change(self, event: dict[str, Any]) -> Change:
-        key = unb64(event["kv"]["key"]).decode()[self._cut :]
+    def _change(self, event: dict[str, Any]) -> Change | None:
+        key = as_text(event["kv"]["key"])
+        if key is None:
+            return None  # a stranger's
         deleted = event.get("type") == "DELETE"
-        return Change(key, None if deleted else unb64(event["kv"].get("value", "")))
+        return Change(key[self._cut :], None if deleted else unb64(event["kv"].get("value", "")))

@@ -12,6 +12,7 @@ disk: a job does not outlive its host's page cache.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import time
@@ -20,8 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from phalanx.comm.stores._complaints import Complaints, clipped
 from phalanx.comm.stores._record import ABSENT, Record, Writer, decode
 from phalanx.errors import StoreLost
+
+log = logging.getLogger(__name__)
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
@@ -29,6 +33,16 @@ STALE = 60.0
 """Seconds after which a temporary file is taken for that of a dead writer."""
 
 _LONGEST_NAME = 240
+_LONGEST_LEASE = 7 * 24 * 3600.0
+
+
+def _key_of(name: str) -> str | None:
+    """The key that a file is named after; None for names that no client gives."""
+    try:
+        key = unquote(name[1:], errors="strict")
+        return key if "k" + quote(key, safe="") == name else None
+    except UnicodeError:
+        return None
 
 
 class Directory:
@@ -40,6 +54,7 @@ class Directory:
         self.closed = False
         self.address = f"file://{quote(str(root))}"
         self._writer = Writer()
+        self._complaints = Complaints(log)
         self._keys, self._leases, self._temporary = (root / name for name in ("keys", "leases", "tmp"))
         with self.reporting_loss():
             for folder in (self._keys, self._leases, self._temporary):
@@ -92,6 +107,11 @@ class Directory:
     def read(self, key: str) -> Record:
         try:
             return decode(self._path(key).read_bytes())
+        except IsADirectoryError:
+            self._complaints.say(
+                key, f"{self.address}: {key!r} is a directory, which no client made; ignored"
+            )
+            return ABSENT
         except FileNotFoundError:
             if not self._keys.is_dir():
                 raise
@@ -103,7 +123,7 @@ class Directory:
             start = "k" + quote(prefix, safe="")
             names = [name for name in os.listdir(self._keys) if name.startswith(start)]
             ended: dict[int, bool] = {}
-            keys = sorted(unquote(name[1:]) for name in names)
+            keys = sorted(key for name in names if (key := _key_of(name)) is not None)
             return {key: record for key in keys if (record := self.live(self.read(key), ended)) is not ABSENT}
 
     def write(self, key: str, value: bytes, lease: int | None = None) -> None:
@@ -117,7 +137,11 @@ class Directory:
     def _replace(self, path: Path, content: bytes) -> None:
         temporary = self._temporary / f"{os.getpid()}.{_CHANCE.getrandbits(64):x}"
         temporary.write_bytes(content)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except IsADirectoryError:  # a stranger's: out of the way with it
+            path.rename(self._temporary / f"stranger.{_CHANCE.getrandbits(64):x}")
+            os.replace(temporary, path)
 
     def _tick(self) -> None:
         """One byte more tells watches that something changed. With the lock held."""
@@ -152,11 +176,23 @@ class Directory:
         """Once True, always True: a heartbeat asks first, with the lock held."""
         path = self._leases / str(lease)
         try:
-            ttl, beat = float(path.read_bytes()), path.stat().st_mtime
+            ttl, beat = self._ttl(path), path.stat().st_mtime
             # The second look catches a heartbeat between the first one and the clock.
             return self._now() >= beat + ttl and path.stat().st_mtime == beat
         except FileNotFoundError:
             return True
+
+    def _ttl(self, path: Path) -> float:
+        content = path.read_bytes()
+        try:
+            ttl = float(content)
+        except ValueError:
+            ttl = -1.0
+        if not 0 < ttl <= _LONGEST_LEASE:
+            what = f"{self.address}: lease {path.name} holds {clipped(content)}, no time; it has ended"
+            self._complaints.say(path.name, what)
+            return 0.0
+        return ttl
 
     def live(self, record: Record, ended: dict[int, bool]) -> Record:
         """The record, or ABSENT if its lease has run out. ``ended`` remembers answers within one call."""
@@ -168,7 +204,8 @@ class Directory:
 
     def remove_ended_leases(self) -> None:
         """Tidy up; readers ignore what is removed here already. With the lock held."""
-        self.remove_leases({int(name) for name in os.listdir(self._leases) if self.has_ended(int(name))})
+        names = [name for name in os.listdir(self._leases) if name.isdecimal() and name.isascii()]
+        self.remove_leases({int(name) for name in names if self.has_ended(int(name))})
 
     def remove_leases(self, leases: set[int]) -> None:
         """Remove leases and the keys bound to them. With the lock held."""
@@ -177,7 +214,7 @@ class Directory:
         for lease in leases:
             (self._leases / str(lease)).unlink(missing_ok=True)
         for path in self._keys.iterdir():
-            if decode(path.read_bytes()).lease in leases:
+            if path.is_file() and decode(path.read_bytes()).lease in leases:
                 path.unlink()
         self._tick()
 
@@ -189,3 +226,5 @@ class Directory:
                     path.unlink()
             except FileNotFoundError:
                 continue  # its writer finished just now
+            except (IsADirectoryError, PermissionError):
+                continue  # a stranger's

@@ -3,24 +3,31 @@
 Owns the view that agents and workers have of a job's namespace. With a secret, a value that is not signed with it reads
 as absent, is named in the log once, and does not stand in the way of the rightful writer: ``compare_and_set`` from
 absent replaces it. Without a secret values pass through as they are, except that a signed one is an error (this process
-was not given the secret). Counters cannot be signed, because the store itself adds to them; a stranger who changes one
-causes a needless look at records that are signed. Nothing here keeps a stranger with write access from deleting keys.
+was not given the secret). Counters are signed too, so ``add`` is a compare-and-set here; one that a stranger overwrote
+or deleted begins again at 0, so a count may only ever be a reason to look at records. What process groups exchange by
+``as_c10d`` is signed like the rest. Nothing here keeps a stranger with write access from deleting keys, nor from
+writing an old record of a key to that key again.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from phalanx.comm.stores._complaints import clipped
+from phalanx.comm.stores._counter import parse_counter
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
 from phalanx.comm.stores._signing import Signer, is_signed, read_secret
-from phalanx.membership import is_counter, job_prefix
+from phalanx.membership import job_prefix
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 
 def job_store(root: Store, job: str) -> Store:
@@ -29,6 +36,11 @@ def job_store(root: Store, job: str) -> Store:
     >>> job_store(MemoryStore(), "job7").set("wish/node1", b"4")       # doctest: +SKIP
     """
     return SealedStore(root.namespace(job_prefix(job)), Signer(job, read_secret()))
+
+
+def signed_store(root: Store, job: str) -> Store:
+    """The whole of ``root``, signed with the same secret: where the groups of a job meet."""
+    return SealedStore(root, Signer(job, read_secret()))
 
 
 class SealedStore(Store):
@@ -43,8 +55,8 @@ class SealedStore(Store):
         return self._signer.seal(key, value) if self._signer.has_secret else value
 
     def _open(self, key: str, value: bytes | None) -> bytes | None:
-        if value is None or is_counter(key):
-            return value
+        if value is None:
+            return None
         if not self._signer.has_secret:
             return self._signer.open(key, value) if is_signed(value) else value  # open says what is missing
         return self._signer.open_trusted(key, value)
@@ -59,8 +71,31 @@ class SealedStore(Store):
         self._below.set(key, self._seal(key, value), lease=lease)
 
     def add(self, key: str, amount: int = 1) -> int:
-        assert is_counter(key), f"{key!r} is not a counter's name, so what it holds would be taken for forged"
-        return self._below.add(key, amount)
+        """As below, but a counter that holds no number, whoever wrote that, is named and begins again."""
+        if not self._signer.has_secret:
+            try:
+                return self._below.add(key, amount)
+            except ValueError:
+                pass  # no number
+        while True:
+            standing = self._below.get(key)
+            total = self._number(key, standing) + amount
+            if self._below.compare_and_set(key, standing, self._seal(key, b"%d" % total)):
+                return total
+            time.sleep(_CHANCE.uniform(0, 0.002))  # others add at the same time: spread out
+
+    def count(self, key: str) -> int:
+        """What a counter holds; 0 when there is none, or no number that can be trusted."""
+        return self._number(key, self._below.get(key))
+
+    def _number(self, key: str, standing: bytes | None) -> int:
+        if standing is None:
+            return 0
+        value = self._signer.open_trusted(key, standing) if self._signer.has_secret else standing
+        number = None if value is None else parse_counter(value)
+        if number is None and value is not None:
+            self._signer.complain(key, f"refused a counter: {key!r} holds {clipped(value)}, not a number")
+        return number or 0
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         sealed = self._seal(key, value)
@@ -106,8 +141,13 @@ class SealedStore(Store):
         return SealedStore(self._below.clone(), self._signer)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        """As below: what torch's process groups exchange is theirs and is not signed."""
-        return self._below.as_c10d(prefix)
+        native = self._below.as_c10d(prefix)
+        if not self._signer.has_secret:
+            return native
+        from phalanx.comm.stores._c10d import StoreForTorch, for_torch
+
+        assert isinstance(native, StoreForTorch), "every store of ours makes one"
+        return for_torch(SealedStore(native.store, self._signer), native.prefix)
 
     def close(self) -> None:
         self._below.close()

@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx.comm.stores._complaints import Complaints, clipped
 from phalanx.membership import ENV_SECRET, ENV_SECRET_FILE, RecordError
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Signer:
     def __init__(self, job: str, secret: bytes | None = None) -> None:
         self._job = job.encode()
         self._secret = secret or None
-        self._refused: dict[str, bytes] = {}
+        self._complaints = Complaints(log)
 
     @property
     def has_secret(self) -> bool:
@@ -72,22 +73,32 @@ class Signer:
             raise SignatureError(f"the record at {key!r} is signed with another secret or was changed")
         elif sealed.startswith(_PLAIN):
             raise SignatureError(f"the record at {key!r} is not signed, but the job has a secret")
-        raise RecordError(f"the record at {key!r} is not one of this release (version 1): {sealed[:60]!r}")
+        raise RecordError(f"the record at {key!r} is not one of this release (version 1): {clipped(sealed)}")
+
+    def opens(self, key: str, sealed: bytes) -> bool:
+        """Whether the record can be trusted; nothing is logged."""
+        try:
+            self.open(key, sealed)
+        except RecordError:
+            return False
+        return True
 
     def open_trusted(self, key: str, sealed: bytes) -> bytes | None:
-        """The record inside, or None when it cannot be trusted; the log names each such value once."""
+        """The record inside, or None when it cannot be trusted; the log names the key once a minute."""
         try:
             return self.open(key, sealed)
         except RecordError as error:
-            if self._refused.get(key) != sealed:
-                self._refused[key] = sealed
-                log.warning("refused a record: %s", error)
+            self.complain(key, f"refused a record: {error}")
             return None
+
+    def complain(self, key: str, message: str) -> None:
+        """Log what is wrong with what a key holds, unless that was done a moment ago."""
+        self._complaints.say(key, message)
 
     def _mac(self, key: str, record: bytes) -> bytes:
         assert self._secret is not None, "only called with a secret"
         message = b"\0".join((self._job, key.encode(), record))
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest().encode()
+        return hmac.digest(self._secret, message, "sha256").hex().encode()
 
 
 def is_signed(value: bytes) -> bool:

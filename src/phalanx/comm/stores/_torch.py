@@ -70,11 +70,14 @@ class TorchStore(Store):
             raise TypeError(f"the lease of {key!r} was not made by the store {self.address}")
 
     def add(self, key: str, amount: int = 1) -> int:
-        # The server takes leading digits for a number and drops a client whose value has none: look first.
-        counter_value(key, self.get(key), self.address)
-        total = self._link.add(self._space + key, amount)
-        self._link.tick(self._writer.encode(b""))
-        return total
+        # Not the server's own add: it takes leading digits for a number and drops a client whose value has none, also
+        # where another client has put it there in this very moment.
+        while True:
+            now = self._record(key)
+            total = counter_value(key, now.value, self.address) + amount
+            if self._link.swap(self._space + key, now.raw, self._writer.encode(b"%d" % total)):
+                self._link.tick(self._writer.encode(b""))
+                return total
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         raw = self._writer.encode(value)
@@ -128,7 +131,7 @@ class TorchStore(Store):
 def _raw_items(link: Link, space: str, prefix: str) -> dict[str, bytes]:
     """Raw entries under ``prefix``, in the order of the keys."""
     start = space + prefix
-    keys = sorted(key for key in link.call(lambda: link.native.list_keys()) if key.startswith(start))
+    keys = sorted(key for key in link.list_keys() if key.startswith(start))
     raws = link.read_many(keys)
     return {key[len(space) :]: raw for key, raw in zip(keys, raws, strict=True) if raw is not None}
 

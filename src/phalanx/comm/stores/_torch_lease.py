@@ -6,13 +6,17 @@ lease that ended never comes back: beat and end are compare-and-sets of the same
 them wins. The owner of a key that changed hands in between keeps it: entries are distinct (see
 ``_record``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
 starts it). A pause of that process (SIGSTOP, a swapped-out host) is not held against the owners, who could
-not reach it meanwhile. Rejected: readers that judge by themselves (one that arrives late has to wait a
+not reach it meanwhile. What strangers write into the book-keeping is named, ignored and put right; they can end a lease
+(its owner then takes another one), and keep one alive for as long as they write.
+Rejected: readers that judge by themselves (one that arrives late has to wait a
 whole ttl); expiry times in wall clock (skew between hosts).
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -20,10 +24,16 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from phalanx.comm._background import Background
+from phalanx.comm.stores._complaints import Complaints, clipped
 from phalanx.comm.stores._interface import Lease
 from phalanx.comm.stores._record import Writer, decode
 from phalanx.comm.stores._torch_link import Link
 from phalanx.errors import StoreError, StoreLost
+
+log = logging.getLogger(__name__)
+
+_CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 LOOK = 0.05
 """Seconds between two looks of the reaper."""
@@ -32,7 +42,8 @@ GRAVE = 60.0
 """Seconds that a finished lease is still swept: its owner may be in the middle of one last ``set``."""
 
 VALUES = "v/"
-_NEW, _COUNT, _REAPER, _ENDED = "p/new", "p/leases", "p/reaper", b"ended"
+_NEW, _REAPER, _ENDED = "p/new", "p/reaper", b"ended"
+_LONGEST = 7 * 24 * 3600.0
 
 
 def _beat_key(lease: int) -> str:
@@ -87,11 +98,43 @@ class LeaseTable:
 def sweep(link: Link, writer: Writer, lease: int) -> None:
     """Turn every key that is still bound to ``lease`` into a tombstone."""
     listed = link.read(_keys_key(lease)) or b""
-    for line in set(listed.splitlines()):
-        key = VALUES + json.loads(line)
+    for name in keys_of(listed):
+        key = VALUES + name
         record = decode(link.read(key))
         if record.lease == lease and link.swap(key, record.raw, writer.tombstone()):
             link.tick(writer.encode(b""))
+
+
+def keys_of(listed: bytes) -> set[str]:
+    """The keys in a lease's list; lines that are none are not its owner's.
+
+    >>> keys_of(b'"a/b"\\n7\\nnonsense\\n')
+    {'a/b'}
+    """
+    keys = set()
+    for line in set(listed.splitlines()):
+        try:
+            key = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(key, str) and key.isprintable():
+            keys.add(key)
+    return keys
+
+
+def parse_new(item: bytes) -> tuple[int, float] | None:
+    """A lease and its time-to-live from the queue of new ones; None when it is not what an owner puts there.
+
+    >>> parse_new(b"[7, 2.5]"), parse_new(b"[7]"), parse_new(b"[7, NaN]")
+    ((7, 2.5), None, None)
+    """
+    try:
+        lease, ttl = json.loads(item)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if type(lease) is not int or not 0 < lease < 2**63 or type(ttl) not in (int, float):
+        return None
+    return (lease, float(ttl)) if 0 < ttl <= _LONGEST else None
 
 
 class Reaper:
@@ -103,9 +146,23 @@ class Reaper:
         self._table = LeaseTable()
         self._graves: dict[int, float] = {}
         self._stop = threading.Event()
-        link.write(_REAPER, b"1", self._writer.encode(b""))
-        self._thread = threading.Thread(target=self._run, name="phalanx-lease-reaper", daemon=True)
+        self._complaints = Complaints(log)
+        self._say_present()
+        self._thread = Background(
+            self._run, "phalanx-lease-reaper", on_failure=self._end, attempts=100, stop=self._stop
+        )
         self._thread.start()
+
+    def _say_present(self) -> None:
+        self._link.write(_REAPER, b"1", self._writer.encode(b""))
+
+    def _end(self, error: BaseException) -> None:
+        """Nobody ends leases any more: no new ones may begin, so that whoever asks for one hears of it."""
+        log.error("no lease at %s will end any more: %r", self._link.address, error)
+        try:
+            self._link.delete(_REAPER)
+        except StoreLost:
+            pass  # the server is gone, and with it every lease
 
     def close(self) -> None:
         self._stop.set()
@@ -119,6 +176,8 @@ class Reaper:
                 now = time.monotonic()
                 if now >= next_sweep:
                     self._sweep_graves(now)
+                    if self._link.read(_REAPER) is None:
+                        self._say_present()  # a stranger deleted it
                     next_sweep = now + 1.0
             except StoreLost:
                 return  # the server is gone, and with it every lease
@@ -127,10 +186,14 @@ class Reaper:
         link = self._link
         while link.call(lambda: link.native.queue_len(_NEW)):
             try:
-                lease, ttl = json.loads(link.call(lambda: link.native.queue_pop(_NEW, False), repeat=False))
+                item = link.call(lambda: link.native.queue_pop(_NEW, False), repeat=False)
             except dist.QueueEmptyError:
                 break
-            self._table.start(lease, ttl, time.monotonic())
+            new = parse_new(item)
+            if new is None or new[0] in self._table.ids() or new[0] in self._graves:
+                self._complaints.say(_NEW, f"refused a lease at {link.address}: {clipped(item)}")
+                continue
+            self._table.start(*new, time.monotonic())
         ids = self._table.ids()
         if not ids:
             return
@@ -160,26 +223,29 @@ class TorchLease(Lease):
         self.address = link.address
         self._link = link
         self._lock = threading.Lock()
-        self._beats = 1
+        self._beat = b"1"
         self._writer = Writer()
         if link.read(_REAPER) is None:
             raise StoreError(f"{link.address} keeps no leases: host the server with TCPStore.serve")
-        self.id = link.add(_COUNT, 1)
-        link.send(lambda: link.native.set(_beat_key(self.id), b"1"))
+        self.id = _CHANCE.randrange(1, 2**62)
+        link.send(lambda: link.native.set(_beat_key(self.id), self._beat))
         link.send(lambda: link.native.queue_push(_NEW, json.dumps([self.id, ttl])))
 
     def refresh(self) -> bool:
         with self._lock:
-            beat, following = b"%d" % self._beats, b"%d" % (self._beats + 1)
-            if not self._link.swap(_beat_key(self.id), beat, following):
-                return False
-            self._beats += 1
+            following = b"%d" % (int(self._beat) + 1)
+            if not self._link.swap(_beat_key(self.id), self._beat, following):
+                standing = self._link.read(_beat_key(self.id))
+                if standing in (None, _ENDED) or not self._link.swap(_beat_key(self.id), standing, following):
+                    return False
+                log.warning("lease %d at %s: put a stranger's %r right", self.id, self.address, standing)
+            self._beat = following
             return True
 
     def revoke(self) -> None:
         with self._lock:
             # A False here means that it has ended already; sweeping once more is harmless.
-            self._link.swap(_beat_key(self.id), b"%d" % self._beats, _ENDED)
+            self._link.swap(_beat_key(self.id), self._beat, _ENDED)
         sweep(self._link, self._writer, self.id)
 
     def bind(self, key: str, value: bytes) -> None:

@@ -24,12 +24,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # from where its stub can be seen
 
 from phalanx.errors import StoreLost
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -152,6 +155,19 @@ class Link:
 
     def add(self, key: str, amount: int) -> int:
         return int(self.call(lambda: self.native.add(key, amount), repeat=False))
+
+    def list_keys(self) -> list[str]:
+        """All keys. One whose name is no text can only be a stranger's; torch cannot list any while it is there."""
+        while True:
+            try:
+                return list(self.call(lambda: self.native.list_keys()))
+            except UnicodeDecodeError as error:
+                name: Any = error.object
+                log.warning("deleted a key of %s whose name is no text: %r", self.address, name[:60])
+                self.call(partial(self._delete_key, name))
+
+    def _delete_key(self, key: Any) -> bool:
+        return bool(self.native.delete_key(key))
 
     def delete(self, key: str) -> bool:
         return bool(self.call(lambda: self.native.delete_key(key)))

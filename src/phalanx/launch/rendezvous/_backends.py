@@ -7,12 +7,14 @@ agents.
 Configuration keys (``--rdzv-conf``), as torch's users write them: ``join_timeout`` (or ``timeout``),
 ``last_call_timeout``, ``close_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``, ``is_host``,
 ``store_type=file``, ``rank``; and our own: ``lease`` (how long a vanished node may go unnoticed),
-``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``.
+``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``; for etcd ``protocol``, ``ca_cert``, ``ssl_cert``,
+``ssl_cert_key`` (torch's words), ``user`` and ``password_file``.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import threading
@@ -20,21 +22,26 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.comm import _background as background
 from phalanx.comm import stores
+from phalanx.comm.stores._etcd_access import etcd_url
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch import _linux
+from phalanx.launch._addresses import LOOPBACK, bind_address
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
-from phalanx.launch.rendezvous._records import NodeRecord
+from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
+from phalanx.launch.rendezvous._records import NODES, PROOF, NodeRecord
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.membership import job_prefix
 
+log = logging.getLogger(__name__)
+
 DEFAULT_PORT = 29400
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SERVED = "phalanx/served"
 _SERVED_PATIENCE = 10.0
 """Seconds for whoever has the port on this machine to show that it is an agent: it says so as soon as it serves."""
@@ -59,12 +66,23 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     if is_host is None:
         is_host = is_this_machine(host)
     opened = open_tcp(host, port, serve=is_host, timeout=params.get_as_float("read_timeout", 60.0))
-    return make_handler(params, opened, loopback=host in _LOOPBACK)
+    return make_handler(params, opened, loopback=host in LOOPBACK)
 
 
 def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
-    """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated."""
-    url = f"etcd://{params.endpoint}"
+    """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated, or be an address."""
+    protocol = str(params.get("protocol", "http"))
+    if protocol not in ("http", "https"):
+        raise ValueError(f"rendezvous configuration protocol={protocol!r}; expected http or https")
+    url = etcd_url(
+        params.endpoint,
+        encrypted=protocol == "https",
+        user=str(params.get("user", "")),
+        ca=str(params.get("ca_cert", "")),
+        cert=str(params.get("ssl_cert", "")),
+        key=str(params.get("ssl_cert_key", "")),
+        password_file=str(params.get("password_file", "")),
+    )
     return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
@@ -83,6 +101,21 @@ def make_handler(
     machine."""
     secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
     secret, options = read_secret(path=secret_file or None), options_of(params)
+    own: OwnSecret | None = None
+    if secret is None and params.max_nodes == 1 and opened.is_host:
+        own = OwnSecret(params.run_id)
+        secret = own.value
+        proof = Signer(params.run_id, secret).seal(PROOF, b"{}")
+        opened.store.namespace(job_prefix(params.run_id)).set(PROOF, proof)
+    elif secret is None:
+        secret = secret_here(opened.store, params.run_id)
+    if secret is None and params.max_nodes > 1:
+        log.warning(
+            "job %s has no secret: whoever reaches its store at %s can change it; give every node the same "
+            "--rdzv-conf secret_file=FILE, or PHALANX_JOB_SECRET",
+            params.run_id,
+            opened.store.address,
+        )
     job = params.run_id
     if opened.outlives_agents:
         job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
@@ -98,8 +131,22 @@ def make_handler(
         is_host=opened.is_host,
         close_store=opened.store.close,
         secret_file=secret_file,
+        own_secret=own,
         job=job,
     )
+
+
+def secret_here(store: Store, job: str) -> bytes | None:
+    """The secret of a running job of this user on this machine, if the records in ``store`` are signed with one."""
+    known = known_secrets(job)
+    if not known:
+        return None
+    space = store.namespace(job_prefix(job))
+    signed = {PROOF: space.get(PROOF) or b"", **space.items(NODES)}
+    for secret in known:
+        if any(Signer(job, secret).opens(key, value) for key, value in signed.items()):
+            return secret
+    return None
 
 
 def rules_of(params: RendezvousParameters) -> Rules:
@@ -162,7 +209,7 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
 
 def is_this_machine(host: str) -> bool:
     """Whether ``host`` names an address of this machine: one that can be bound to."""
-    if host in (*_LOOPBACK, socket.gethostname(), socket.getfqdn()):
+    if host in (*LOOPBACK, socket.gethostname(), socket.getfqdn()):
         return True
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -182,11 +229,8 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
     """Serve at ``host:port``, or connect. Of several agents that want to serve, one wins and the others
     connect."""
     if serve:
-        bind = "127.0.0.1" if host in ("localhost", "127.0.0.1") else "::1" if host == "::1" else "0.0.0.0"
-        if bind == "0.0.0.0" and ":" in host:
-            bind = "::"
         try:
-            store = stores.TCPStore.serve(bind, port)
+            store = stores.TCPStore.serve(bind_address(host), port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
@@ -228,16 +272,14 @@ def _is_served(host: str, port: int) -> bool:
     found = threading.Event()
 
     def ask() -> None:
-        try:
-            with stores.TCPStore(host, port, timeout=_SERVED_PATIENCE) as store:
-                store.wait([_SERVED], _SERVED_PATIENCE)
-                found.set()
-        except StoreError:
-            pass
+        with stores.TCPStore(host, port, timeout=_SERVED_PATIENCE) as store:
+            store.wait([_SERVED], _SERVED_PATIENCE)
+            found.set()
 
-    thread = threading.Thread(target=ask, name="phalanx-ask-port", daemon=True)
-    thread.start()
-    thread.join(_SERVED_PATIENCE)
+    def failed(error: BaseException) -> None:
+        log.debug("%s:%d serves no rendezvous: %s", host, port, error)
+
+    background.start(ask, "phalanx-ask-port", on_failure=failed).join(_SERVED_PATIENCE)
     return found.is_set()
 
 
@@ -249,4 +291,4 @@ def _connect(url: str, params: RendezvousParameters) -> Store:
     try:
         return stores.connect(url, params.get_as_float("read_timeout", 60.0))
     except StoreError as error:
-        raise RendezvousConnectionError(f"cannot reach the rendezvous store {url}: {error}") from error
+        raise RendezvousConnectionError(f"cannot reach the rendezvous store: {error}") from error

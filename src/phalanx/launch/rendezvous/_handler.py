@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from phalanx.comm._background import Background
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
@@ -38,9 +39,11 @@ from phalanx.launch.rendezvous._leader import (
     describe,
     end_generation,
     publish_members,
+    read_trusted,
     ring,
     write_once,
 )
+from phalanx.launch.rendezvous._own_secret import OwnSecret
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.launch.rendezvous._waiting import due_after, waiting_line
@@ -76,6 +79,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         is_host: bool = False,
         close_store: Callable[[], None] | None = None,
         secret_file: str = "",
+        own_secret: OwnSecret | None = None,
         master: tuple[str, int] | None = None,
         job: str = "",
     ) -> None:
@@ -90,9 +94,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._is_host = is_host
         self._close_store = close_store
         self._secret_file = secret_file
+        self._own_secret = own_secret
         self._participant = Participant(store, signer, rules, node, lease=options.lease)
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._stopping = False
         self._failure: RendezvousError | None = None
         self._generation: int | None = None
@@ -123,7 +128,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def secret_file(self) -> str:
-        return self._secret_file
+        return self._secret_file if self._own_secret is None else self._own_secret.keep()
 
     @property
     def node_id(self) -> str:
@@ -269,24 +274,25 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _start_thread(self) -> None:
         if self._thread is None:
             name = f"phalanx-rdzv-{self.node_id}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = Background(self._run, name, on_failure=self._fail, final=(StoreLost,))
             self._thread.start()
 
     def _run(self) -> None:
-        failure: RendezvousError | None = None
-        try:
-            while not self._stopping:
-                with self._changed:
-                    until = self._participant.step(time.monotonic())
-                    self._changed.notify_all()
-                self._participant.pause(max(0.0, until - time.monotonic()))
-        except StoreLost as error:
-            failure = self._lost(error)
-        except RecordError as error:
-            failure = RendezvousStateError(f"node {self.node_id} of job {self._run_id!r}: {error}")
-        except Exception as error:
-            log.exception("the rendezvous of node %s failed", self.node_id)
-            failure = RendezvousStateError(f"node {self.node_id} of job {self._run_id!r} failed: {error!r}")
+        while not self._stopping:
+            with self._changed:
+                until = self._participant.step(time.monotonic())
+                self._changed.notify_all()
+            self._participant.pause(max(0.0, until - time.monotonic()))
+        self._end(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StoreLost):
+            self._end(self._lost(error))
+        else:
+            self._end(RendezvousStateError(f"node {self.node_id} of job {self._run_id!r} failed: {error!r}"))
+
+    def _end(self, failure: RendezvousError | None) -> None:
+        """The thread is over: everybody who waits for what it learns has to hear of it."""
         with self._changed:
             if failure is not None and not self._stopping:
                 self._failure = failure
@@ -308,8 +314,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _read(self, key: str) -> bytes | None:
         """A record that can be trusted, or None."""
-        value = self._store.get(key)
-        return None if value is None else self._signer.open_trusted(key, value)
+        return read_trusted(self._store, self._signer, key)
 
     def set_closed(self) -> None:
         self.close_as("", "")
@@ -319,7 +324,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         closing = records.Closing(reason=text, outcome=outcome, time=time.time())
         try:
             if write_once(self._store, self._signer, records.CLOSED, closing.to_json()):
-                ring(self._store)
+                ring(self._store, self._signer)
         except StoreLost as error:
             raise self._lost(error) from error
 
@@ -331,12 +336,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         return 0 if count is None else records.load_count(count, records.WAITING)
 
     def break_generation(self, generation: int, broken: Broken) -> None:
-        self._end(generation, "broken", broken)
+        self._end_generation(generation, "broken", broken)
 
     def want_generation(self, generation: int, cause: Broken) -> None:
-        self._end(generation, "wanted", cause)
+        self._end_generation(generation, "wanted", cause)
 
-    def _end(self, generation: int, kind: str, cause: Broken) -> None:
+    def _end_generation(self, generation: int, kind: str, cause: Broken) -> None:
         try:
             end_generation(self._store, self._signer, generation, kind, cause)
         except StoreLost as error:
@@ -375,6 +380,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._agent_store.close()
         if self._close_store is not None:
             self._close_store()
+        if self._own_secret is not None:
+            self._own_secret.remove()
         return told
 
     def _leave(self) -> bool:

@@ -30,9 +30,9 @@ KEEP = 8
 """How many past generations keep their records, for agents and workers that are slow to move on."""
 
 
-def ring(store: Store) -> None:
+def ring(store: Store, signer: Signer) -> None:
     """Wake all nodes; call it after the write that they shall see."""
-    number = store.add(records.BELLS)
+    number = SealedStore(store, signer).add(records.BELLS)
     store.set(records.bell_key(number), b"{}")
     store.delete(records.bell_key(number - KEEP))
 
@@ -43,7 +43,7 @@ def end_generation(store: Store, signer: Signer, generation: int, kind: str, cau
     SealedStore(store, signer).compare_and_set(for_workers, None, cause.to_json())
     key = records.ended_key(generation, kind)
     if write_once(store, signer, key, cause.to_json()):
-        ring(store)
+        ring(store, signer)
 
 
 def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
@@ -55,6 +55,12 @@ def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
         if expected is not None and signer.open_trusted(key, expected) is not None:
             return False
     return True
+
+
+def read_trusted(store: Store, signer: Signer, key: str) -> bytes | None:
+    """A record that can be trusted, or None."""
+    value = store.get(key)
+    return None if value is None else signer.open_trusted(key, value)
 
 
 def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
@@ -80,10 +86,13 @@ def publish_members(store: Store, signer: Signer, record: GenerationRecord) -> N
 class Leader:
     """The view and the hands of the leader; ``Participant`` makes one when its node is chosen."""
 
-    def __init__(self, store: Store, signer: Signer, rules: Rules) -> None:
+    def __init__(self, store: Store, signer: Signer, rules: Rules, *, patience: float) -> None:
+        """``patience``: seconds that a node has to put its record right when a stranger wrote over it."""
         self._store = store
         self._signer = signer
         self._rules = rules
+        self._patience = patience
+        self._overwritten: dict[str, float] = {}
         self._nodes: dict[str, Seen] = {}
         self._raw: dict[str, bytes] = {}
         self._waiting: int | None = None
@@ -107,6 +116,7 @@ class Leader:
             if change.value is None:
                 self._raw.pop(change.key, None)
                 self._nodes.pop(node_id, None)
+                self._overwritten.pop(node_id, None)
             elif change.value != self._raw.get(change.key):
                 self._raw[change.key] = change.value
                 self._take_node(node_id, change.key, change.value, now)
@@ -117,9 +127,14 @@ class Leader:
             if record.id != node_id:
                 raise RecordError(f"it names node {record.id!r}")
         except RecordError as error:
-            self._nodes.pop(node_id, None)
-            log.warning("refused the join of node %s: %s", node_id, error)
+            self._signer.complain(key, f"refused the join of node {node_id}: {error}")
+            if node_id in self._nodes and node_id not in self._overwritten:
+                # It has joined, so this is not its word. Its lease does not hold the key any more either: it may have
+                # died, and has until then to write its record again.
+                self._overwritten[node_id] = now + self._patience
+                ring(self._store, self._signer)
             return
+        self._overwritten.pop(node_id, None)
         known = self._nodes.get(node_id)
         same = known is not None and (known.record.ticket, known.record.wants) == (
             record.ticket,
@@ -129,6 +144,9 @@ class Leader:
 
     def lead(self, facts: Facts, now: float) -> float:
         """Decide and act until there is nothing to do; returns when to look again at the latest."""
+        for node_id in [each for each, until in self._overwritten.items() if until <= now]:
+            del self._overwritten[node_id]
+            self._nodes.pop(node_id, None)
         while True:
             state = self._state(facts)
             action = decide(state, self._rules, now)
@@ -144,7 +162,8 @@ class Leader:
                 )
             elif isinstance(action, Idle):
                 self._tell_waiting(state)
-                return math.inf if action.until is None else action.until
+                until = math.inf if action.until is None else action.until
+                return min(until, *self._overwritten.values(), math.inf)
 
     def _learn_done(self, facts: Facts) -> bool:
         """Look which nodes of the generation have said that they are done; whether that is news."""
@@ -185,13 +204,14 @@ class Leader:
 
     def _form(self, record: GenerationRecord, facts: Facts) -> None:
         key = records.generation_key(record.generation)
-        if not write_once(self._store, self._signer, key, record.to_json()):
-            taken = self._store.get(key)
-            assert taken is not None, "a generation record is never deleted"
-            record = GenerationRecord.from_json(self._signer.open(key, taken))
+        while not write_once(self._store, self._signer, key, record.to_json()):
+            taken = read_trusted(self._store, self._signer, key)
+            if taken is not None:  # else a stranger was at it in between
+                record = GenerationRecord.from_json(taken)
+                break
         publish_members(self._store, self._signer, record)
         self._store.set(records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation)))
-        ring(self._store)
+        ring(self._store, self._signer)
         facts.latest = record
         log.info("generation %d formed with %d node(s)", record.generation, len(record.seats))
         self._forget(record.generation - KEEP)

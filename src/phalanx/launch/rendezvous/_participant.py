@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
-from phalanx.comm.stores._signing import Signer
+from phalanx.comm.stores._sealed import SealedStore
+from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
@@ -36,6 +37,9 @@ from phalanx.membership import Broken, RecordError
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 log = logging.getLogger(__name__)
+
+FIRST = (records.FORMED, records.LEADER)
+"""What a node reads of a job that it comes to."""
 
 
 @dataclass
@@ -82,6 +86,9 @@ class Participant:
         self._leading: Leader | None = None
         self._watch: Watch | None = None
         self._changes: list[Change] = []
+        self._sealed = SealedStore(store, signer)
+        self._node_raw = b""  # what this node wrote last about itself
+        self._bell = 0  # the one that was heard last
         self._ear = store.clone()  # a blocking call must not delay the agent's
         self._heard = 0
         self._rung = False
@@ -95,7 +102,9 @@ class Participant:
         if first or self.facts.evicted:
             self._lease = self.store.lease(self._ttl)
             self._refresh_at = now + self._ttl / 3
-            self.node = replace(self.node, ticket=self.store.add(records.TICKETS))
+            # A stranger may have set the counter back; what matters is that no registration has that of another.
+            ticket = max(self._sealed.add(records.TICKETS), self.node.ticket + 1)
+            self.node = replace(self.node, ticket=ticket)
             self.facts.evicted = False
         self.node = replace(self.node, wants=wants, port=port)
         self._write_node()
@@ -105,9 +114,12 @@ class Participant:
 
     def _read_first(self, now: float) -> None:
         """Find the newest generation and the leader, and make sure that this node can read their records."""
-        formed, leader = self.store.get_many([records.FORMED, records.LEADER])
+        formed, leader = (
+            None if value is None else self._open_first(key, value)
+            for key, value in zip(FIRST, self.store.get_many(FIRST), strict=True)
+        )
         if leader is not None:
-            rules = LeaderRecord.from_json(self.signer.open(records.LEADER, leader))
+            rules = LeaderRecord.from_json(leader)
             if (rules.min_nodes, rules.max_nodes) != (self.rules.min_nodes, self.rules.max_nodes):
                 log.warning(
                     "node %s was told %d to %d nodes, but the job's leader goes by %d to %d",
@@ -115,10 +127,28 @@ class Participant:
                     *(rules.min_nodes, rules.max_nodes),
                 )
         if formed is not None:
-            self._follow(records.load_count(self.signer.open(records.FORMED, formed), records.FORMED))
+            self._follow(records.load_count(formed, records.FORMED))
         self._check(now)
         if self._leader is None:
             self._check(now)  # nobody led and another was quicker: now its name is there
+
+    def _open_first(self, key: str, value: bytes) -> bytes | None:
+        """A record that this node finds when it comes. One that it cannot read is either a stranger's, and ignored, or
+        this node is the stranger, and has to hear why."""
+        try:
+            return self.signer.open(key, value)
+        except RecordError as error:
+            is_garbage = self.signer.has_secret and not isinstance(error, SignatureError)
+            if not is_garbage and not self._is_among_friends():
+                raise
+            self.signer.complain(key, f"refused a record: {error}")
+            return None
+
+    def _is_among_friends(self) -> bool:
+        """Whether another node's record can be trusted."""
+        others = self.store.items(records.NODES)
+        others.pop(records.node_key(self.node.id), None)
+        return any(self.signer.open_trusted(key, value) is not None for key, value in others.items())
 
     def leave(self) -> None:
         """Stop being a live node (which also wakes ``pause``); a leader tells the others to find a new
@@ -130,7 +160,7 @@ class Participant:
             self._lease = None
         if led and not self.facts.closed:
             self.store.delete(records.LEADER)
-            ring(self.store)
+            ring(self.store, self.signer)
 
     def interrupt(self) -> None:
         """Give up the connection that a follower waits on: a thread in ``pause`` gets ``StoreLost``."""
@@ -178,11 +208,14 @@ class Participant:
             self._changes = self._watch.wait(timeout)
             self._rung = any(not change.key.startswith(records.NODES) for change in self._changes)
             return
+        bell = self._heard + 1
+        if bell == self._bell:  # it rang, yet nobody was counted: a stranger's, and it would ring for ever
+            self.store.delete(records.bell_key(bell))
         try:
-            self._ear.wait([records.bell_key(self._heard + 1)], timeout)
-            self._rung = True
+            self._ear.wait([records.bell_key(bell)], timeout)
+            self._rung, self._bell = True, bell
         except StoreTimeout:
-            self._rung = False
+            self._rung, self._bell = False, 0
 
     def step(self, now: float) -> float:
         """Do what is due, and return when to be called again at the latest."""
@@ -210,7 +243,8 @@ class Participant:
     def _write_node(self) -> None:
         key = records.node_key(self.node.id)
         try:
-            self.store.set(key, self.signer.seal(key, self.node.to_json()), lease=self._lease)
+            self._node_raw = self.signer.seal(key, self.node.to_json())
+            self.store.set(key, self._node_raw, lease=self._lease)
         except StoreLost:
             raise
         except StoreError:
@@ -220,15 +254,18 @@ class Participant:
         """Read what all nodes want to know. After a ring, and now and then in case a ring was lost."""
         self._check_at = now + self._ttl / 4 * (1 + self._jitter)
         # The number first: what is written before a later ring is then read after hearing it.
-        self._heard = int(self.store.get(records.BELLS) or 0)
+        self._heard = self._sealed.count(records.BELLS)
         current = -1 if self.facts.latest is None else self.facts.latest.generation
         keys = [
             records.CLOSED,
             records.generation_key(current + 1),
             records.LEADER,
             records.node_key("" if self._leader is None else self._leader.id),
+            records.node_key(self.node.id),
         ]
-        closed, following, leader, leader_node = self.store.get_many(keys)
+        closed, following, leader, leader_node, own = self.store.get_many(keys)
+        if self._lease is not None and not self.facts.evicted and own != self._node_raw:
+            self._write_node()  # a stranger wrote over it or deleted it
         if closed is not None:
             self._take_closed(closed)
         if following is not None:
@@ -280,7 +317,11 @@ class Participant:
         keys = [records.ended_key(generation, kind) for kind in kinds]
         for kind, key, value in zip(kinds, keys, self.store.get_many(keys), strict=True):
             if value is not None and self._open(key, value, None) is not None:
-                cause = Broken.from_json(self.signer.open(key, value))
+                try:
+                    cause = Broken.from_json(self.signer.open(key, value))
+                except RecordError as error:
+                    self.signer.complain(key, f"ignored what {key!r} holds: {error}")
+                    continue
                 self.facts.ends[generation] = GenerationEnd(kind=kind, reason=cause.reason, broken=cause)
                 return
 
@@ -288,17 +329,22 @@ class Participant:
 
     def _take_leader(self, value: bytes | None, now: float) -> None:
         """Another leader than the one known: a new one, or (None) the old one has left."""
-        self._leader_raw = value
+        former, self._leader_raw = self._leader_raw, value
+        trusted = None if value is None else self.signer.open_trusted(records.LEADER, value)
+        if value is not None and trusted is None:
+            # A stranger's. Whoever leads goes on and puts it right; the others stand when that one has gone.
+            if self._leading is not None and former is not None:
+                if self.store.compare_and_set(records.LEADER, value, former):
+                    self._leader_raw = former
+            elif self._leader is None:
+                self._stand(now)
+            return
         self._leader = None
         self._step_down()
-        if value is None:
+        if trusted is None:
             self._stand(now)
             return
-        try:
-            self._leader = LeaderRecord.from_json(self.signer.open(records.LEADER, value))
-        except RecordError as error:
-            log.warning("node %s does not accept the leader's record: %s", self.node.id, error)
-            return
+        self._leader = LeaderRecord.from_json(trusted)
         if self._leader.id == self.node.id:  # of a former registration of this node
             self._stand(now)
 
@@ -323,8 +369,8 @@ class Participant:
             self._watch = self.store.watch(
                 records.LIVE
             )  # before everything is read: nothing falls in between
-        self._leading = Leader(self.store, self.signer, self.rules)
-        ring(self.store)
+        self._leading = Leader(self.store, self.signer, self.rules, patience=self._ttl)
+        ring(self.store, self.signer)
 
     def _step_down(self) -> None:
         if self._leading is not None:

@@ -13,6 +13,7 @@ All keys are in the job's namespace, under ``rdzv/``:
 ``waiting``          how many nodes could be admitted now
 ``closed``           ``Closing``: the job is over, how it ended, and when
 ``runs``             how often a job of this id was run anew; see ``_runs``
+``proof``            empty, signed by the agent that made the job's secret: which of several it is
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
 ==================== ========================================================================================
@@ -20,7 +21,8 @@ All keys are in the job's namespace, under ``rdzv/``:
 Who changes something that all nodes want to know (formed, ended, leader, closed) then *rings*: takes the next
 number of ``bells`` and writes that bell. Nodes wait for the next bell, one key each, and on hearing it read
 the records: what counts is their state, never the sequence of rings, so a ring that is lost or doubled does
-no harm. Only the leader watches ``live/``: nodes that come and go wake nobody else.
+no harm; nor does one of a stranger, who can only make nodes look. Only the leader
+watches ``live/``: nodes that come and go wake nobody else.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ FORMED = "rdzv/formed"
 LEADER = "rdzv/leader"
 WAITING = "rdzv/waiting"
 CLOSED = "rdzv/closed"
+PROOF = "rdzv/proof"
 BELLS = "rdzv/bells"
 RUNS = "rdzv/runs"
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from phalanx.comm import _background as background
 from phalanx.launch.rendezvous._decide import Rules
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,7 @@ def saying(line: str, delays: Sequence[float] = DELAYS) -> Iterator[None]:
             num_lines += 1
             log.warning("%s", line)
 
-    thread = threading.Thread(target=say, name="phalanx-waiting", daemon=True)
-    thread.start()
+    thread = background.start(say, "phalanx-waiting", on_failure=lambda error: log.warning("%s", line))
     try:
         yield
     finally:
