@@ -85,9 +85,7 @@ def test_a_record_survives_its_journey_and_garbage_is_refused():
     assert LostContact.from_json(word("a", "b", late=True).to_json()) == word("a", "b", late=True)
     good = json.loads(word("a", "b").to_json())
     bad = [b"", b"\xff", b"[" * 100_000, b"7", json.dumps({**good, "of": "b"}).encode()]
-    bad += [json.dumps({**good, key: {}}).encode() for key in good] + [
-        json.dumps({**good, "more": 1}).encode()
-    ]
+    bad += [json.dumps({**good, key: {}}).encode() for key in good]
     bad += [
         json.dumps({k: v for k, v in good.items() if k != key}).encode() for key in ("v", "of", "peers", "by")
     ]
