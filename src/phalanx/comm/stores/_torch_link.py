@@ -153,9 +153,6 @@ class Link:
     def read_tick(self) -> bytes | None:
         return self.read(_TICK)
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self.call(lambda: self.native.add(key, amount), repeat=False))
-
     def list_keys(self) -> list[str]:
         """All keys. One whose name is no text can only be a stranger's; torch cannot list any while it is there."""
         while True:
