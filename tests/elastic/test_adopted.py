@@ -16,7 +16,7 @@ from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Outcome, Saves
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._records import read_lines
-from phalanx.elastic._saves import find_save
+from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]

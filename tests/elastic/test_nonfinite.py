@@ -17,7 +17,7 @@ from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOpti
 from phalanx.elastic._codec import decode
 from phalanx.elastic._finite import is_finite
 from phalanx.elastic._guard import BAD_GRADIENT, Facts, Reaction, SlotReport, decide, explain
-from phalanx.elastic._saves import find_save
+from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
 
 NAN, INF = math.nan, math.inf

@@ -58,7 +58,7 @@ def test_a_rendezvous_that_is_closed_in_the_middle_is_no_success(launcher, tmp_p
     with connect(directory.as_uri()) as store:
         job = store.namespace(job_prefix("closing"))
         job.set(records.CLOSED, Signer("closing").seal(records.CLOSED, b'"closed by a stranger"'))
-        ring(job)
+        ring(job, Signer("closing"))
     assert agent.wait() == 1, agent.output
     assert "closed by a stranger" in agent.output
     assert "has not finished" in agent.output

@@ -210,7 +210,7 @@ def test_a_wrong_flag_is_answered_without_importing_torch():
             "--rdzv-conf has 'endpoint=h:1'; that is said with --rdzv-endpoint",
         ),
         (["--rdzv-conf", "lease=4,join_timout=9"], "'join_timout' is unknown (did you mean 'join_timeout'?)"),
-        (["--rdzv-conf", "foo=1"], "'foo' is unknown; expected one of admit_delay, close_timeout"),
+        (["--rdzv-conf", "foo=1"], "'foo' is unknown; expected one of admit_delay, ca_cert"),
         (["--redirects", "7"], "streams are '7'; expected 0, 1, 2 or 3"),
         (["--signals-to-handle", "SIGX"], "unknown signal 'SIGX'"),
         (["--logs-specs", "none-such"], "no installed package offers it"),

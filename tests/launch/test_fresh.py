@@ -58,6 +58,8 @@ ALLOWED_TO_LAUNCHED = {
     "process/kernel/SigCgt:": "the same",
     "process/kernel/SigIgn:": "the same",
     "streams/stdout/errors": "a print must not end a job",
+    "streams/stdout/buffer": "nor must a full disk that it goes to",
+    "streams/stderr/buffer": "the same",
     "library/multiprocessing": "its sockets lie in a folder that the agent removes",
     **ALLOWED,
 }

@@ -96,7 +96,8 @@ class Samples(torch.utils.data.Dataset):
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = phalanx.elastic.DataOptions(shuffle=False)
-job = phalanx.Job(model, optimizer, Samples(), num_slots=2, slot_batch_size=4, data=data)
+saves = phalanx.elastic.Saves(directory=sys.argv[1] + "-saves", every=1)
+job = phalanx.Job(model, optimizer, Samples(), num_slots=2, slot_batch_size=4, data=data, saves=saves)
 for step in job.steps(epochs=1):
     for micro in step:
         micro.backward((model(micro.inputs) - micro.targets).pow(2).mean())

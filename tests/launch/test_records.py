@@ -31,7 +31,7 @@ from phalanx.launch.rendezvous._records import (
     Seat,
     load_count,
 )
-from phalanx.membership import Broken, Member, Members, RecordError, Setbacks
+from phalanx.membership import Broken, LostContact, Member, Members, RecordError, Setbacks
 
 NODE = NodeRecord(id="n", ticket=3, host="h", addr="a", port=1, local_size=2, worker_ids=("n.0", "n.1"))
 MEMBER = Member(id="n.0", rank=0, node_rank=0, local_rank=0, local_size=1, host="h")
@@ -40,12 +40,17 @@ FAILURE = ProcessFailure(
 )
 VERDICT = json.dumps(
     {"v": 1, "action": "heal", "restarts": 2, "reason": "r", "starts_anew": False, "ports_taken": 0,
+     "replace": ["n.1"], "lost_contact": {"count": 1, "step": 4},
      "streak": Streak().to_record()}
 ).encode()  # fmt: skip
 RECORDS = {
     "members": (
         Members.from_json,
         Members(generation=1, workers=(MEMBER,), num_nodes=1, master_addr="a", master_port=1).to_json(),
+    ),
+    "lost contact": (
+        LostContact.from_json,
+        LostContact(by="n.0", reason="r", of=("n.1",), peers=("n.0", "n.1"), step=4).to_json(),
     ),
     "broken": (Broken.from_json, Broken(reason="r", workers=("n.0",)).to_json()),
     "node": (NodeRecord.from_json, NODE.to_json()),
