@@ -36,6 +36,7 @@ ALLOWED = {
     "logging/num_handlers": IMPORTED_EARLIER,
     "warnings/filters": IMPORTED_EARLIER,
     "random": "numbers that nobody has seeded",
+    "streams/stdin/write_through": "of a stream that is only read: whether the launcher runs under python -u",
     "interpreter/argv": "where the script shall write to",
     "interpreter/orig_argv": "the same",
     "with_torch/interpreter/argv": "the same",
