@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools import files
 
 import phalanx
 
@@ -165,17 +166,8 @@ def test_every_package_is_typed_and_documented() -> None:
     assert not undocumented
 
 
-def test_architecture_lists_every_file() -> None:
-    listed = re.findall(r"^\| `([^`]+\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    tree = [
-        str(path.relative_to(ROOT))
-        for folder in ("src", "benchmarks", "examples")
-        for path in python_files(ROOT / folder)
-    ]
-    assert sorted(listed) == sorted(tree), (
-        f"missing in ARCHITECTURE.md: {sorted(set(tree) - set(listed))}; "
-        f"listed but not there: {sorted(set(listed) - set(tree))}"
-    )
+def test_the_list_of_files_is_that_of_their_docstrings() -> None:
+    assert files.TARGET.read_text() == files.page(), "run `make files`"
 
 
 def parity_rows() -> list[tuple[str, str, str]]:
