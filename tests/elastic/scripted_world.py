@@ -92,6 +92,7 @@ class World:
     def train(self, on_step, after, on_commit) -> object:
         generator = torch.Generator().manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+        model.register_buffer("seen", torch.zeros(()))
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)

@@ -75,6 +75,7 @@ def evaluate(
                     known[str(b)] = [values, float(len(indices))]
                     job.team.roster.report(job.step)
             except LOST as error:
+                job.buffers.restore()  # the regroup compares states and hands them on
                 _recover(job, error)
     finally:
         job.team.is_evaluating = False
