@@ -10,8 +10,8 @@ from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
 from phalanx.elastic import Ejected, ResultLost, Saves
-from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
+from phalanx.elastic.checkpoint._save_folder import find_save
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
