@@ -6,7 +6,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 
-.PHONY: demo test check bench soak coverage format release clean
+.PHONY: demo test check bench soak coverage format files release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -38,6 +38,10 @@ coverage: $(DEV)
 format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# docs/files.md, from the docstrings of the modules. Needs nothing but Python.
+files:
+	$(PYTHON) -m tools.files
 
 # Wheel and sdist, checked, and the wheel tried in an environment of its own (without torch: a version needs none).
 release: $(RUN)

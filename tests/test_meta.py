@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from tools import files
 
 import phalanx
 
@@ -20,13 +24,14 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "membership", "_fields", "_signature", "_torch_faults"}
+VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults"}
 LAYERS = {
     "errors": set(),
     "_fields": set(),
     "_signature": set(),
     "world": {"errors"},
-    "membership": {"errors", "_fields"},
+    "protocol": {"errors", "_fields"},
+    "membership": {"protocol"},
     "_after_import": set(),
     "_torch_faults": set(),
     "comm": VALUES | {"_after_import"},
@@ -37,16 +42,30 @@ LAYERS = {
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"comm", "data", "ddp"},
     "_torch_hook": {"_after_import", "comm"},
-    "__init__": VALUES | {"_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "__init__": VALUES
+    | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
 }
+# The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
+# above, the package's own `__init__` on top.
+SUBLAYERS: dict[str, list[str]] = {}
+# (importer, imported) that the rules below leave alone: five at most.
+EXCEPTIONS: set[tuple[str, str]] = set()
+TANGLED = {"comm", "launch", "tensor", "shard"}
+UNEXPLAINED = {"__main__", "_torch_hook", "comm", "ddp", "data", "elastic", "launch", "shard", "tensor"}
+WHY_LATE = re.compile("start-up|optional|platform")
 FORBIDDEN = re.compile(
     r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"
     r"|distributed\.(tensor|device_mesh|_shard|elastic|launcher|run|algorithms|checkpoint|fsdp)\b"
     r"|distributed\.(Reducer|Logger)$)"
 )
 # The one place that speaks with a part of torch from outside, so that its tools can work on our tensors.
-ADAPTERS = {"comm/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\.")}
+ADAPTERS = {"comm/torch_interop/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\.")}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -55,7 +74,7 @@ def python_files(folder: Path) -> list[Path]:
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every imported dotted name, with its line; ``from a import b`` counts as ``a`` and ``a.b``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -84,6 +103,180 @@ def test_imports_point_down_only() -> None:
             if other != package and other not in LAYERS[package]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["phalanx", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+class Import(NamedTuple):
+    """One module of ours that another one names in an import statement."""
+
+    importer: str
+    imported: str
+    where: str
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.where} imports {self.imported}"
+
+
+@functools.cache
+def imports_of_ours() -> list[Import]:
+    """Every import of a module of ours: at the top of a file, inside functions, and for type checkers only."""
+    modules = {module_name(path) for path in python_files(SOURCE)}
+    found = []
+    for path in python_files(SOURCE):
+        tree = tree_of(path)
+        for_types = {
+            line
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for line in range(node.lineno, node.body[-1].end_lineno + 1)  # type: ignore[operator]
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: imports are absolute"
+                longer = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in modules else str(node.module) for name in longer]
+            else:
+                continue
+            where = f"{path.relative_to(ROOT)}:{node.lineno}"
+            found += [
+                Import(module_name(path), name, where, node.lineno in for_types)
+                for name in names
+                if name in modules and name != module_name(path)
+            ]
+    return found
+
+
+def folder_of(module: str) -> tuple[str, ...]:
+    """The package or sub-package whose file a module is; the sub-packages of a sub-package belong to it.
+
+    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.group._group")
+    (('comm', 'stores'), ('comm',))
+    """
+    return tuple(module.split(".")[1:-1][:2])
+
+
+def height(module: str, package: str, order: list[str]) -> int:
+    """Where a module stands in its package's order; other packages are below.
+
+    >>> [height(f"phalanx.{name}", "ddp", ["buckets"]) for name in ("comm", "ddp.buckets._x", "ddp._y", "ddp")]
+    [-1, 0, 1, 2]
+    """
+    if module == f"phalanx.{package}":
+        return len(order) + 1
+    if not module.startswith(f"phalanx.{package}."):
+        return -1
+    part = module.removeprefix(f"phalanx.{package}.").split(".")[0]
+    return order.index(part) if part in order else len(order)
+
+
+def test_imports_inside_a_package_point_down_only() -> None:
+    """Wherever they stand: at the top of a file, inside functions, or for type checkers."""
+    wrong = [
+        str(found)
+        for package, order in SUBLAYERS.items()
+        for found in imports_of_ours()
+        if found.importer.startswith(f"phalanx.{package}.")
+        and (found.importer, found.imported) not in EXCEPTIONS
+        if height(found.imported, package, order) > height(found.importer, package, order)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_orders_inside_packages_name_what_is_there() -> None:
+    for package, order in SUBLAYERS.items():
+        home = SOURCE / package.replace(".", "/")
+        folders = {path.parent.name for path in home.glob("*/__init__.py")}
+        parts = folders | {path.stem for path in home.glob("*.py")}
+        assert set(order) <= parts, f"{package}: no {sorted(set(order) - parts)}"
+        assert folders <= set(order), f"{package}: where do {sorted(folders - set(order))} stand?"
+
+
+def knots(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that reach each other (Tarjan), each in alphabetical order.
+
+    >>> knots({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    [['b', 'c']]
+    """
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    out = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        stack.append(node)
+        for other in sorted(graph.get(node, ())):
+            if other not in number:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], number[other])
+        if lowest[node] == number[node]:
+            knot = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(knot) > 1:
+                out.append(sorted(knot))
+
+    for node in sorted(graph):
+        if node not in number:
+            visit(node)
+    return out
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not through functions. For type checkers a circle may be closed, within one part of a package."""
+    graph: dict[str, set[str]] = {}
+    for found in imports_of_ours():
+        within = found.for_types and folder_of(found.importer) == folder_of(found.imported)
+        if not within and (found.importer, found.imported) not in EXCEPTIONS:
+            graph.setdefault(found.importer, set()).add(found.imported)
+    wrong = [knot for knot in knots(graph) if knot[0].split(".")[1] not in TANGLED]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def unexplained_imports(path: Path) -> Iterator[str]:
+    """Imports inside functions without a word on why they wait: a comment on the first of a block, or above it."""
+    lines = path.read_text().splitlines()
+    for function in ast.walk(tree_of(path)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        explained_until = 0
+        for node in ast.walk(function):
+            for block in (getattr(node, "body", []), getattr(node, "orelse", [])):
+                for statement in block if isinstance(block, list) else []:
+                    if not isinstance(statement, ast.Import | ast.ImportFrom):
+                        continue
+                    first, last = statement.lineno, statement.end_lineno or statement.lineno
+                    above = itertools.takewhile(
+                        lambda row: row.strip().startswith("#"), lines[first - 2 :: -1]
+                    )
+                    comment = " ".join([*above, *(row.partition("#")[2] for row in lines[first - 1 : last])])
+                    if WHY_LATE.search(comment) or explained_until == first - 1:
+                        explained_until = last
+                    else:
+                        yield f"{path.relative_to(ROOT)}:{first} {lines[first - 1].strip()}"
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    wrong = [
+        line
+        for path in python_files(SOURCE)
+        if package_of(path) not in UNEXPLAINED
+        for line in unexplained_imports(path)
+    ]
+    assert not wrong, "say `start-up`, `optional` or `platform` in a comment:\n" + "\n".join(wrong)
+
+
+def test_there_are_few_exceptions() -> None:
+    assert len(EXCEPTIONS) <= 5
+    stale = EXCEPTIONS - {(found.importer, found.imported) for found in imports_of_ours()}
+    assert not stale, f"no longer needed: {stale}"
 
 
 def test_only_comm_imports_torch_distributed() -> None:
@@ -126,7 +319,7 @@ def test_nothing_is_unpickled_from_the_network_or_from_disk() -> None:
     wrong += [
         f"{path.relative_to(ROOT)}:{node.lineno} calls torch.load"
         for path in python_files(SOURCE)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
     assert not wrong, "\n".join(wrong)
@@ -159,23 +352,12 @@ def test_every_package_imports_where_the_platform_calls_itself_darwin() -> None:
 
 def test_every_package_is_typed_and_documented() -> None:
     assert (SOURCE / "py.typed").exists()
-    undocumented = [
-        path for path in python_files(SOURCE) if not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    undocumented = [path for path in python_files(SOURCE) if not ast.get_docstring(tree_of(path))]
     assert not undocumented
 
 
-def test_architecture_lists_every_file() -> None:
-    listed = re.findall(r"^\| `([^`]+\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    tree = [
-        str(path.relative_to(ROOT))
-        for folder in ("src", "benchmarks", "examples")
-        for path in python_files(ROOT / folder)
-    ]
-    assert sorted(listed) == sorted(tree), (
-        f"missing in ARCHITECTURE.md: {sorted(set(tree) - set(listed))}; "
-        f"listed but not there: {sorted(set(listed) - set(tree))}"
-    )
+def test_the_list_of_files_is_that_of_their_docstrings() -> None:
+    assert files.TARGET.read_text() == files.page(), "run `make files`"
 
 
 def parity_rows() -> list[tuple[str, str, str]]:

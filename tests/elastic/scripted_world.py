@@ -11,11 +11,11 @@ from elastic_training import Mean
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx import membership as ms
+from phalanx import protocol as ms
 from phalanx.comm.stores import MemoryStore
 from phalanx.elastic import Callbacks, Job, RunOptions, Saves
 from phalanx.elastic import _job as job_module
-from phalanx.elastic._store_roster import StoreRoster
+from phalanx.elastic.membership._store_membership import StoreRoster
 
 
 class Die(BaseException):

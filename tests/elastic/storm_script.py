@@ -23,8 +23,11 @@ from elastic_training import Pictures, make_job
 from torch.nn import functional as F
 from worker_script import hold, put
 
-from phalanx.comm import _auto, _liveness
-from phalanx.elastic import Job, RunOptions, Saves, _sync, _writer
+from phalanx.comm.failure import _liveness
+from phalanx.comm.transports import _auto
+from phalanx.elastic import Job, RunOptions, Saves
+from phalanx.elastic.checkpoint import _writer
+from phalanx.elastic.membership import _sync
 
 TIMEOUT = 4.0
 """Seconds that a collective waits for a worker that lives; a stopped one stays stopped for longer."""

@@ -9,10 +9,10 @@ import pytest
 from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
-from phalanx import membership as ms
+from phalanx import protocol as ms
 from phalanx.elastic import Ejected, ResultLost, Saves
-from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
+from phalanx.elastic.checkpoint._save_folder import find_save
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 

@@ -1,0 +1,353 @@
+"""What the documents say holds: their code runs, their commands, flags, links and files exist."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from documents import DOCUMENTS, ROOT, blocks, commands, inline_code, prose, wrong_calls
+from phalanx.__main__ import COMMANDS, main
+from phalanx.comm import simulate
+from phalanx.launch.cli._flags import parse
+
+pytestmark = pytest.mark.fast
+
+Names = dict[str, Any]
+
+
+# What the examples of each document take for granted. A function per document: it prepares the names for the next
+# block, and is asked again before each one.
+
+
+def readme(names: Names, group: Any) -> Iterator[None]:
+    model = nn.Linear(3, 1)
+    names |= {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "dataset": TensorDataset(torch.randn(200, 3), torch.randn(200, 1)),
+        "loss_fn": nn.functional.mse_loss,
+    }
+    yield
+    yield
+
+
+def comm(names: Names, group: Any) -> Iterator[None]:
+    names |= {"group": group, "train": lambda group: group.barrier()}
+    yield
+
+
+def data(names: Names, group: Any) -> Iterator[None]:
+    from phalanx.data import ElasticBatchSampler, WithWeights
+
+    names |= {"DataLoader": DataLoader, "num_epochs": 1, "dataset": range(20)}
+    yield
+    yield
+    consumed = list(itertools.islice(names["sampler"], 2))
+    names |= {"steps": 1, "batch_size": len(consumed)}
+    yield
+    names |= {
+        "data": TensorDataset(torch.randn(20, 3), torch.randn(20, 1)),
+        "WithWeights": WithWeights,
+        "model": nn.Linear(3, 1),
+        "loss": nn.MSELoss(reduction="none"),
+        "total": 0,
+        "count": 0,
+    }
+    yield
+    assert names["count"] == 20 // group.size
+    names |= {"ElasticBatchSampler": ElasticBatchSampler, "step": 0, "slot": 0}
+    names["dataset"] = TensorDataset(torch.arange(256 * 4))
+    names["DataLoader"] = lambda *args, **options: DataLoader(*args, batch_sampler=options["batch_sampler"])
+    yield
+
+
+def ddp(names: Names, group: Any) -> Iterator[None]:
+    from phalanx.errors import PeerLost
+
+    names |= {"module": nn.Linear(3, 1), "batch": torch.ones(2, 3)}
+    yield
+    names |= {"loss": names["model"](names["batch"]).sum(), "PeerLost": PeerLost}
+    yield
+
+
+def elastic(names: Names, group: Any) -> Iterator[None]:
+    first = readme(names, group)
+    next(first)
+    yield
+    job = type(names["job"])(
+        names["model"], names["optimizer"], names["dataset"], num_slots=1, slot_batch_size=200
+    )
+    step = next(iter(job.steps(epochs=1)))
+    for micro in step:
+        micro.backward(names["loss_fn"](names["model"](micro.inputs), micro.targets))
+    names |= {
+        "job": job,
+        "step": step,
+        "ema": SimpleNamespace(update=lambda model: None),
+        "test_set": names["dataset"],
+        "score": lambda batch: {"loss": names["loss_fn"](names["model"](batch[0]), batch[1])},
+    }
+    yield
+
+
+def launch(names: Names, group: Any) -> Iterator[None]:
+    names["train"] = abs
+    yield
+    assert names["values"] == dict.fromkeys(range(4), 0.1)
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.users(ids)
+        return rows
+
+
+def shard(names: Names, group: Any) -> Iterator[None]:
+    torch.manual_seed(0)
+    names["model"] = Recommender()
+    yield
+    names |= {
+        "criterion": nn.CrossEntropyLoss(),
+        "my_batch": torch.arange(3 + group.rank),
+        "my_labels": torch.zeros(3 + group.rank, dtype=torch.long),
+    }
+    yield
+    names["other_model"] = Recommender()
+    names["shard"].shard_module(names["other_model"], names["plan"])
+    yield
+    assert torch.equal(names["other_model"].users.weight.local_tensor(), names["table"].local_tensor())
+
+
+def stores(names: Names, group: Any) -> Iterator[None]:
+    yield
+    names["store"].close()
+    names["server"].close()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "key", "value", "out")})
+        self.mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mlp["down"](self.mlp["up"](x).relu())
+        return y
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[0](x)
+        return y
+
+
+def tensor(names: Names, group: Any) -> Iterator[None]:
+    from phalanx.tensor import Partial, distribute_module, distribute_tensor, init_device_mesh
+    from phalanx.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names |= {
+        "nn": nn,
+        "F": nn.functional,
+        "phalanx": phalanx,
+        "loss_parallel": loss_parallel,
+        "Partial": Partial,
+    }
+    names |= {"distribute_module": distribute_module, "partition_fn": None, "Model": lambda: nn.Linear(4, 4)}
+    names["x"] = distribute_tensor(torch.randn(4, 8), mesh)
+    yield
+    names |= {"model": nn.Linear(4, 4), "mesh": mesh["tp"]}
+    yield
+    yield
+    assert names["model"].weight.device_mesh == mesh["tp"]
+    yield
+    names |= {"model": Transformer(), "mesh": mesh}
+    yield
+    logits = distribute_tensor(torch.randn(4, 8), mesh["tp"], [names["Shard"](1)]).requires_grad_()
+    names |= {"logits": logits, "target": torch.zeros(4, dtype=torch.long)}
+    yield
+    names["x"] = torch.ones(6, 4)
+    yield
+    yield
+    assert callable(names["row_parallel_product"])
+
+
+def transport(names: Names, group: Any) -> Iterator[None]:
+    names |= {"group": group, "gradient": torch.ones(1_000_000)}
+    yield
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        yield
+    names["dist"].destroy_process_group()
+
+
+READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
+    "README.md": (1, readme),
+    "docs/comm.md": (2, comm),
+    "docs/data.md": (4, data),
+    "docs/ddp.md": (2, ddp),
+    "docs/elastic.md": (1, elastic),
+    "docs/launch.md": (1, launch),
+    "docs/shard.md": (2, shard),
+    "docs/stores.md": (1, stores),
+    "docs/tensor.md": (4, tensor),
+    "docs/transport.md": (1, transport),
+}
+
+
+def test_every_document_with_examples_has_a_reader() -> None:
+    with_examples = {
+        str(document.relative_to(ROOT))
+        for document in DOCUMENTS
+        if any(block.language == "python" for block in blocks(document))
+    }
+    assert with_examples == set(READERS)
+
+
+@pytest.mark.parametrize("document", READERS)
+def test_examples_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks, reader = READERS[document]
+
+    def read(group: Any) -> None:
+        names: Names = {"__name__": "document", "torch": torch}
+        ready = reader(names, group)
+        for block in blocks(ROOT / document):
+            if block.language == "python":
+                next(ready)
+                exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), names)
+        assert next(ready, "end") == "end", f"{document} has fewer examples than its reader expects"
+
+    if document == "docs/launch.md":
+        read(None)  # it starts processes, which only a main thread can; needs no group
+    else:
+        simulate(ranks).run(read)
+
+
+def test_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [block for block in blocks(ROOT / "README.md") if "print(" in block.text]
+    exec(compile(block.text, "README.md", "exec"), {"__name__": "document"})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)$", block.text, re.MULTILINE)
+
+
+def test_calls_in_text_and_docstrings_are_taken_by_what_they_name() -> None:
+    """Also those of examples that cannot run in a docstring, since they need ranks."""
+    wrong = [
+        f"{document.relative_to(ROOT)}: {call}"
+        for document in DOCUMENTS
+        for code in [*inline_code(document), *(block.text for block in blocks(document))]
+        for call in wrong_calls(code)
+    ]
+    wrong += [
+        f"{path.relative_to(ROOT)}: {call}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for code in re.findall(r"^ *>>> (.*?) *# doctest: \+SKIP", path.read_text(), re.MULTILINE)
+        for call in wrong_calls(f"{code} ..." if code.endswith(":") else code)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_are_understood() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = 0
+    for document in DOCUMENTS:
+        for command in commands(document):
+            program, *words = shlex.split(command)
+            if program == "make":
+                assert set(words) <= targets, f"{document}: {command}"
+            if program == "phalanx":
+                assert words[0] in COMMANDS, f"{document}: {command}"
+                flags = {word for word in words if word.startswith("-")}
+                if words[0] == "run":
+                    parse(words[1:], {})
+                else:
+                    assert flags <= flags_of(words[0]), f"{document}: {command}"
+                seen += 1
+    assert seen > 5
+    made = {name for document in DOCUMENTS for name in re.findall(r"`make ([a-z]+)`", document.read_text())}
+    assert made <= targets, made - targets
+
+
+@functools.cache
+def flags_of(command: str) -> set[str]:
+    """The flags that the help of one of our commands names."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return set(re.findall(r"--[a-z][a-z0-9-]*", said.getvalue()))
+
+
+# Flags of others, or of a script that stands for the user's own.
+FOREIGN = {"--client-cert-auth", "--lr"}
+
+
+def test_flags_in_text_exist() -> None:
+    known = set().union(*(flags_of(command) for command in COMMANDS)) | FOREIGN
+    for path in (ROOT / folder for folder in ("benchmarks", "examples", "tests", "tools", "src")):
+        for file in path.rglob("*.py"):
+            known |= set(re.findall(r"add_argument\(\s*\"(--[a-z][a-z-]*)\"", file.read_text()))
+    wrong = [
+        f"{document.relative_to(ROOT)}: {flag}"
+        for document in DOCUMENTS
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text())
+        if flag not in known
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Scripts that stand for the user's own, and a name that nobody should use.
+USERS_FILES = {"train.py", "model.py", "profile.py", "utils.py"}
+
+
+def test_links_and_files_in_text_exist() -> None:
+    suffixes = ("*.py", "*.md", "*.toml", "*.yml", "*.yaml")
+    folders = ("src", "tests", "benchmarks", "examples", "docs", "tools", ".github")
+    tracked = [file.relative_to(ROOT) for suffix in suffixes for file in ROOT.glob(suffix)]
+    tracked += [
+        file.relative_to(ROOT)
+        for folder in folders
+        for suffix in suffixes
+        for file in (ROOT / folder).rglob(suffix)
+    ]
+    wrong = []
+    for document in DOCUMENTS:
+        text = prose(document)
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if (
+                not target.startswith(("http:", "https:", "mailto:"))
+                and not (document.parent / target).exists()
+            ):
+                wrong.append(f"{document.relative_to(ROOT)}: no {target}")
+        for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+            heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            if anchor not in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}:
+                wrong.append(f"{document.relative_to(ROOT)}: no heading {anchor}")
+        if document.name == "files.md":
+            continue  # generated; its names are relative to their heading
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|yml))(?:::\w+)?`", text):
+            if not any(f"/{file}".endswith(f"/{name}") for file in tracked) and name not in USERS_FILES:
+                wrong.append(f"{document.relative_to(ROOT)}: no {name}")
+    assert not wrong, "\n".join(wrong)
