@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tools import files
+from tools import files, tables
 
 import phalanx
 
@@ -356,6 +356,15 @@ def test_every_package_is_typed_and_documented() -> None:
 
 def test_the_list_of_files_is_that_of_their_docstrings() -> None:
     assert files.TARGET.read_text() == files.page(), "run `make files`"
+
+
+def test_the_tables_of_measurements_are_those_of_stored_runs() -> None:
+    used = []
+    for document in sorted((ROOT / "docs").glob("*.md")):
+        text = document.read_text()
+        assert text == tables.filled(text), f"{document.name}: run `make tables`"
+        used += re.findall(r"<!-- measured: (\w+) -->", text)
+    assert sorted(used) == sorted(tables.TABLES)
 
 
 def parity_rows() -> list[tuple[str, str, str]]:
