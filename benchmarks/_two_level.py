@@ -2,7 +2,7 @@
 
 The hosts are believed ones on this machine: ranks are told different machine names, so shared memory is used inside a
 "host" and gloo over loopback between them; a real network was not at hand. ``PAYS_UP_TO`` in
-``phalanx.comm._two_level`` rests on this table (see docs/adr/0004-two-levels-by-table.md).
+``phalanx.comm.transports._two_level`` rests on this table (see docs/adr/0004-two-levels-by-table.md).
 
 Run: ``python -m benchmarks._two_level``
 """
@@ -17,10 +17,11 @@ import torch
 
 from benchmarks._results import record
 from benchmarks._turns import KB, MB, amount, compare, disturbance_told, on_ranks, rounds_for
-from phalanx.comm import Group, _liveness
-from phalanx.comm._transport import ReduceOp, Transport
-from phalanx.comm._two_level import ANY, TwoLevelTransport
+from phalanx.comm import Group
+from phalanx.comm.failure import _liveness
 from phalanx.comm.stores import connect
+from phalanx.comm.transports._interface import ReduceOp, Transport
+from phalanx.comm.transports._two_level import ANY, TwoLevelTransport
 
 SIZES = [4 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB]
 HOSTS = ["aabb", "aab"]

@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.elastic._history import History, read_history
-from phalanx.elastic._records import read_lines
-from phalanx.elastic._report import render
 from phalanx.elastic.audit import check_directory
-from phalanx.launch._scale import scale
+from phalanx.elastic.tools._history import History, read_history
+from phalanx.elastic.tools._json_lines import read_lines
+from phalanx.elastic.tools._report import render
+from phalanx.launch.cli._scale import scale
 
 SCRIPT = Path(__file__).parent / "char_lm.py"
 console = Console()

@@ -22,7 +22,7 @@ import phalanx
 from documents import DOCUMENTS, ROOT, blocks, commands, inline_code, prose, wrong_calls
 from phalanx.__main__ import COMMANDS, main
 from phalanx.comm import simulate
-from phalanx.launch._flags import parse
+from phalanx.launch.cli._flags import parse
 
 pytestmark = pytest.mark.fast
 

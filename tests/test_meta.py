@@ -24,13 +24,14 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "membership", "_fields", "_signature", "_torch_faults"}
+VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults"}
 LAYERS = {
     "errors": set(),
     "_fields": set(),
     "_signature": set(),
     "world": {"errors"},
-    "membership": {"errors", "_fields"},
+    "protocol": {"errors", "_fields"},
+    "membership": {"protocol"},
     "_after_import": set(),
     "_torch_faults": set(),
     "comm": VALUES | {"_after_import"},
@@ -41,7 +42,8 @@ LAYERS = {
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"comm", "data", "ddp"},
     "_torch_hook": {"_after_import", "comm"},
-    "__init__": VALUES | {"_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "__init__": VALUES
+    | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
@@ -58,7 +60,7 @@ FORBIDDEN = re.compile(
     r"|distributed\.(Reducer|Logger)$)"
 )
 # The one place that speaks with a part of torch from outside, so that its tools can work on our tensors.
-ADAPTERS = {"comm/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\.")}
+ADAPTERS = {"comm/torch_interop/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\.")}
 
 
 @functools.cache
@@ -153,7 +155,7 @@ def imports_of_ours() -> list[Import]:
 def folder_of(module: str) -> tuple[str, ...]:
     """The package or sub-package whose file a module is; the sub-packages of a sub-package belong to it.
 
-    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm._group")
+    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.group._group")
     (('comm', 'stores'), ('comm',))
     """
     return tuple(module.split(".")[1:-1][:2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.membership import Broken, Member, Members, RecordError
+from phalanx.protocol import Broken, Member, Members, RecordError
 from phalanx.world import World
 
 pytestmark = pytest.mark.fast

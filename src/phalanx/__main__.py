@@ -11,9 +11,9 @@ from importlib import import_module
 
 # Subcommand -> (module, what it does).
 COMMANDS = {
-    "run": ("phalanx.launch._cli", "run a script on the workers of a job"),
-    "scale": ("phalanx.launch._scale", "change the number of workers of a running job"),
-    "doctor": ("phalanx.launch._doctor", "check this machine and say in plain words what is wrong"),
+    "run": ("phalanx.launch.cli._run", "run a script on the workers of a job"),
+    "scale": ("phalanx.launch.cli._scale", "change the number of workers of a running job"),
+    "doctor": ("phalanx.launch.cli._doctor", "check this machine and say in plain words what is wrong"),
 }
 
 

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.fast
 
 EXEMPT = {
     "comm/_background.py": "makes them",
-    "comm/_simulate.py": "ranks of a simulation: it joins them and raises what they raised",
-    "comm/_release.py": "drops a reference, which cannot raise",
+    "comm/simulation/_simulate.py": "ranks of a simulation: it joins them and raises what they raised",
+    "comm/transports/_release.py": "drops a reference, which cannot raise",
     "comm/stores/_torch_link.py": "connects anew while its caller waits, for a limited time, and sees what came of it",
-    "launch/_head_start.py": "loads a library before anything else is imported, and is joined",
+    "launch/cli/_head_start.py": "loads a library before anything else is imported, and is joined",
 }
 
 

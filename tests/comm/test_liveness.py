@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.comm import _liveness
-from phalanx.comm._failure import FailureDetector
-from phalanx.comm._liveness import Identity, own_identity
+from phalanx.comm.failure import _liveness
+from phalanx.comm.failure._failure import FailureDetector
+from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.errors import PeerLost, PeerTimeout
 
 pytestmark = pytest.mark.fast

@@ -124,7 +124,7 @@ def test_from_group() -> None:
 
 def test_with_mesh_nests() -> None:
     def rank_main(group: Group) -> None:
-        from phalanx.comm._mesh import current_mesh
+        from phalanx.comm.mesh._mesh import current_mesh
 
         outer, inner = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
         assert current_mesh() is None

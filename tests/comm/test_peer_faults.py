@@ -219,7 +219,7 @@ def die_while_forming(worker):
     store = worker.store()
     if worker.rank == 1:
         # The identity is written, then the process dies before it connects.
-        from phalanx.comm import _create
+        from phalanx.comm.transports import _create
 
         _create.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost, match="while generation 0 formed"):

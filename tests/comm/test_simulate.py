@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.comm import faults, simulate
-from phalanx.comm._scheduler import Scheduler
+from phalanx.comm.simulation._scheduler import Scheduler
 from phalanx.errors import (
     CollectiveMismatch,
     PeerLost,
@@ -129,7 +129,7 @@ def test_a_rank_blocked_outside_of_collectives_is_reported_with_its_stack(
             blocked.append(threading.current_thread())
             gate.wait()
 
-    monkeypatch.setattr("phalanx.comm._simulate.Scheduler", schedule)
+    monkeypatch.setattr("phalanx.comm.simulation._simulate.Scheduler", schedule)
     with pytest.raises(SimulationError, match=r"did not end within 0.2 s(.|\n)*gate.wait"):
         simulate(2, timeout=0.2).run(main)
     gate.set()

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.elastic._records import read_lines
 from phalanx.elastic.audit import Verdict, check_directory
-from phalanx.launch._scale import scale
+from phalanx.elastic.tools._json_lines import read_lines
+from phalanx.launch.cli._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"
 PRELOAD = "torch._dynamo,phalanx.elastic"

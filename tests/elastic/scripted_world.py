@@ -11,11 +11,11 @@ from elastic_training import Mean
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx import membership as ms
+from phalanx import protocol as ms
 from phalanx.comm.stores import MemoryStore
 from phalanx.elastic import Callbacks, Job, RunOptions, Saves
 from phalanx.elastic import _job as job_module
-from phalanx.elastic._store_roster import StoreRoster
+from phalanx.elastic.membership._store_membership import StoreRoster
 
 
 class Die(BaseException):
@@ -92,6 +92,7 @@ class World:
     def train(self, on_step, after, on_commit) -> object:
         generator = torch.Generator().manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+        model.register_buffer("seen", torch.zeros(()))
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Outcome, Saves
 from phalanx.elastic._boundary import Boundary
-from phalanx.elastic._records import read_lines
-from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
+from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.tools._json_lines import read_lines
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 

@@ -24,7 +24,7 @@ from phalanx.comm import simulate
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic._rng import derive_seed
-from phalanx.elastic._slots import fold
+from phalanx.elastic.reduce._slots import fold
 
 QUIET = RunOptions(progress=False)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from phalanx.comm import simulate
 from phalanx.elastic import StateTypeError
-from phalanx.elastic._codec import decode, encode
-from phalanx.elastic._state import digest
-from phalanx.elastic._stream import receive_state, send_state
+from phalanx.elastic.checkpoint._state import digest
+from phalanx.elastic.checkpoint._state_codec import decode, encode
+from phalanx.elastic.checkpoint._stream import receive_state, send_state
 
 pytestmark = pytest.mark.fast
 
@@ -96,7 +96,7 @@ def test_digests_depend_on_values_not_on_order():
 
 @pytest.mark.parametrize("block", [7, 1 << 24])
 def test_a_state_is_streamed_between_two_workers(monkeypatch, block):
-    monkeypatch.setattr("phalanx.elastic._stream.BLOCK", block)
+    monkeypatch.setattr("phalanx.elastic.checkpoint._stream.BLOCK", block)
     state = {
         "w": torch.randn(5, 3),
         "n": torch.arange(4),

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from phalanx.comm import observe, simulate
-from phalanx.elastic._exchange import Exchange
-from phalanx.elastic._layout import Layout
-from phalanx.elastic._partials import Partials, Pool
-from phalanx.elastic._slots import fold
+from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._partials import Partials, Pool
+from phalanx.elastic.reduce._reduction import Exchange
+from phalanx.elastic.reduce._slots import fold
 
 pytestmark = pytest.mark.fast
 

@@ -7,10 +7,10 @@ import torch
 
 from elastic.test_exchange import SHAPES, reduce, reference
 from phalanx.comm import Group
-from phalanx.comm._shm import _memory
-from phalanx.elastic._exchange import Exchange
-from phalanx.elastic._layout import Layout
-from phalanx.elastic._partials import Partials, Pool
+from phalanx.comm.transports.shm import _memory
+from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._partials import Partials, Pool
+from phalanx.elastic.reduce._reduction import Exchange
 from processes import run_processes
 
 pytestmark = pytest.mark.timeout(300)

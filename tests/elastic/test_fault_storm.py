@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from strangers import Stranger
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -58,20 +59,30 @@ ENDINGS: tuple[Strike, ...] = (
 class Storm:
     """One job, and the faults that are laid out for it."""
 
-    def __init__(self, directory: Path, num_workers: int) -> None:
+    def __init__(self, directory: Path, num_workers: int, *, gloo: bool) -> None:
         self.faults, self.struck = directory / "faults", directory / "struck"
         for folder in (self.faults, self.struck):
             folder.mkdir(parents=True)
         self.num_laid = 0
-        self.cluster = Cluster(
-            directory, num_workers, NUM_STEPS, hold=1, script=SCRIPT, hang_timeout="60", max_restarts="1000"
-        )
+        options = {"hang_timeout": "60", "max_restarts": "1000", "script_flag": "--gloo" if gloo else ""}
+        self.cluster = Cluster(directory, num_workers, NUM_STEPS, hold=1, script=SCRIPT, **options)
+        self.stranger: Stranger | None = None
 
     def lay_out(self, strike: Strike, step: int) -> None:
         for fault in strike:
             at, kind = fault.split(".")
             self.num_laid += 1
             (self.faults / f"{self.num_laid:03d}.{at}.{0 if at in NEWCOMERS else step}.{kind}").touch()
+
+    def let_stranger_in(self, seed: int) -> None:
+        """Somebody without the job's secret writes garbage over every key of its store, until the end."""
+        self.cluster.wait_step(1)
+        self.stranger = Stranger((self.cluster.directory / "store").read_text(), pause=0.1, seed=seed)
+
+    def close(self) -> None:
+        if self.stranger is not None:
+            self.stranger.stop()
+        self.cluster.close()
 
     def has_struck(self) -> bool:
         return len(list(self.struck.iterdir())) == self.num_laid
@@ -88,10 +99,12 @@ class Storm:
 
 
 def run_storm(directory: Path, undisturbed: str, seed: int, num_strikes: int) -> int:
-    """How many faults a job has survived."""
+    """How many faults a job has survived. Every second one runs over gloo, every third one has a stranger."""
     chance = random.Random(seed)
-    storm = Storm(directory, chance.randint(2, 4))
+    storm = Storm(directory, chance.randint(2, 4), gloo=seed % 2 == 0)
     try:
+        if seed % 3 == 0:
+            storm.let_stranger_in(seed)
         ending = chance.choice(ENDINGS)
         strikes = chance.sample(STRIKES, num_strikes)
         for strike in strikes:
@@ -101,7 +114,7 @@ def run_storm(directory: Path, undisturbed: str, seed: int, num_strikes: int) ->
         storm.cluster.release()
         storm.cluster.finish(timeout=300)
     finally:
-        storm.cluster.close()
+        storm.close()
     history = [*strikes, ending]
     assert storm.has_struck(), f"of {history} not all came: {sorted(storm.faults.iterdir())}"
     assert (directory / "result").exists(), f"after {history} the result is missing"

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from phalanx.comm.stores import MemoryStore
 from phalanx.elastic import ResultLost, StepsLost
 from phalanx.elastic._exit import has_ended_well
-from phalanx.elastic._finish import Finish, Vacant, find_vacant, prefer
-from phalanx.elastic._keeper import Contact, Keeper
-from phalanx.elastic._keys import Keys
-from phalanx.elastic._ledger import Ledger, check_setback
+from phalanx.elastic.membership._committed_steps import Ledger, check_setback
+from phalanx.elastic.membership._final_state import Contact, Keeper
+from phalanx.elastic.membership._finish import Finish, Vacant, find_vacant, prefer
+from phalanx.elastic.membership._keys import Keys
 from phalanx.launch.rendezvous._records import Closing
 from phalanx.launch.rendezvous._runs import is_past
-from phalanx.membership import SETBACKS, Member, Members, Setbacks, ended_key, members_key
+from phalanx.protocol import SETBACKS, Member, Members, Setbacks, ended_key, members_key
 
 pytestmark = pytest.mark.fast
 

@@ -16,12 +16,14 @@ import torch
 from elastic_training import make_job, train
 
 from phalanx.comm import simulate
-from phalanx.elastic import NotSaved, RunOptions, Saves, _save_folder, _saves, _troubles, _writer
-from phalanx.elastic._records import Audit, Events, JsonLines, parse_lines, read_lines
-from phalanx.elastic._save_folder import find_save, write_save
-from phalanx.elastic._troubles import Backoff, Troubles
-from phalanx.elastic._writer import SaveWriter
+from phalanx.elastic import NotSaved, RunOptions, Saves
 from phalanx.elastic.audit import check_directory
+from phalanx.elastic.checkpoint import _save_folder, _saves, _writer
+from phalanx.elastic.checkpoint._save_folder import find_save, write_save
+from phalanx.elastic.checkpoint._writer import SaveWriter
+from phalanx.elastic.tools import _troubles
+from phalanx.elastic.tools._json_lines import Audit, Events, JsonLines, parse_lines, read_lines
+from phalanx.elastic.tools._troubles import Backoff, Troubles
 from phalanx.errors import JobStopped
 
 SCRIPT = Path(__file__).parent / "full_disk_script.py"
@@ -211,7 +213,7 @@ def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeyp
 
     lines = JsonLines(tmp_path / "a.jsonl")
     lines._backoff = Backoff(clock=lambda: 0.0)
-    monkeypatch.setattr("phalanx.elastic._records.os.write", write)
+    monkeypatch.setattr("phalanx.elastic.tools._json_lines.os.write", write)
     for number in range(3):
         lines.write({"number": number})
     monkeypatch.undo()
@@ -222,7 +224,7 @@ def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeyp
 
 @pytest.mark.fast
 def test_lines_that_no_memory_holds_are_counted_and_the_file_says_so(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("phalanx.elastic._records.MAX_PENDING", 100)
+    monkeypatch.setattr("phalanx.elastic.tools._json_lines.MAX_PENDING", 100)
     path = tmp_path / "a.jsonl"
     path.symlink_to("/dev/full")
     troubles = Troubles()

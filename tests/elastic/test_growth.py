@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripted_world import World
 
-from phalanx import membership as ms
+from phalanx import protocol as ms
 from processes import run_processes
 
 pytestmark = pytest.mark.timeout(400)

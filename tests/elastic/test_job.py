@@ -162,7 +162,7 @@ def test_workers_that_run_different_models_are_told_which_parameter_differs(othe
 
 
 def test_models_that_differ_in_order_only_are_told_apart():
-    from phalanx.elastic._identity import tell_apart
+    from phalanx.elastic.membership._identity import tell_apart
 
     one = {"parameter a": "float32 ()", "parameter b": "float32 ()"}
     told = tell_apart("x", one, "y", dict(reversed(one.items())))
@@ -188,8 +188,8 @@ def test_workers_that_run_different_jobs_are_told_so():
 
 
 def test_unequal_machines_are_warned_of():
-    from phalanx.elastic._seats import Seat
-    from phalanx.elastic._sync import _check_same, fingerprint
+    from phalanx.elastic.membership._rounds import Seat
+    from phalanx.elastic.membership._sync import _check_same, fingerprint
 
     told = [{"job": {}, "machine": {**fingerprint(), "threads": threads}} for threads in (1, 1, 2)]
     with pytest.warns(BitsWarning, match="workers a and c differ in threads 1 and 2"):
@@ -449,7 +449,7 @@ def test_progress_is_one_live_line_on_a_terminal(monkeypatch):
 
 
 def test_an_optimizer_state_wider_than_its_parameter_survives(tmp_path):
-    from phalanx.elastic._state import Parts
+    from phalanx.elastic.checkpoint._state import Parts
 
     model = nn.Linear(2, 1, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -9,7 +9,7 @@ from cluster import Cluster
 from elastic_training import make_job, train
 
 from phalanx.elastic import RunOptions, Saves
-from phalanx.elastic._save_folder import find_save
+from phalanx.elastic.checkpoint._save_folder import find_save
 
 
 def test_a_job_whose_saves_are_damaged_is_not_restarted_and_does_not_begin_anew(tmp_path):

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from junk import changed, junk, long, quick, raw, torn
 from phalanx.elastic import RunOptions, SaveError, Saves
-from phalanx.elastic._codec import decode, encode
-from phalanx.elastic._finish import Finish
-from phalanx.elastic._history import make_history
-from phalanx.elastic._records import parse_lines
-from phalanx.elastic._report import render
-from phalanx.elastic._save_folder import find_save, write_save
-from phalanx.elastic._saves import _hash, read_save
-from phalanx.elastic._seats import Ready, Round
-from phalanx.elastic._store_roster import parse_evaluation
-from phalanx.elastic._stream import parse_header
 from phalanx.elastic.audit import check
-from phalanx.membership import RecordError
+from phalanx.elastic.checkpoint._save_folder import find_save, write_save
+from phalanx.elastic.checkpoint._saves import _hash, read_save
+from phalanx.elastic.checkpoint._state_codec import decode, encode
+from phalanx.elastic.checkpoint._stream import parse_header
+from phalanx.elastic.membership._finish import Finish
+from phalanx.elastic.membership._rounds import Ready, Round
+from phalanx.elastic.membership._store_membership import parse_evaluation
+from phalanx.elastic.tools._history import make_history
+from phalanx.elastic.tools._json_lines import parse_lines
+from phalanx.elastic.tools._report import render
+from phalanx.protocol import RecordError
 
 TENSORS = [torch.arange(4.0), torch.ones(2, dtype=torch.int64)]
 STATE = {

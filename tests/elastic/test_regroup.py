@@ -10,8 +10,8 @@ from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
 from phalanx.elastic import Ejected, ResultLost, Saves
-from phalanx.elastic._save_folder import find_save
 from phalanx.elastic.audit import check_directory
+from phalanx.elastic.checkpoint._save_folder import find_save
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
@@ -170,7 +170,8 @@ def test_who_is_told_to_leave_when_its_part_of_the_step_has_gone_out_still_saves
 
 
 def test_an_evaluation_survives_a_death_and_newcomers_stay_out_of_it(world):
-    """Every batch is scored at least once and counted once; the mean is that of one worker."""
+    """Every batch is scored at least once and counted once; the mean is that of one worker. What scoring does to the
+    model's buffers is no part of the state that the survivors compare and newcomers get."""
     lock, scored = threading.Lock(), []
 
     def evaluate(dies_after=None):
@@ -183,6 +184,7 @@ def test_an_evaluation_survives_a_death_and_newcomers_stay_out_of_it(world):
                         world.break_(0, "b")
                         world.agree(1, "a", "x", "c")
                         raise Die
+                job.model.seen += batch[0].sum()  # as a module may do in its forward pass
                 return {"loss": F.cross_entropy(job.model(batch[0]), batch[1])}
 
             return job.evaluate(Rows(64), score, batch_size=4)["loss"]

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.elastic._history import read_history
-from phalanx.elastic._records import Events
-from phalanx.elastic._report import main, render
+from phalanx.elastic.tools._history import read_history
+from phalanx.elastic.tools._json_lines import Events
+from phalanx.elastic.tools._report import main, render
 
 pytestmark = pytest.mark.fast
 
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.fast
 def logs(tmp_path, monkeypatch):
     """Three workers; w.1 dies at step 5, w.3 joins, w.2 leaves politely."""
     clock = itertools.count(1000)  # of the records alone: other threads look at the real one
-    monkeypatch.setattr("phalanx.elastic._records.time", SimpleNamespace(time=lambda: next(clock) / 10))
+    monkeypatch.setattr(
+        "phalanx.elastic.tools._json_lines.time", SimpleNamespace(time=lambda: next(clock) / 10)
+    )
     files = {f"w.{i}": Events(tmp_path / f"events-w.{i}.jsonl", f"w.{i}") for i in range(4)}
 
     def regroup(generation, round_, workers, joined, left, step):

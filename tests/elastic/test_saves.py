@@ -13,10 +13,11 @@ import torch
 from elastic_training import make_job, train
 
 from phalanx.comm import simulate
-from phalanx.elastic import NoReadableSave, RunOptions, SaveError, Saves, _save_folder, _saves, _writer
-from phalanx.elastic._save_folder import _put_in_place, find_save, write_save
-from phalanx.elastic._saves import read_save
-from phalanx.elastic._writer import SaveWriter
+from phalanx.elastic import NoReadableSave, RunOptions, SaveError, Saves
+from phalanx.elastic.checkpoint import _save_folder, _saves, _writer
+from phalanx.elastic.checkpoint._save_folder import _put_in_place, find_save, write_save
+from phalanx.elastic.checkpoint._saves import read_save
+from phalanx.elastic.checkpoint._writer import SaveWriter
 from phalanx.errors import JobStopped
 
 pytestmark = pytest.mark.fast

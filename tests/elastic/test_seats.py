@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.elastic._seats import FRESH, Ready, Round, choose_round, choose_source
+from phalanx.elastic.membership._rounds import FRESH, Ready, Round, choose_round, choose_source
 
 pytestmark = pytest.mark.fast
 

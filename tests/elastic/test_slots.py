@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.elastic._slots import cover, fold, siblings, slot_range
+from phalanx.elastic.reduce._slots import cover, fold, siblings, slot_range
 
 pytestmark = pytest.mark.fast
 
@@ -36,7 +36,7 @@ def test_any_partition_folds_to_the_same_expression(num_slots, data):
 
 
 def fold_below(node, leaves, add):
-    from phalanx.elastic._slots import children
+    from phalanx.elastic.reduce._slots import children
 
     if node in leaves:
         return leaves[node]

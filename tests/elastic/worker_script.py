@@ -21,8 +21,8 @@ from pathlib import Path
 from elastic_training import make_job
 from torch.nn import functional as F
 
-from phalanx.comm import _auto
 from phalanx.comm.faults import lose_result_at, play
+from phalanx.comm.transports import _auto
 from phalanx.elastic import Job, RunOptions, Saves
 
 

@@ -18,10 +18,10 @@ from phalanx.launch import (
     _get_entrypoint_name,
     record,
 )
-from phalanx.launch._logs import to_map
-from phalanx.launch._orders import Plan
-from phalanx.launch._pump import Sinks, deliver, finish, tail_of_file, tail_of_sinks
-from phalanx.launch._signals import choose_signals
+from phalanx.launch.system._signals import choose_signals
+from phalanx.launch.telemetry._logs import to_map
+from phalanx.launch.telemetry._pump import Sinks, deliver, finish, tail_of_file, tail_of_sinks
+from phalanx.launch.workers._start import WorkerStart
 
 pytestmark = pytest.mark.fast
 
@@ -172,17 +172,17 @@ def test_pump_prefixes_filters_and_remembers(tmp_path):
 
 
 def test_start_methods_are_checked():
-    assert Plan(entrypoint=Script("x.py"), args=(), method="warm").is_warm
-    assert not Plan(entrypoint=Script("x.py"), args=(), method="exec").is_warm
+    assert WorkerStart(entrypoint=Script("x.py"), args=(), method="warm").is_warm
+    assert not WorkerStart(entrypoint=Script("x.py"), args=(), method="exec").is_warm
     with pytest.raises(ValueError, match="expected one of spawn, fork, forkserver"):
-        Plan(entrypoint=print, args=(), method="warm")
-    order, fds = Plan(entrypoint="cmd", args=("--rank=${local_rank}",), method="exec").order({}, 3, "")
+        WorkerStart(entrypoint=print, args=(), method="warm")
+    order, fds = WorkerStart(entrypoint="cmd", args=("--rank=${local_rank}",), method="exec").order({}, 3, "")
     assert order["command"] == ["cmd", "--rank=3"]
     assert fds == {}
 
 
 def test_record_writes_the_first_error_only(tmp_path, monkeypatch):
-    from phalanx.launch._record import read_error_file
+    from phalanx.launch.failures._record import read_error_file
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch._contact import MAX_UNNAMED, Row, judge, most_named
-from phalanx.launch._policy import Action, Situation, on_lost_contact
-from phalanx.membership import LostContact, RecordError
+from phalanx.launch.recovery._contact import MAX_UNNAMED, Row, judge, most_named
+from phalanx.launch.recovery._policy import Action, Situation, on_lost_contact
+from phalanx.protocol import LostContact, RecordError
 
 pytestmark = pytest.mark.fast
 MEMBERS = ("a", "b", "c", "d")
@@ -64,8 +64,8 @@ def test_a_replacement_counts_as_a_restart_and_without_restarts_the_job_goes_on_
         now = Situation(
             heals=True, restarts=0, max_restarts=max_restarts, num_nodes=1, min_nodes=1, survivors=2
         )
-        verdict = on_lost_contact(now, judgement, True)
-        assert (verdict.action, verdict.restarts, verdict.replace) == (action, restarts, ("b",))
+        recovery = on_lost_contact(now, judgement, True)
+        assert (recovery.action, recovery.restarts, recovery.replace) == (action, restarts, ("b",))
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The agent's pure parts: policy, roster, environment, hang rule, failures."""
+"""The agent's pure parts: policy, worker ids, environment, hang rule, failures."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import membership
+from phalanx import protocol
 from phalanx.comm.stores import MemoryStore
-from phalanx.launch import _policy
-from phalanx.launch._environment import (
+from phalanx.launch.agent._worker_ids import WorkerIds
+from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
+from phalanx.launch.hang._detector import HangDetector
+from phalanx.launch.recovery import _policy
+from phalanx.launch.recovery._channel import AgentChannel, parse_wish
+from phalanx.launch.recovery._policy import Action, Recovery, Situation
+from phalanx.launch.recovery._streak import Death, Streak
+from phalanx.launch.system._signals import parse_signals
+from phalanx.launch.workers._environment import (
     JobFacts,
     Place,
     resolver_defaults,
     thread_defaults,
     worker_environment,
 )
-from phalanx.launch._failures import ChildFailedError, ProcessFailure
-from phalanx.launch._hang import HangDetector
-from phalanx.launch._journal import Journal, parse_wish
-from phalanx.launch._policy import Action, Situation, Verdict
-from phalanx.launch._roster import Roster
-from phalanx.launch._signals import parse_signals
-from phalanx.launch._streak import Death, Streak
 from phalanx.world import World
 
 pytestmark = pytest.mark.fast
@@ -49,21 +49,21 @@ situations = st.builds(
 
 @given(situations, st.booleans())
 def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
-    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable)
-    if verdict.action in (Action.RESTART, Action.HEAL):
-        assert verdict.restarts == now.restarts + 1 <= now.max_restarts
+    recovery = _policy.on_failure(now, reason="x", is_incurable=is_incurable)
+    if recovery.action in (Action.RESTART, Action.HEAL):
+        assert recovery.restarts == now.restarts + 1 <= now.max_restarts
         assert not is_incurable
     else:
-        assert verdict.restarts == now.restarts
-    assert verdict.action is not Action.REGROUP
+        assert recovery.restarts == now.restarts
+    assert recovery.action is not Action.REGROUP
     if not now.heals:
-        assert verdict.action in (Action.RESTART, Action.FAIL)
-    if verdict.action is Action.SHRINK:
+        assert recovery.action in (Action.RESTART, Action.FAIL)
+    if recovery.action is Action.SHRINK:
         assert now.survivors or now.num_nodes - 1 >= now.min_nodes
         assert not now.is_finishing, "what the lost one does after the last step would be missing"
         assert now.can_regroup
-    if verdict.action is not Action.FAIL:
-        assert verdict.starts_anew is not now.keeps_survivors
+    if recovery.action is not Action.FAIL:
+        assert recovery.starts_anew is not now.keeps_survivors
 
 
 def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
@@ -75,8 +75,8 @@ def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
 
 @given(situations, st.booleans())
 def test_a_worker_that_stops_the_job_ends_it_whoever_survives(now, is_incurable):
-    verdict = _policy.on_failure(now, reason="x", is_incurable=is_incurable, ends_job=True)
-    assert (verdict.action, verdict.restarts) == (Action.FAIL, now.restarts)
+    recovery = _policy.on_failure(now, reason="x", is_incurable=is_incurable, ends_job=True)
+    assert (recovery.action, recovery.restarts) == (Action.FAIL, now.restarts)
 
 
 class Started:
@@ -86,22 +86,22 @@ class Started:
 
 
 def test_survivors_keep_their_place_and_successors_take_the_dead_ones():
-    roster = Roster("n", 4)
+    worker_ids = WorkerIds("n", 4)
     started = {
         "n.0": Started(runs=True),
         "n.1": Started(runs=False, fails=True),
         "n.2": Started(runs=False),
         "n.3": Started(runs=True),
     }
-    assert roster.close_ranks(started, replace=True) == {"n.1": "n.4", "n.2": None}
-    assert roster.ids == ["n.0", "n.4", "n.3"]
+    assert worker_ids.close_ranks(started, replace=True) == {"n.1": "n.4", "n.2": None}
+    assert worker_ids.ids == ["n.0", "n.4", "n.3"]
     started["n.4"] = Started(runs=False, fails=True)
-    assert roster.close_ranks(started, replace=False) == {"n.4": None}
-    assert roster.ids == ["n.0", "n.3"]
-    roster.grow(3)
-    assert roster.ids == ["n.0", "n.3", "n.5"]  # an id is never given twice
-    roster.renew(1)
-    assert roster.ids == ["n.6"]
+    assert worker_ids.close_ranks(started, replace=False) == {"n.4": None}
+    assert worker_ids.ids == ["n.0", "n.3"]
+    worker_ids.grow(3)
+    assert worker_ids.ids == ["n.0", "n.3", "n.5"]  # an id is never given twice
+    worker_ids.renew(1)
+    assert worker_ids.ids == ["n.6"]
 
 
 PLACE = Place(
@@ -128,8 +128,8 @@ def test_workers_get_torchruns_variables_and_ours():
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert env["OMP_NUM_THREADS"] == "1"
-    assert env[membership.ENV_WORKER_ID] == "w7"
-    assert env[membership.ENV_STORE] == "tcp://node0:29400"
+    assert env[protocol.ENV_WORKER_ID] == "w7"
+    assert env[protocol.ENV_STORE] == "tcp://node0:29400"
     assert World.from_env(env) == World(
         rank=5,
         size=8,
@@ -213,30 +213,30 @@ def test_a_worker_that_says_that_it_computes_has_started():
 
 
 def test_every_generation_has_one_verdict():
-    journal = Journal(MemoryStore())
-    first = Verdict(action=Action.RESTART, restarts=1, reason="rank 1")
-    second = Verdict(action=Action.FAIL, restarts=0, reason="rank 2")
-    assert journal.decide(0, first) == first
-    assert journal.decide(0, second) == first
-    assert [journal.verdict_before(g).restarts for g in (0, 1, 9)] == [0, 1, 0]
+    channel = AgentChannel(MemoryStore())
+    first = Recovery(action=Action.RESTART, restarts=1, reason="rank 1")
+    second = Recovery(action=Action.FAIL, restarts=0, reason="rank 2")
+    assert channel.decide(0, first) == first
+    assert channel.decide(0, second) == first
+    assert [channel.recovery_before(g).restarts for g in (0, 1, 9)] == [0, 1, 0]
 
 
 def test_everything_in_a_verdict_travels_to_the_other_agents():
-    journal = Journal(MemoryStore())
+    channel = AgentChannel(MemoryStore())
     streak = Streak(errors=2, kills=1, generation=4, begin=7, step=9)
-    sent = Verdict(
+    sent = Recovery(
         action=Action.REGROUP, restarts=3, reason="x", starts_anew=True, streak=streak, ports_taken=2
     )
-    journal.decide(4, sent)
-    assert journal.verdict_before(5) == sent
+    channel.decide(4, sent)
+    assert channel.recovery_before(5) == sent
 
 
 @pytest.mark.parametrize("garbage", [b'{"v":1}', b'{"v":1,"action":"heal","restarts":[]}', b"[]"])
 def test_a_verdict_that_is_none_is_refused(garbage):
     store = MemoryStore()
     store.set("agents/verdict/0", garbage)
-    with pytest.raises(membership.RecordError, match="verdict"):
-        Journal(store).verdict(0)
+    with pytest.raises(protocol.RecordError, match="recovery"):
+        AgentChannel(store).recovery(0)
 
 
 def crash(generation: int, *, born: int | None = None, **facts) -> Death:
@@ -283,12 +283,12 @@ def test_replacements_that_cannot_start_leave_a_job_that_goes_on_with_fewer():
     now = Situation(
         heals=True, restarts=3, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
     )
-    verdict = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
-    assert (verdict.action, verdict.streak) == (Action.SHRINK, Streak())
+    recovery = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
+    assert (recovery.action, recovery.streak) == (Action.SHRINK, Streak())
     plain = replace(now, can_regroup=False)
-    verdict = _policy.on_failure(plain, reason="x", is_incurable=False, streak=streak)
-    assert verdict.action is Action.FAIL
-    assert "3 replacements in a row died" in verdict.reason
+    recovery = _policy.on_failure(plain, reason="x", is_incurable=False, streak=streak)
+    assert recovery.action is Action.FAIL
+    assert "3 replacements in a row died" in recovery.reason
 
 
 def test_a_crash_loop_under_restart_is_bounded_by_its_restarts_alone():
@@ -318,9 +318,9 @@ def test_one_word_counts_for_a_role_and_every_role_must_have_spoken():
 def test_ports_that_are_taken_again_and_again_end_the_job():
     now = Situation(heals=False, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=0)
     for count in range(1, _policy.MAX_PORTS):
-        verdict = _policy.on_port_taken(now, reason="x", is_chosen=False)
-        assert (verdict.action, verdict.ports_taken) == (Action.REGROUP, count)
-        now = replace(now, ports_taken=verdict.ports_taken)
+        recovery = _policy.on_port_taken(now, reason="x", is_chosen=False)
+        assert (recovery.action, recovery.ports_taken) == (Action.REGROUP, count)
+        now = replace(now, ports_taken=recovery.ports_taken)
     assert _policy.on_port_taken(now, reason="x", is_chosen=False).action is Action.FAIL
 
 
@@ -340,20 +340,20 @@ def test_who_was_killed_or_complains_did_not_fail_by_itself(fields, is_from_outs
 
 
 def test_failures_of_all_nodes_are_found_again():
-    journal = Journal(MemoryStore())
+    channel = AgentChannel(MemoryStore())
     for rank, seconds in ((0, 20.0), (3, 10.0)):
         where = {"rank": rank, "worker_id": f"w{rank}", "host": f"h{rank}", "generation": 2, "local_rank": 0}
-        journal.report(
+        channel.report(
             ProcessFailure(pid=rank, exitcode=-9, timestamp=seconds, stderr_tail=("a", "b"), **where)
         )
-    found = journal.failures(2)
+    found = channel.failures(2)
     assert sorted(found) == [0, 3]
     assert found[3].stderr_tail == ("a", "b")
     error = ChildFailedError("job", found)
     assert error.get_first_failure()[0] == 3
     text = str(error)
     assert text.index("h3") < text.index("h0")
-    assert journal.failures(1) == {}
+    assert channel.failures(1) == {}
 
 
 def test_who_complains_of_a_lost_peer_is_not_the_cause_though_it_was_noticed_first():
@@ -377,10 +377,12 @@ def test_a_huge_failure_is_told_to_others_in_a_size_that_every_store_takes():
     store = MemoryStore()
     where = {"rank": 0, "worker_id": "w", "generation": 0, "local_rank": 0, "pid": 1, "exitcode": 1}
     huge = "a" * 1_000_000 + "z"
-    Journal(store).report(ProcessFailure(message=huge, traceback=huge, stderr_tail=(huge,) * 20, **where))
+    AgentChannel(store).report(
+        ProcessFailure(message=huge, traceback=huge, stderr_tail=(huge,) * 20, **where)
+    )
     (data,) = store.items("agents/failures/0/").values()
     assert len(data) < 500_000
-    told = Journal(store).failures(0)[0]
+    told = AgentChannel(store).failures(0)[0]
     for text in (told.message, told.traceback, *told.stderr_tail):
         assert text.startswith("aaa")
         assert "characters left out" in text

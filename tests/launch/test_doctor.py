@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.comm.stores import TCPStore
-from phalanx.launch import _doctor
-from phalanx.launch._doctor import check_endpoint, check_two_workers
+from phalanx.launch.cli import _doctor
+from phalanx.launch.cli._doctor import check_endpoint, check_two_workers
 
 pytestmark = pytest.mark.timeout(
     300

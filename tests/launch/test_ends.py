@@ -12,7 +12,7 @@ from phalanx.comm.stores import connect
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._leader import ring
-from phalanx.membership import job_prefix
+from phalanx.protocol import job_prefix
 
 pytestmark = pytest.mark.timeout(300)
 

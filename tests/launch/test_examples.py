@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch._config import LaunchConfig
-from phalanx.launch._flags import parse
-from phalanx.launch._from_flags import config_from_args
+from phalanx.launch.cli._flags import parse
+from phalanx.launch.cli._from_flags import config_from_args
+from phalanx.launch.config._config import LaunchConfig
 
 pytestmark = pytest.mark.fast
 

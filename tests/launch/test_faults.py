@@ -9,7 +9,7 @@ import signal
 import pytest
 from tests.launch.conftest import complete_rows as lines
 
-from phalanx.launch._linux import children_of, process_state
+from phalanx.launch.system._linux import children_of, process_state
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import _settings
-from phalanx.launch._cli import local_world_size, main
-from phalanx.launch._flags import FLAGS, UsageError, parse, words
-from phalanx.launch._from_flags import config_from_args, parse_nodes, parse_settings
-from phalanx.launch._logs import Std
+from phalanx.launch.cli._flags import FLAGS, UsageError, parse, words
+from phalanx.launch.cli._from_flags import config_from_args, parse_nodes, parse_settings
+from phalanx.launch.cli._run import local_world_size, main
 from phalanx.launch.numa import AffinityMode
+from phalanx.launch.rendezvous import _settings
+from phalanx.launch.telemetry._logs import Std
 
 pytestmark = pytest.mark.fast
 
@@ -228,7 +228,7 @@ def test_wrong_values_get_one_line_and_code_2(flags, message, capsys):
 
 
 def test_every_setting_that_backends_read_is_in_the_table_and_in_the_manual():
-    source = Path(_settings.__file__).parent / "rendezvous"
+    source = Path(_settings.__file__).parent
     text = "".join(path.read_text() for path in source.glob("*.py"))
     read = set(re.findall(r"params\.get(?:_as_\w+)?\(\s*\"(\w+)\"", text))
     assert read == _settings.SETTINGS
@@ -249,8 +249,8 @@ def test_unknown_commands_get_the_nearest(capsys):
 
 def test_the_number_of_workers_is_a_number_or_what_the_machine_has(monkeypatch):
     devices = {"auto": 0, "gpu": 0, "xpu": 2}
-    monkeypatch.setattr("phalanx.launch._cli._usable_cpus", lambda: 6)
-    monkeypatch.setattr("phalanx.launch._cli._count_devices", devices.__getitem__)
+    monkeypatch.setattr("phalanx.launch.cli._run._usable_cpus", lambda: 6)
+    monkeypatch.setattr("phalanx.launch.cli._run._count_devices", devices.__getitem__)
     assert [local_world_size(text) for text in ("3", "cpu", "auto", "xpu")] == [3, 6, 6, 2]
     with pytest.raises(UsageError, match=r"^--nproc-per-node gpu: this machine has no such device"):
         local_world_size("gpu")

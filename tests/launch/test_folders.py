@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import DefaultLogsSpecs
-from phalanx.launch._folders import (
+from phalanx.launch.cli._scale import main as scale_main
+from phalanx.launch.system._folders import (
     TEMPORARY_LOGS,
     OwnedFolder,
     RunningJob,
@@ -20,7 +21,6 @@ from phalanx.launch._folders import (
     running_jobs,
     sweep,
 )
-from phalanx.launch._scale import main as scale_main
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import DefaultLogsSpecs, Std
-from phalanx.launch._crew import _open_log
-from phalanx.launch._failures import ProcessFailure
-from phalanx.launch._output import Output
-from phalanx.launch._pump import Sinks, deliver, finish
-from phalanx.launch._record import EXIT_INCURABLE, record_exception, write_error_file
 from phalanx.launch.events import EventLog, ShutDown, read_events
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.failures._record import EXIT_INCURABLE, record_exception, write_error_file
+from phalanx.launch.telemetry._pump import Sinks, deliver, finish
+from phalanx.launch.workers._output import Output
+from phalanx.launch.workers._pool import _open_log
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import _head_start
-from phalanx.launch._head_start import begin_to_load, find_library
-from phalanx.launch._processes import WorkerProcess, Zygote
+from phalanx.launch.cli import _head_start
+from phalanx.launch.cli._head_start import begin_to_load, find_library
+from phalanx.launch.workers._processes import WorkerProcess, Zygote
 
 pytestmark = pytest.mark.timeout(
     300
@@ -29,7 +29,8 @@ def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_everything_that_an_agent_imports_can_do_without_torch():
     code = (
-        "import sys, phalanx.launch._cli, phalanx.launch._from_flags, phalanx.launch._api, phalanx.launch._script, "
+        "import sys, phalanx.launch.cli._run, phalanx.launch.cli._from_flags, phalanx.launch.agent._api, "
+        "phalanx.launch.workers._script, "
         "phalanx.launch.rendezvous._backends, phalanx.launch.rendezvous._static\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
     )
@@ -39,7 +40,7 @@ def test_everything_that_an_agent_imports_can_do_without_torch():
 def test_torchs_library_is_there_before_torch_and_no_thread_is_left():
     code = (
         "import os\n"
-        "from phalanx.launch._head_start import begin_to_load, find_library\n"
+        "from phalanx.launch.cli._head_start import begin_to_load, find_library\n"
         "path = find_library()\n"
         "wait_loaded = begin_to_load(path)\n"
         "wait_loaded()\n"
@@ -105,7 +106,7 @@ def test_openmp_is_loaded_with_one_thread_for_each_of_several_workers(tmp_path):
 
 def test_a_zygote_that_has_nothing_to_do_imports_what_replacements_need(tmp_path):
     """A fork right after the start does not wait for it; some later fork has it."""
-    script, wanted = tmp_path / "show.py", "phalanx.comm._group"
+    script, wanted = tmp_path / "show.py", "phalanx.comm.group._group"
     script.write_text(f"import sys\nopen(sys.argv[1], 'w').write(str({wanted!r} in sys.modules))\n")
     ended: dict[int, threading.Event] = {}
     zygote = Zygote.execute(("torch",))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.launch.conftest import complete_rows
 
-from phalanx.launch._scale import main as scale_main
+from phalanx.launch.cli._scale import main as scale_main
 
 pytestmark = pytest.mark.timeout(400)
 

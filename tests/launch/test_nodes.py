@@ -16,10 +16,10 @@ from tests.launch.conftest import complete_rows as lines
 
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch._linux import children_of
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._leader import write_once
-from phalanx.membership import job_prefix
+from phalanx.launch.system._linux import children_of
+from phalanx.protocol import job_prefix
 
 pytestmark = pytest.mark.timeout(400)
 

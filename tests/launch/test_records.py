@@ -13,16 +13,15 @@ from junk import changed, junk, long, quick, raw, torn
 from phalanx.comm.stores import MemoryStore
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch import events
-from phalanx.launch._failures import ChildFailedError, ProcessFailure
-from phalanx.launch._journal import (
-    Journal,
+from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
+from phalanx.launch.recovery._channel import (
+    AgentChannel,
     parse_failure,
+    parse_recovery,
     parse_stacks_request,
-    parse_verdict,
     parse_wish,
 )
-from phalanx.launch._messages import MessageError, parse_message, receive_message, send_message
-from phalanx.launch._streak import Streak
+from phalanx.launch.recovery._streak import Streak
 from phalanx.launch.rendezvous._records import (
     Closing,
     GenerationRecord,
@@ -31,7 +30,8 @@ from phalanx.launch.rendezvous._records import (
     Seat,
     load_count,
 )
-from phalanx.membership import Broken, LostContact, Member, Members, RecordError, Setbacks
+from phalanx.launch.workers._messages import MessageError, parse_message, receive_message, send_message
+from phalanx.protocol import Broken, LostContact, Member, Members, RecordError, Setbacks
 
 NODE = NodeRecord(id="n", ticket=3, host="h", addr="a", port=1, local_size=2, worker_ids=("n.0", "n.1"))
 MEMBER = Member(id="n.0", rank=0, node_rank=0, local_rank=0, local_size=1, host="h")
@@ -56,7 +56,7 @@ RECORDS = {
     "node": (NodeRecord.from_json, NODE.to_json()),
     "generation": (GenerationRecord.from_json, GenerationRecord(3, (Seat.of(NODE),)).to_json()),
     "leader": (LeaderRecord.from_json, LeaderRecord("n", 3, 1, 4).to_json()),
-    "verdict": (parse_verdict, VERDICT),
+    "recovery": (parse_recovery, VERDICT),
     "failure": (parse_failure, json.dumps({"v": 1, **FAILURE.to_record()}).encode()),
     "stacks": (parse_stacks_request, b'{"v":1,"reason":"r"}'),
     "setbacks": (Setbacks.from_json, Setbacks().plus(5, 3).to_json()),
@@ -114,10 +114,10 @@ def test_wishes_are_numbers_or_nothing(data) -> None:
 
 @pytest.mark.fast
 def test_one_unreadable_failure_does_not_hide_the_others() -> None:
-    journal = Journal(MemoryStore())
-    journal._store.set("agents/failures/0/stranger", b"\xff")
-    journal.report(FAILURE)
-    assert list(journal.failures(0)) == [2]
+    channel = AgentChannel(MemoryStore())
+    channel._store.set("agents/failures/0/stranger", b"\xff")
+    channel.report(FAILURE)
+    assert list(channel.failures(0)) == [2]
 
 
 @pytest.mark.fast

@@ -14,13 +14,13 @@ import pytest
 
 from phalanx.comm.stores import connect
 from phalanx.comm.stores._signing import Signer, is_signed
-from phalanx.launch import _addresses
-from phalanx.launch._addresses import bind_address
-from phalanx.launch._scale import scale
+from phalanx.launch.cli._scale import scale
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
 from phalanx.launch.rendezvous import _own_secret as own_secret
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
-from phalanx.membership import job_prefix
+from phalanx.launch.system import _addresses
+from phalanx.launch.system._addresses import bind_address
+from phalanx.protocol import job_prefix
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import _doctor, create_healthcheck_server
-from phalanx.launch._doctor import check_names, check_ports, check_shared_memory, main
+from phalanx.launch import create_healthcheck_server
+from phalanx.launch.cli import _doctor
+from phalanx.launch.cli._doctor import check_names, check_ports, check_shared_memory, main
 
 pytestmark = pytest.mark.timeout(
     300

@@ -23,7 +23,7 @@ from phalanx.launch import (
     Std,
     elastic_launch,
 )
-from phalanx.launch._observer import Observer
+from phalanx.launch.agent._observer import Observer
 from phalanx.launch.metrics import MetricData, MetricHandler, Metrics
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))

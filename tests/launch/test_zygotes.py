@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch._processes import ProcessStartError
-from phalanx.launch._zygotes import MAX_ATTEMPTS, Zygotes
+from phalanx.launch.workers._processes import ProcessStartError
+from phalanx.launch.workers._zygotes import MAX_ATTEMPTS, Zygotes
 
 pytestmark = pytest.mark.fast
 

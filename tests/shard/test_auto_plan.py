@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx import shard
 from phalanx.comm import init_device_mesh, simulate
-from phalanx.shard._auto_plan import Candidate, choose
+from phalanx.shard.plan._auto_plan import Candidate, choose
 
 pytestmark = pytest.mark.fast
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.shard._boxes import (
+from phalanx.shard.layout._boxes import (
     Box,
     chunk_lengths,
     find_overlap,

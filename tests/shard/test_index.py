@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from junk import changed, junk, long, quick, raw, torn
 from phalanx import shard
 from phalanx.comm import simulate
-from phalanx.shard import _tiling
-from phalanx.shard._boxes import Box
-from phalanx.shard._index import BLOCK, CheckpointError, digest, parse_index
-from phalanx.shard._tiling import Intricate, find_fault
+from phalanx.shard.files._index import BLOCK, CheckpointError, digest, parse_index
+from phalanx.shard.layout import _tiling
+from phalanx.shard.layout._boxes import Box
+from phalanx.shard.layout._tiling import Intricate, find_fault
 from shard.layouts import chunk, values
 
 GOOD = {

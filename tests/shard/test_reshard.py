@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx import shard
 from phalanx.comm import observe, simulate
 from phalanx.errors import RankFailed
-from phalanx.shard._boxes import intersect, view_of
+from phalanx.shard.layout._boxes import intersect, view_of
 from shard.layouts import chunk, gathered, grid, random_specs, values
 
 pytestmark = pytest.mark.fast

@@ -18,9 +18,9 @@ from phalanx import shard
 from phalanx._signature import sign
 from phalanx.comm import init_device_mesh, observe, simulate
 from phalanx.errors import RankFailed
-from phalanx.shard._boxes import Box
-from phalanx.shard._index import BLOCK, digest
-from phalanx.shard._load import runs
+from phalanx.shard.checkpoint._load import runs
+from phalanx.shard.files._index import BLOCK, digest
+from phalanx.shard.layout._boxes import Box
 from phalanx.tensor import Replicate, Shard, distribute_tensor
 from shard.layouts import chunk, gathered, grid, random_specs, values
 
@@ -355,7 +355,7 @@ def test_files_and_folders_are_on_the_disk_before_their_names_change(tmp_path, m
 
 
 def test_large_shards_are_handed_to_the_disk_early_and_come_back(tmp_path, monkeypatch) -> None:
-    from phalanx.shard import _save
+    from phalanx.shard.checkpoint import _save
 
     started, whole = [], torch.arange(9 << 18, dtype=torch.int64).view(9, -1)  # 18 MB
     real = _save.start_writing
@@ -368,7 +368,7 @@ def test_large_shards_are_handed_to_the_disk_early_and_come_back(tmp_path, monke
 
 
 def test_saving_works_where_the_disk_cannot_be_told_early(tmp_path, monkeypatch) -> None:
-    from phalanx.shard import _file
+    from phalanx.shard.files import _file
 
     monkeypatch.setattr(_file, "_sync_file_range", lambda: None)
     whole = torch.arange(5 << 20, dtype=torch.uint8).view(5, -1)

@@ -13,7 +13,7 @@ from processes import run_processes
 def reshard_back_and_forth(worker):
     from phalanx import shard
     from phalanx.comm import use_group
-    from phalanx.shard import _scratch
+    from phalanx.shard.exchange import _scratch
 
     def chunk(dim, order):
         return shard.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in order])

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from phalanx.tensor import Partial, Placement, Replicate, Shard
-from phalanx.tensor._placement import indices_of
-from phalanx.tensor._search import step_cost
+from phalanx.tensor.layout._placement import indices_of
+from phalanx.tensor.redistribute._search import step_cost
 
 Layout = tuple[Placement, ...]
 Sizes = tuple[int, ...]

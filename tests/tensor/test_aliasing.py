@@ -10,8 +10,8 @@ import torch
 from meshes import on_mesh, whole
 
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from phalanx.tensor._spec import Spec
-from phalanx.tensor._strides import whole_strides
+from phalanx.tensor.core._strides import whole_strides
+from phalanx.tensor.layout._spec import Spec
 
 pytestmark = pytest.mark.fast
 

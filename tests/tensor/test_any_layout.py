@@ -30,8 +30,8 @@ from phalanx.tensor import (
     StridedShard,
     distribute_tensor,
 )
-from phalanx.tensor._placement import indices_of
-from phalanx.tensor._plan import plan_redistribute
+from phalanx.tensor.layout._placement import indices_of
+from phalanx.tensor.redistribute._plan import plan_redistribute
 from processes import Worker, run_processes
 
 Sizes = tuple[int, ...]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from phalanx.tensor._execute import _apply_move, follow, route_of, turn_back
-from phalanx.tensor._plan import plan_redistribute
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._execute import _apply_move, follow, route_of, turn_back
+from phalanx.tensor.redistribute._plan import plan_redistribute
 
 LAYOUTS = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]
 

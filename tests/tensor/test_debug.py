@@ -14,9 +14,10 @@ import torch
 
 from phalanx import comm
 from phalanx.comm import init_device_mesh
-from phalanx.tensor import DTensor, Partial, Replicate, Shard, _log, distribute_tensor, zeros
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 from phalanx.tensor.experimental import local_map, register_sharding
 from phalanx.tensor.parallel import loss_parallel
+from phalanx.tensor.redistribute import _log
 
 pytestmark = pytest.mark.fast
 
@@ -152,7 +153,7 @@ def test_local_map_runs_on_parts() -> None:
 
 
 def test_users_can_give_an_operation_a_rule() -> None:
-    from phalanx.tensor.rules import RULES
+    from phalanx.tensor.ops.rules import RULES
 
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.randn(4, 3, 3), mesh, [Shard(0)])

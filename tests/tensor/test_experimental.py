@@ -22,11 +22,11 @@ from phalanx.tensor import (
     fallback_counts,
     implicit_replication,
 )
-from phalanx.tensor._dtensor import _handlers
+from phalanx.tensor.core._dtensor import _handlers
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.experimental import implicit_replication as exported
 from phalanx.tensor.experimental import local_map, register_sharding
-from phalanx.tensor.rules import RULES
+from phalanx.tensor.ops.rules import RULES
 
 pytestmark = pytest.mark.fast
 

@@ -145,9 +145,9 @@ def test_bags_of_an_embedding_cut_by_columns(mode: str) -> None:
 
 def test_a_rule_that_misreads_a_call_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its promise is compared with what torch makes of the parts, before anything is computed."""
-    from phalanx.tensor._placement import REPLICATE
-    from phalanx.tensor._rule import Call, Choice, Sharding
-    from phalanx.tensor.rules import RULES
+    from phalanx.tensor.layout._placement import REPLICATE
+    from phalanx.tensor.ops._rule import Call, Choice, Sharding
+    from phalanx.tensor.ops.rules import RULES
 
     def wrong(call: Call) -> Sharding:
         return Sharding([Choice((Shard(1),), (Shard(0),)), Choice((REPLICATE,), (REPLICATE,))])

@@ -433,7 +433,7 @@ def test_unmodified_modules(make: Callable[[], nn.Module]) -> None:
 
 def test_training_does_not_grow() -> None:
     def body(mesh: Any) -> list[int]:
-        from phalanx.tensor import _dispatch
+        from phalanx.tensor.dispatch import _run
 
         torch.manual_seed(0)
         net = sharded(mlp(), mesh, mixed)
@@ -445,7 +445,7 @@ def test_training_does_not_grow() -> None:
             net(x).square().sum().backward()
             optimizer.step()
             if step in (5, 59):
-                sizes.append(len(_dispatch._cache))
+                sizes.append(len(_run._cache))
         return sizes
 
     for first, last in on_mesh(body, 2):

@@ -21,7 +21,7 @@ from phalanx.tensor import (
     StridedShard,
     distribute_tensor,
 )
-from phalanx.tensor._placement import indices_of, ranges_of
+from phalanx.tensor.layout._placement import indices_of, ranges_of
 
 pytestmark = pytest.mark.fast
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from plan_reference import RankGrid, cheapest_cost, layouts, pairs
 
 from phalanx.tensor import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from phalanx.tensor._placement import indices_of, inner_cut
-from phalanx.tensor._plan import Plan, least_cost, plan_redistribute
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.layout._placement import indices_of, inner_cut
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._plan import Plan, least_cost, plan_redistribute
 
 pytestmark = pytest.mark.fast
 R = Replicate()

@@ -23,9 +23,9 @@ from phalanx.tensor import (
     distribute_tensor,
     implicit_replication,
 )
-from phalanx.tensor._modes import SurpriseCommunication
-from phalanx.tensor._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
+from phalanx.tensor.core._modes import SurpriseCommunication
 from phalanx.tensor.debug import CommDebugMode
+from phalanx.tensor.dispatch._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

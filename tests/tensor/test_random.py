@@ -26,8 +26,8 @@ from phalanx.tensor import (
     set_rng_state,
     zeros,
 )
-from phalanx.tensor._noise import element_bits, normal, uniform, words
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.random._philox import element_bits, normal, uniform, words
 
 
 def draws(size: int, placements: list[Any], act: Callable[[Any, list[Any]], Any]) -> torch.Tensor:

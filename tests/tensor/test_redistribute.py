@@ -12,8 +12,8 @@ import torch
 from phalanx import comm
 from phalanx.comm import init_device_mesh, observe
 from phalanx.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from phalanx.tensor._plan import plan_redistribute
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._plan import plan_redistribute
 
 COLLECTIVES = {
     "all_gather",

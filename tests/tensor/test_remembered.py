@@ -15,19 +15,12 @@ from torch.overrides import TorchFunctionMode
 from phalanx import comm
 from phalanx.comm import DeviceMesh, init_device_mesh, observe
 from phalanx.errors import GroupAborted
-from phalanx.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    _dispatch,
-    communication_mode,
-    distribute_tensor,
-)
-from phalanx.tensor._dispatch import forget_decisions
-from phalanx.tensor._modes import SurpriseCommunication
-from phalanx.tensor._rule import Choice, Sharding
-from phalanx.tensor.rules import RULES
+from phalanx.tensor import DTensor, Partial, Replicate, Shard, communication_mode, distribute_tensor
+from phalanx.tensor.core._modes import SurpriseCommunication
+from phalanx.tensor.dispatch import _run
+from phalanx.tensor.dispatch._run import forget_decisions
+from phalanx.tensor.ops._rule import Choice, Sharding
+from phalanx.tensor.ops.rules import RULES
 
 pytestmark = pytest.mark.fast
 
@@ -107,7 +100,7 @@ def test_numbers_that_change_at_every_step_are_one_decision(way: str) -> None:
                 x = distribute_tensor(plain, mesh, [placement])
                 for n in (1000, 3, 1, *range(40, 60), 100_000):
                     if n == 42:
-                        known = len(_dispatch._cache)
+                        known = len(_run._cache)
                     try:
                         expected = call(plain, n)
                     except RuntimeError as error:
@@ -118,7 +111,7 @@ def test_numbers_that_change_at_every_step_are_one_decision(way: str) -> None:
                     assert result.dtype is expected.dtype
                     assert result.placements == (placement,)
                     torch.testing.assert_close(whole(result), expected)
-                assert len(_dispatch._cache) == known
+                assert len(_run._cache) == known
 
     on_mesh(body, 1)
     on_mesh(lambda mesh: [check_numbers(call, mesh, placement) for placement in (S0, R)], 2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx import comm
 from phalanx.tensor import Replicate, Shard, StridedShard, distribute_module, distribute_tensor
-from phalanx.tensor._dispatch import _cache
+from phalanx.tensor.dispatch._run import _cache
 from processes import run_processes
 
 MESHES = [(2,), (3,), (4,), (2, 2), (2, 3)]

@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.comm import faults as faults
     from phalanx.comm import stores as stores
-    from phalanx.comm._context import use_group as use_group
-    from phalanx.comm._group import Group as Group
-    from phalanx.comm._init import current_group as current_group
-    from phalanx.comm._init import init as init
-    from phalanx.comm._mesh import DeviceMesh as DeviceMesh
-    from phalanx.comm._mesh import init_device_mesh as init_device_mesh
-    from phalanx.comm._observe import CommEvent as CommEvent
-    from phalanx.comm._observe import observe as observe
-    from phalanx.comm._simulate import Simulation as Simulation
-    from phalanx.comm._simulate import simulate as simulate
-    from phalanx.comm._transport import ReduceOp as ReduceOp
-    from phalanx.comm._transport import Transport as Transport
-    from phalanx.comm._transport import Work as Work
+    from phalanx.comm.group._context import use_group as use_group
+    from phalanx.comm.group._group import Group as Group
+    from phalanx.comm.group._init import current_group as current_group
+    from phalanx.comm.group._init import init as init
+    from phalanx.comm.group._observe import CommEvent as CommEvent
+    from phalanx.comm.group._observe import observe as observe
+    from phalanx.comm.mesh._mesh import DeviceMesh as DeviceMesh
+    from phalanx.comm.mesh._mesh import init_device_mesh as init_device_mesh
+    from phalanx.comm.simulation._simulate import Simulation as Simulation
+    from phalanx.comm.simulation._simulate import simulate as simulate
+    from phalanx.comm.transports._interface import ReduceOp as ReduceOp
+    from phalanx.comm.transports._interface import Transport as Transport
+    from phalanx.comm.transports._interface import Work as Work
 
 # Public name -> the module of this package that defines it; a package of its own stands for itself.
 _HOMES = {
-    "CommEvent": "_observe",
-    "DeviceMesh": "_mesh",
-    "Group": "_group",
-    "ReduceOp": "_transport",
-    "Simulation": "_simulate",
-    "Transport": "_transport",
-    "Work": "_transport",
-    "current_group": "_init",
+    "CommEvent": "group._observe",
+    "DeviceMesh": "mesh._mesh",
+    "Group": "group._group",
+    "ReduceOp": "transports._interface",
+    "Simulation": "simulation._simulate",
+    "Transport": "transports._interface",
+    "Work": "transports._interface",
+    "current_group": "group._init",
     "faults": "faults",
-    "init": "_init",
-    "init_device_mesh": "_mesh",
-    "observe": "_observe",
-    "simulate": "_simulate",
+    "init": "group._init",
+    "init_device_mesh": "mesh._mesh",
+    "observe": "group._observe",
+    "simulate": "simulation._simulate",
     "stores": "stores",
-    "use_group": "_context",
+    "use_group": "group._context",
 }
 
 __all__ = list(_HOMES)

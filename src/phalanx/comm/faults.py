@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.comm import _context
-from phalanx.comm._observe import CommEvent, observe
-from phalanx.comm._transport import Work
+from phalanx.comm.group import _context
+from phalanx.comm.group._observe import CommEvent, observe
+from phalanx.comm.transports._interface import Work
 from phalanx.errors import PeerLost, PhalanxError
 
 __all__ = [

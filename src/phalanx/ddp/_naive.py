@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.ddp._roster import named_members
+from phalanx.ddp.buckets._parameters import named_members
 
 if TYPE_CHECKING:
     from phalanx.comm import Group

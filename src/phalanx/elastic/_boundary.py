@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.elastic._state import State
+from phalanx.elastic.checkpoint._state import State
 
 
 class Boundary:

@@ -17,8 +17,8 @@ from torch import Tensor
 from phalanx.data._source import length_of
 from phalanx.elastic._loading import Fetcher, Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
-from phalanx.elastic._roster import EvaluationKnown
-from phalanx.elastic._team import LOST
+from phalanx.elastic.membership._interface import EvaluationKnown
+from phalanx.elastic.membership._regroup import LOST
 from phalanx.errors import CommError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def evaluate(
                     known[str(b)] = [values, float(len(indices))]
                     job.team.roster.report(job.step)
             except LOST as error:
+                job.buffers.restore()  # the regroup compares states and hands them on
                 _recover(job, error)
     finally:
         job.team.is_evaluating = False

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from phalanx import membership
+from phalanx import protocol
 
 
 def has_ended_well(environ: Mapping[str, str] = os.environ) -> bool:
@@ -17,7 +17,7 @@ def has_ended_well(environ: Mapping[str, str] = os.environ) -> bool:
     Our launcher says so; where the interpreter was started by somebody else (``--no-python``), an exception that nobody
     caught is known, but not the code of a ``sys.exit``.
     """
-    code = environ.get(membership.ENV_EXIT_CODE)
+    code = environ.get(protocol.ENV_EXIT_CODE)
     if code is not None:
         return code == "0"
     return getattr(sys, "last_value", None) is None

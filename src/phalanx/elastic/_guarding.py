@@ -28,8 +28,8 @@ from phalanx.elastic._guard import (
     explain,
     explain_state,
 )
-from phalanx.elastic._layout import Flat
-from phalanx.elastic._slots import slot_range
+from phalanx.elastic.reduce._flat_layout import Flat
+from phalanx.elastic.reduce._slots import slot_range
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

@@ -20,29 +20,29 @@ from torch import nn
 from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
-from phalanx.elastic._buffers import Buffers
-from phalanx.elastic._codec import copy_encoded
 from phalanx.elastic._evaluate import evaluate
 from phalanx.elastic._exit import fail_at_exit, has_ended_well
 from phalanx.elastic._guard import Guard
 from phalanx.elastic._guarding import Guarding
-from phalanx.elastic._keeper import Encoded
-from phalanx.elastic._layout import Layout
 from phalanx.elastic._loading import Fetcher, Loading
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._outcome import Outcome
-from phalanx.elastic._partials import Pool
-from phalanx.elastic._progress import Progress
-from phalanx.elastic._records import Audit, Events
-from phalanx.elastic._saving import Saving, no_readable_save
 from phalanx.elastic._schedule import Schedule
-from phalanx.elastic._state import Parts, State, Stateful, digest
 from phalanx.elastic._step import Step
-from phalanx.elastic._store_roster import make_roster
-from phalanx.elastic._sync import BitsWarning, differences, fingerprint
-from phalanx.elastic._team import Team
 from phalanx.elastic._telling import Telling
-from phalanx.elastic._troubles import Troubles
+from phalanx.elastic.checkpoint._saving import Saving, no_readable_save
+from phalanx.elastic.checkpoint._state import Parts, State, Stateful, digest
+from phalanx.elastic.checkpoint._state_codec import copy_encoded
+from phalanx.elastic.membership._final_state import Encoded
+from phalanx.elastic.membership._regroup import Team
+from phalanx.elastic.membership._store_membership import make_roster
+from phalanx.elastic.membership._sync import BitsWarning, differences, fingerprint
+from phalanx.elastic.reduce._buffers import Buffers
+from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._partials import Pool
+from phalanx.elastic.tools._json_lines import Audit, Events
+from phalanx.elastic.tools._progress import Progress
+from phalanx.elastic.tools._troubles import Troubles
 from phalanx.errors import CommError
 
 MAX_WORKERS = 1024

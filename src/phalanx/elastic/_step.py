@@ -17,12 +17,12 @@ from torch import Tensor
 
 from phalanx._torch_faults import check_fused
 from phalanx.elastic._guard import Reaction
-from phalanx.elastic._layout import SCALARS, Flat
 from phalanx.elastic._loading import Ticket
 from phalanx.elastic._outcome import Outcome
-from phalanx.elastic._partials import Partials
 from phalanx.elastic._rng import derive_seed, seed_everything
-from phalanx.elastic._team import LOST
+from phalanx.elastic.membership._regroup import LOST
+from phalanx.elastic.reduce._flat_layout import SCALARS, Flat
+from phalanx.elastic.reduce._partials import Partials
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

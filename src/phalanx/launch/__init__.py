@@ -13,63 +13,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.launch._api import elastic_launch as elastic_launch
-    from phalanx.launch._api import launch_agent as launch_agent
-    from phalanx.launch._config import LaunchConfig as LaunchConfig
-    from phalanx.launch._failures import ChildFailedError as ChildFailedError
-    from phalanx.launch._failures import ProcessFailure as ProcessFailure
-    from phalanx.launch._hang import report_progress as report_progress
-    from phalanx.launch._health import HealthCheckServer as HealthCheckServer
-    from phalanx.launch._health import create_healthcheck_server as create_healthcheck_server
-    from phalanx.launch._local_agent import LocalElasticAgent as LocalElasticAgent
-    from phalanx.launch._logs import DefaultLogsSpecs as DefaultLogsSpecs
-    from phalanx.launch._logs import LogsDest as LogsDest
-    from phalanx.launch._logs import LogsSpecs as LogsSpecs
-    from phalanx.launch._logs import Std as Std
-    from phalanx.launch._options import AgentOptions as AgentOptions
-    from phalanx.launch._record import record as record
-    from phalanx.launch._signals import SignalException as SignalException
-    from phalanx.launch._spec import RunResult as RunResult
-    from phalanx.launch._spec import Script as Script
-    from phalanx.launch._spec import Worker as Worker
-    from phalanx.launch._spec import WorkerGroup as WorkerGroup
-    from phalanx.launch._spec import WorkerSpec as WorkerSpec
-    from phalanx.launch._spec import WorkerState as WorkerState
+    from phalanx.launch.agent._api import elastic_launch as elastic_launch
+    from phalanx.launch.agent._api import launch_agent as launch_agent
+    from phalanx.launch.agent._local_agent import LocalElasticAgent as LocalElasticAgent
+    from phalanx.launch.config._config import LaunchConfig as LaunchConfig
+    from phalanx.launch.config._options import AgentOptions as AgentOptions
+    from phalanx.launch.config._spec import RunResult as RunResult
+    from phalanx.launch.config._spec import Script as Script
+    from phalanx.launch.config._spec import Worker as Worker
+    from phalanx.launch.config._spec import WorkerGroup as WorkerGroup
+    from phalanx.launch.config._spec import WorkerSpec as WorkerSpec
+    from phalanx.launch.config._spec import WorkerState as WorkerState
+    from phalanx.launch.failures._process_failure import ChildFailedError as ChildFailedError
+    from phalanx.launch.failures._process_failure import ProcessFailure as ProcessFailure
+    from phalanx.launch.failures._record import record as record
+    from phalanx.launch.hang._detector import report_progress as report_progress
     from phalanx.launch.metrics import MetricsConfig as MetricsConfig
     from phalanx.launch.numa import NumaOptions as NumaOptions
     from phalanx.launch.rendezvous import RendezvousHandler as RendezvousHandler
     from phalanx.launch.rendezvous import RendezvousParameters as RendezvousParameters
+    from phalanx.launch.system._signals import SignalException as SignalException
+    from phalanx.launch.telemetry._health import HealthCheckServer as HealthCheckServer
+    from phalanx.launch.telemetry._health import create_healthcheck_server as create_healthcheck_server
+    from phalanx.launch.telemetry._logs import DefaultLogsSpecs as DefaultLogsSpecs
+    from phalanx.launch.telemetry._logs import LogsDest as LogsDest
+    from phalanx.launch.telemetry._logs import LogsSpecs as LogsSpecs
+    from phalanx.launch.telemetry._logs import Std as Std
 
 # Public name -> the module of this package that defines it.
 _HOMES = {
-    "AgentOptions": "_options",
-    "ChildFailedError": "_failures",
-    "DefaultLogsSpecs": "_logs",
-    "HealthCheckServer": "_health",
-    "LaunchConfig": "_config",
-    "LocalElasticAgent": "_local_agent",
-    "LogsDest": "_logs",
-    "LogsSpecs": "_logs",
+    "AgentOptions": "config._options",
+    "ChildFailedError": "failures._process_failure",
+    "DefaultLogsSpecs": "telemetry._logs",
+    "HealthCheckServer": "telemetry._health",
+    "LaunchConfig": "config._config",
+    "LocalElasticAgent": "agent._local_agent",
+    "LogsDest": "telemetry._logs",
+    "LogsSpecs": "telemetry._logs",
     "MetricsConfig": "metrics",
     "NumaOptions": "numa",
-    "ProcessFailure": "_failures",
+    "ProcessFailure": "failures._process_failure",
     "RendezvousHandler": "rendezvous",
     "RendezvousParameters": "rendezvous",
-    "RunResult": "_spec",
-    "Script": "_spec",
-    "SignalException": "_signals",
-    "Std": "_logs",
-    "Worker": "_spec",
-    "WorkerGroup": "_spec",
-    "WorkerSpec": "_spec",
-    "WorkerState": "_spec",
-    "_get_addr_and_port": "_api",
-    "_get_entrypoint_name": "_api",
-    "create_healthcheck_server": "_health",
-    "elastic_launch": "_api",
-    "launch_agent": "_api",
-    "record": "_record",
-    "report_progress": "_hang",
+    "RunResult": "config._spec",
+    "Script": "config._spec",
+    "SignalException": "system._signals",
+    "Std": "telemetry._logs",
+    "Worker": "config._spec",
+    "WorkerGroup": "config._spec",
+    "WorkerSpec": "config._spec",
+    "WorkerState": "config._spec",
+    "_get_addr_and_port": "agent._api",
+    "_get_entrypoint_name": "agent._api",
+    "create_healthcheck_server": "telemetry._health",
+    "elastic_launch": "agent._api",
+    "launch_agent": "agent._api",
+    "record": "failures._record",
+    "report_progress": "hang._detector",
 }
 
 __all__ = [name for name in _HOMES if not name.startswith("_")]

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from phalanx.shard._api import (
+from phalanx.shard.checkpoint._load import Checkpoint, load
+from phalanx.shard.checkpoint._save import save
+from phalanx.shard.exchange._gather import gather_state_dict
+from phalanx.shard.exchange._groups import _get_current_process_group, load_with_process_group
+from phalanx.shard.exchange._shard import Shard
+from phalanx.shard.files._index import CheckpointError
+from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.ops._convert import from_dtensor, to_dtensor
+from phalanx.shard.ops._plain import plain_inputs
+from phalanx.shard.ops._registry import custom_sharded_op_impl, custom_sharding_spec_op
+from phalanx.shard.plan._api import (
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
@@ -11,29 +22,18 @@ from phalanx.shard._api import (
     shard_parameter,
     state_dict_hook,
 )
-from phalanx.shard._auto_plan import AutoPlan, PlanReport, auto_plan
-from phalanx.shard._convert import from_dtensor, to_dtensor
-from phalanx.shard._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
-from phalanx.shard._gather import gather_state_dict
-from phalanx.shard._groups import _get_current_process_group, load_with_process_group
-from phalanx.shard._index import CheckpointError
-from phalanx.shard._load import Checkpoint, load
-from phalanx.shard._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard._optim import ShardedOptimizer, named_params_with_sharded_tensor
-from phalanx.shard._placement import RemoteDevice
-from phalanx.shard._plain import plain_inputs
-from phalanx.shard._plan import Sharder, ShardingPlan, ShardingPlanner
-from phalanx.shard._registry import custom_sharded_op_impl, custom_sharding_spec_op
-from phalanx.shard._save import save
-from phalanx.shard._shard import Shard
-from phalanx.shard._spec import (
+from phalanx.shard.plan._auto_plan import AutoPlan, PlanReport, auto_plan
+from phalanx.shard.plan._optim import ShardedOptimizer, named_params_with_sharded_tensor
+from phalanx.shard.plan._plan import Sharder, ShardingPlan, ShardingPlanner
+from phalanx.shard.tensor._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from phalanx.shard.tensor._spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,
     ShardingSpec,
 )
-from phalanx.shard._tensor import ShardedTensor
+from phalanx.shard.tensor._tensor import ShardedTensor
 
 __all__ = [
     "AutoPlan",

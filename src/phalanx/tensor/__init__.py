@@ -4,28 +4,17 @@ Importing this package wraps ``torch.autograd.Function.apply`` (so that users' F
 functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
 they refuse DTensors), has nested activation checkpoints keep local tensors, tells ``torch.load`` which names are
 harmless, and has torch's helpers for distributed checkpoints know DTensors (once they are imported); see
-``_function.py``, ``_random.py``, ``_random_init.py``, ``_doors.py``, ``_checkpointing.py``, ``_loading.py`` and
-``phalanx.comm._dcp_state_dicts``.
+``_autograd_function.py``, ``_state.py``, ``_init.py``, ``_torch_functions.py``, ``_checkpoint.py``, ``_load.py`` and
+``phalanx.comm.torch_interop._dcp_state_dicts``.
 """
 
 from __future__ import annotations
 
-from phalanx.comm import DeviceMesh, _dcp_state_dicts, init_device_mesh
-from phalanx.tensor import (
-    _checkpointing,
-    _doors,
-    _function,
-    _grouping,
-    _loading,
-    _log,
-    _operators,
-    _random,
-    _random_init,
-)
-from phalanx.tensor._distribute import distribute_module, distribute_tensor
-from phalanx.tensor._dtensor import DTensor
+from phalanx.comm import DeviceMesh, init_device_mesh
+from phalanx.comm.torch_interop import _dcp_state_dicts
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
-from phalanx.tensor._modes import (
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.core._modes import (
     NoShardingRule,
     SurpriseCommunication,
     communication_mode,
@@ -33,18 +22,29 @@ from phalanx.tensor._modes import (
     fallback_policy,
     implicit_replication,
 )
-from phalanx.tensor._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from phalanx.tensor._random import get_rng_state, manual_seed, set_rng_state
+from phalanx.tensor.dispatch._distribute import distribute_module, distribute_tensor
+from phalanx.tensor.layout._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from phalanx.tensor.patches import (
+    _autograd_function,
+    _checkpoint,
+    _grouping,
+    _load,
+    _operators,
+    _torch_functions,
+)
+from phalanx.tensor.random import _init, _state
+from phalanx.tensor.random._state import get_rng_state, manual_seed, set_rng_state
+from phalanx.tensor.redistribute import _log
 
-_checkpointing.install()
+_checkpoint.install()
 _dcp_state_dicts.install()
-_doors.install()
-_function.install()
+_torch_functions.install()
+_autograd_function.install()
 _grouping.install()
-_loading.install()
+_load.install()
 _operators.install()
-_random.install()
-_random_init.install()
+_state.install()
+_init.install()
 _log.configure()
 
 __all__ = [

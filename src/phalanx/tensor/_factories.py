@@ -1,6 +1,6 @@
 """Making DTensors from nothing: zeros, ones, empty, full, rand, randn, arange, randperm.
 
-Owns the factories. Each rank makes its own part; nothing is sent. Random values belong to elements (``_noise.py``),
+Owns the factories. Each rank makes its own part; nothing is sent. Random values belong to elements (``_philox.py``),
 so they do not depend on the layout. Where a layout is partial, the value is whole on the first rank and neutral on the
 others.
 """
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor import _noise
-from phalanx.tensor._distribute import distribute_tensor, mesh_or_current
-from phalanx.tensor._distributions import NORMAL, UNIFORM, Distribution
-from phalanx.tensor._draws import FLOATS, INTEGERS, require, require_dtype
-from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._execute import redistribute_local
-from phalanx.tensor._placement import REPLICATE, Placement
-from phalanx.tensor._random import next_stream
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.dispatch._distribute import distribute_tensor, mesh_or_current
+from phalanx.tensor.layout._placement import REPLICATE, Placement
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.random import _philox
+from phalanx.tensor.random._distributions import NORMAL, UNIFORM, Distribution
+from phalanx.tensor.random._drawing import FLOATS, INTEGERS, require, require_dtype
+from phalanx.tensor.random._state import next_stream
+from phalanx.tensor.redistribute._execute import redistribute_local
 
 Make = Callable[[Spec, torch.device], Tensor]  # this rank's part of a tensor that is nowhere partial
 
@@ -70,7 +70,7 @@ def _filled(value: complex) -> Make:
 
 def _random(distribution: Distribution, name: str) -> Make:
     def make(spec: Spec, device: torch.device) -> Tensor:
-        return _noise.filled(spec, next_stream(spec.mesh), distribution.standard(spec.dtype, name), device)
+        return _philox.filled(spec, next_stream(spec.mesh), distribution.standard(spec.dtype, name), device)
 
     return make
 
@@ -119,10 +119,10 @@ def randperm(
     """A permutation of 0 .. n-1; the same on every rank and under every layout."""
     require(n >= 0, f"randperm needs n >= 0, got {n}")
     require_dtype("randperm", dtype, FLOATS | INTEGERS)
-    most = 2 ** _noise.DIGITS[dtype] if dtype in FLOATS else torch.iinfo(dtype).max
+    most = 2 ** _philox.DIGITS[dtype] if dtype in FLOATS else torch.iinfo(dtype).max
     require(n - 1 <= most, f"randperm({n}) holds numbers up to {n - 1}; {dtype} counts to {most}")
     mesh = mesh_or_current(device_mesh)
-    order = torch.from_numpy(_noise.words(next_stream(mesh), 0, n).argsort(kind="stable").copy())
+    order = torch.from_numpy(_philox.words(next_stream(mesh), 0, n).argsort(kind="stable").copy())
     return distribute_tensor(order.to(dtype), mesh, placements, src_data_rank=None)
 
 

@@ -16,15 +16,15 @@ from torch._library.custom_ops import CustomOpDef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._dispatch import forget_decisions, run_rule
-from phalanx.tensor._dtensor import DTensor, _handlers
-from phalanx.tensor._modes import implicit_replication
-from phalanx.tensor._names import op_name
-from phalanx.tensor._placement import Placement, normalize
-from phalanx.tensor._rule import Call, Choice, In, Sharding, all_replicated
-from phalanx.tensor._spec import Spec
-from phalanx.tensor._through import through
-from phalanx.tensor.rules import DIRECT_PYTHON, RULES
+from phalanx.tensor.core._dtensor import DTensor, _handlers
+from phalanx.tensor.core._modes import implicit_replication
+from phalanx.tensor.dispatch._inline_python import through
+from phalanx.tensor.dispatch._run import forget_decisions, run_rule
+from phalanx.tensor.layout._placement import Placement, normalize
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
+from phalanx.tensor.ops.rules import DIRECT_PYTHON, RULES
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 

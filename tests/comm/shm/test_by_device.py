@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from comm.shm.test_random import TINY, on_threads
-from phalanx.comm import Group, ReduceOp, _auto
-from phalanx.comm._by_device import ByDeviceTransport
-from phalanx.comm._shm import ShmTransport
-from phalanx.comm._transport import Done
+from phalanx.comm import Group, ReduceOp
 from phalanx.comm.stores import MemoryStore
+from phalanx.comm.transports import _auto
+from phalanx.comm.transports._by_device import ByDeviceTransport
+from phalanx.comm.transports._interface import Done
+from phalanx.comm.transports.shm import ShmTransport
 from phalanx.errors import GroupAborted
 from processes import run_processes
 

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from phalanx.comm._shm import _engine
-from phalanx.comm._shm import _layout as L
+from phalanx.comm.transports.shm import _engine
+from phalanx.comm.transports.shm import _layout as L
 from phalanx.errors import CollectiveMismatch, GroupAborted, PeerLost, PeerTimeout
 from processes import run_processes
 

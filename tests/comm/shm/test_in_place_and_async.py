@@ -10,7 +10,7 @@ import torch
 
 from comm.shm.test_random import TINY, on_threads
 from phalanx.comm import Group
-from phalanx.comm._shm import _channel, _engine, _memory, _syscalls, _window
+from phalanx.comm.transports.shm import _channel, _engine, _memory, _syscalls, _window
 from phalanx.ddp import DistributedDataParallel
 from processes import run_processes
 from shm_random import run_random

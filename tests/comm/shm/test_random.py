@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from phalanx.comm import Group
-from phalanx.comm._shm import ShmTransport
-from phalanx.comm._shm._layout import Layout
 from phalanx.comm.stores import MemoryStore
+from phalanx.comm.transports.shm import ShmTransport
+from phalanx.comm.transports.shm._layout import Layout
 from processes import run_processes
 from shm_random import run_random
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.comm import _auto
-from phalanx.comm._shm import _join
-from phalanx.comm._shm._layout import Layout
+from phalanx.comm.transports import _auto
+from phalanx.comm.transports.shm import _join
+from phalanx.comm.transports.shm._layout import Layout
 from phalanx.errors import PeerLost
-from phalanx.launch import _doctor
+from phalanx.launch.cli import _doctor
 from processes import run_processes
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from comm.test_collectives import CASES, WORLD
-from phalanx.comm import _liveness
-from phalanx.comm._auto import choose
-from phalanx.comm._liveness import Identity
-from phalanx.comm._shm import _join
-from phalanx.comm._two_level import PAYS_UP_TO
+from phalanx.comm.failure import _liveness
+from phalanx.comm.failure._liveness import Identity
+from phalanx.comm.transports._auto import choose
+from phalanx.comm.transports._two_level import PAYS_UP_TO
+from phalanx.comm.transports.shm import _join
 from phalanx.errors import PeerLost
 from processes import run_processes
 

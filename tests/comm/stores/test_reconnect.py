@@ -98,3 +98,33 @@ def test_another_server_at_the_same_address_is_not_taken_for_the_one_that_was_th
         assert other.items() == {}
     finally:
         other.close()
+
+
+def test_a_stranger_who_writes_over_what_names_the_server_does_not_cut_its_clients_off(
+    server: TCPStore,
+) -> None:
+    client = connect(server.address)
+    client.set("a", b"1")
+    native = server._link.native
+    for key in [key for key in native.list_keys() if key.startswith("p/server")]:
+        native.set(key, b"stranger")
+    late = connect(server.address)
+    for store in (client, late):
+        assert end_connections(port_of(server)) >= 1
+        assert store.get("a") == b"1"
+    for store in (client, late):
+        store.close()
+
+
+def test_a_connection_that_ends_again_at_once_is_made_once_more(server: TCPStore) -> None:
+    client = connect(server.address)
+    assert isinstance(client, TCPStore)
+    ends = iter(range(3))
+
+    def end_and_read() -> list[str]:
+        if next(ends, None) is not None:
+            end_connections(port_of(server))
+        return list(client._link.native.list_keys())
+
+    assert client._link.call(end_and_read)
+    client.close()

@@ -12,7 +12,7 @@ from phalanx.comm.stores._complaints import BURST, PER_KEY, Complaints
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreTimeout
-from phalanx.membership import job_prefix
+from phalanx.protocol import job_prefix
 
 pytestmark = pytest.mark.fast
 

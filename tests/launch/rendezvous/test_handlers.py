@@ -18,8 +18,8 @@ from tests.comm.stores.conftest import etcd_cluster, wait_until
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch._failures import ProcessFailure
-from phalanx.launch._journal import Journal
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -40,7 +40,7 @@ from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
 from phalanx.launch.rendezvous._leader import ring
 from phalanx.launch.rendezvous._records import GenerationRecord
 from phalanx.launch.rendezvous._waiting import waiting_line
-from phalanx.membership import (
+from phalanx.protocol import (
     Broken,
     Members,
     Setbacks,
@@ -482,12 +482,12 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         assert handler.num_nodes_waiting() == 0
         assert handler.watch_generation(0).wait(0) is None
         assert handler._participant.facts.latest.generation == 0
-        journal = Journal(info.store)
-        assert journal.verdict(0) is None
-        assert journal.failures(0) == {}
-        assert journal.read_requests(0, info.node.id) == (None, "", Setbacks())
-        assert not journal.is_leaving(0, "w")
-        assert journal.read_progress(["w"]) == {"w": None}
+        channel = AgentChannel(info.store)
+        assert channel.recovery(0) is None
+        assert channel.failures(0) == {}
+        assert channel.read_requests(0, info.node.id) == (None, "", Setbacks())
+        assert not channel.is_leaving(0, "w")
+        assert channel.read_progress(["w"]) == {"w": None}
         assert info.store.get_many([broken_key(0), wanted_key(0), members_key(1)]) == [None] * 3
         told = "\n".join(record.getMessage() for record in caplog.records)
         silent = [key for key in forged if f"the record at {key!r}" not in told]

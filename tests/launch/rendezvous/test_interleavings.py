@@ -24,7 +24,7 @@ from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._leader import end_generation
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.membership import Broken, Members, members_key
+from phalanx.protocol import Broken, Members, members_key
 
 LEASE = 8.0
 

@@ -18,7 +18,7 @@ from phalanx.launch.rendezvous import RendezvousParameters
 from phalanx.launch.rendezvous._backends import describe_node, is_this_machine, split_endpoint
 from phalanx.launch.rendezvous._interface import RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
-from phalanx.membership import RecordError
+from phalanx.protocol import RecordError
 
 pytestmark = pytest.mark.fast
 

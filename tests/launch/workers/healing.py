@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx import membership as m
+from phalanx import protocol as m
 from phalanx.comm import Group
 from phalanx.comm.stores import connect, job_store
 from phalanx.errors import CommError, PeerLost, StoreTimeout

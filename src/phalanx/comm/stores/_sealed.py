@@ -22,7 +22,7 @@ from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
 from phalanx.comm.stores._signing import Signer, is_signed, read_secret
-from phalanx.membership import job_prefix
+from phalanx.protocol import job_prefix
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.comm.stores._complaints import Complaints, clipped
-from phalanx.membership import ENV_SECRET, ENV_SECRET_FILE, RecordError
+from phalanx.protocol import ENV_SECRET, ENV_SECRET_FILE, RecordError
 
 log = logging.getLogger(__name__)
 

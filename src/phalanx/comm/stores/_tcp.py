@@ -5,7 +5,6 @@ Owns hosting a server (bound to one address, with the thread that ends leases) a
 
 from __future__ import annotations
 
-import secrets
 import socket
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore as NativeStore  # torch.distribu
 
 from phalanx.comm.stores._torch import TorchStore
 from phalanx.comm.stores._torch_lease import Reaper
-from phalanx.comm.stores._torch_link import SERVER, bound_replies, connect_link
+from phalanx.comm.stores._torch_link import bound_replies, connect_link, mark_server
 
 
 class TCPStore(TorchStore):
@@ -50,7 +49,7 @@ class TCPStore(TorchStore):
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        native.set(SERVER, secrets.token_hex(16))
+        mark_server(native)
         bound_replies(port)
         store = cls(host, port)
         store._server = native

@@ -6,10 +6,11 @@ with the current value in one round trip); ``set`` is not acknowledged (``write`
 or whose host vanished blocks a call for ever (the socket gets a receive timeout); after such a timeout
 replies would be read by the wrong call (the connection is given up for good).
 
-A connection that ends while the server is fine (reset by a router, a firewall, a laptop that slept) is made anew, once
-per failure, and the call is repeated: to the same server only, known by the token that ``TCPStore.serve`` leaves there.
-Repeating harms nothing, because entries are distinct: a compare-and-set that was carried out already finds its own
-entry. Calls of which that is not true (``add``, taking from a queue) are not repeated; they raise.
+A connection that ends while the server is fine (reset by a router, a firewall, a laptop that slept) is made anew, and
+the call is repeated, a few times: to the same server only, known by a key that ``TCPStore.serve`` leaves there. The
+name of that key tells, not its value, over which anybody may write. Repeating harms nothing, because entries are
+distinct: a compare-and-set that was carried out already finds its own entry. Calls of which that is not true (``add``,
+taking from a queue) are not repeated; they raise.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ REOPEN_TIMEOUT = 5.0
 _NEVER = b"\x00never a stored value"
 _TICK = "p/tick"
 _NEW_LINK = "new connection "
-SERVER = "p/server"
-"""Holds what tells one server from another at the same address."""
-
-log = logging.getLogger(__name__)
+_SERVER = "p/server"
+"""Names the key that tells one server from another at the same address; that key's own name begins with it, too."""
+_ATTEMPTS = 4
+"""How often a call is tried when its connection ends again and again: whoever ends one may well end the next."""
 
 
 class Link:
@@ -69,50 +70,65 @@ class Link:
         self._batched = batched
         self._lost: str | None = None
         self._lock = threading.Lock()
-        self._server = self._token() if batched else None
+        self._server: tuple[str, ...] = ()
+        if batched:
+            self._server = self._find_server()
 
     def call(self, operation: Callable[[], T], *, repeat: bool = True) -> T:
         """Run one native call. A network error loses the link for good, unless the same server answers again."""
-        if self._lost is not None:
-            raise StoreLost(self._lost, address=self.address)
-        native = self.native
-        try:
-            return operation()
-        except dist.DistNetworkError as error:
-            why = f"lost the store {self.address}: {str(error).splitlines()[0]}"
-            if "timeout" in why.lower() or not self._reopen(native):  # a server that hangs would hang again
-                self.lose(why)
-            if self._lost is None and repeat:
-                return self.call(operation, repeat=False)
-            raise StoreLost(self._lost or why, address=self.address) from error
+        attempts = _ATTEMPTS if repeat else 1
+        while True:
+            if self._lost is not None:
+                raise StoreLost(self._lost, address=self.address)
+            native = self.native
+            try:
+                return operation()
+            except dist.DistNetworkError as error:
+                attempts -= 1
+                why = f"lost the store {self.address}: {str(error).splitlines()[0]}"
+                if "timeout" in why.lower() or not self._reopen(
+                    native
+                ):  # a server that hangs would hang again
+                    self.lose(why)
+                if self._lost is not None or not attempts:
+                    raise StoreLost(self._lost or why, address=self.address) from error
 
     def _reopen(self, broken: Any) -> bool:
         """Replace a connection that has ended, unless another thread has; whether it is to the same server."""
         with self._lock:
             if self.native is not broken:
                 return True
-            if self._server is None or self._lost is not None:
+            if not self._server or self._lost is not None:
                 return False
-            other = _within(REOPEN_TIMEOUT, self._fork)
-            if other is None or other._server != self._server:
-                # Somebody else's store, or a server that was started anew: it knows nothing of us.
-                return False
-            try:
-                # A tick that went into the old connection may be lost; watches must not miss what it told of.
-                other.native.set(_TICK, f"{_NEW_LINK}{secrets.token_hex(8)}")
-            except dist.DistNetworkError:
-                return False
-            self.native = other.native
-            log.info("the connection to the store %s had ended; there is a new one", self.address)
-            return True
+            for _ in range(_ATTEMPTS):
+                other = _within(REOPEN_TIMEOUT, self._fork)
+                if other is None:
+                    return False
+                try:
+                    if not any(other.native.check([key]) for key in self._server):
+                        # Somebody else's store, or a server that was started anew: it knows nothing of us.
+                        return False
+                    # A tick that went into the old connection may be lost; watches must not miss what it told of.
+                    other.native.set(_TICK, f"{_NEW_LINK}{secrets.token_hex(8)}")
+                except dist.DistNetworkError:
+                    continue  # that one has ended as well
+                self.native = other.native
+                log.info("the connection to the store %s had ended; there is a new one", self.address)
+                return True
+            return False
 
-    def _token(self) -> bytes | None:
-        """What tells this server from every other; None where nobody said."""
+    def _find_server(self) -> tuple[str, ...]:
+        """The keys of which one tells this server from every other; none where nobody left any."""
         try:
-            raw = self.native.compare_set(SERVER, _NEVER, _NEVER)
-        except dist.DistNetworkError:
-            return None  # the first real call says so
-        return None if raw == _NEVER else bytes(raw)
+            name = bytes(self.native.compare_set(_SERVER, _NEVER, _NEVER))
+            if name == _NEVER:
+                return ()
+            if name.startswith(_SERVER.encode()) and name.isascii() and self.native.check([name.decode()]):
+                return (name.decode(),)
+            # A stranger has written there. It may have made such keys, too; any that stays will do.
+            return tuple(key for key in self.list_keys() if key.startswith(f"{_SERVER}/"))
+        except (dist.DistNetworkError, StoreLost):
+            return ()  # the first real call says so
 
     def lose(self, why: str) -> None:
         self._lost = self._lost or why
@@ -173,7 +189,9 @@ class Link:
         """Another connection to the same store."""
         if self._lost is not None:
             raise StoreLost(self._lost, address=self.address)
-        return self._fork()
+        other = self._fork()
+        other._server = other._server or self._server
+        return other
 
 
 def _within(seconds: float, connect: Callable[[], Link]) -> Link | None:
@@ -208,6 +226,13 @@ def connect_link(host: str, port: int, *, timeout: float, is_up: bool = False) -
     native.set_timeout(timedelta(seconds=0.25))  # only multi_get uses it, see read_many
     bound_replies(port)
     return Link(native, address, lambda: connect_link(host, port, timeout=1.0, is_up=True), batched=True)
+
+
+def mark_server(native: Any) -> None:
+    """Leave in a new server what tells it from every other."""
+    key = f"{_SERVER}/{secrets.token_hex(16)}"
+    native.set(key, b"1")
+    native.set(_SERVER, key)
 
 
 def tcp_address(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.ddp._bucket import GradBucket
+from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import future_of
 from phalanx.ddp.hooks._group import resolve
 from phalanx.ddp.hooks.default import Hook

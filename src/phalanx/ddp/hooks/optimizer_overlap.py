@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._torch_faults import check_fused
-from phalanx.ddp._bucket import GradBucket
+from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks.default import Hook, allreduce_hook
 
 ATTACHED = "_in_backward_optimizers"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.ddp._bucket import GradBucket
+from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import LazyFuture, finished
 from phalanx.ddp.hooks._group import resolve
 from phalanx.ddp.hooks.default import mean_over

@@ -28,8 +28,6 @@ from phalanx.comm.stores._etcd_access import etcd_url
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
-from phalanx.launch import _linux
-from phalanx.launch._addresses import LOOPBACK, bind_address
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
@@ -37,7 +35,9 @@ from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
 from phalanx.launch.rendezvous._records import NODES, PROOF, NodeRecord
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
-from phalanx.membership import job_prefix
+from phalanx.launch.system import _linux
+from phalanx.launch.system._addresses import LOOPBACK, bind_address
+from phalanx.protocol import job_prefix
 
 log = logging.getLogger(__name__)
 

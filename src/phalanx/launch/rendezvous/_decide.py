@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from phalanx.launch.rendezvous._order import assign_ranks, choose
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.membership import Broken
+from phalanx.protocol import Broken
 
 
 @dataclass(frozen=True, kw_only=True)

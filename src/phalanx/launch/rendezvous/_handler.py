@@ -47,7 +47,7 @@ from phalanx.launch.rendezvous._own_secret import OwnSecret
 from phalanx.launch.rendezvous._participant import Participant
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.launch.rendezvous._waiting import due_after, waiting_line
-from phalanx.membership import Broken, RecordError
+from phalanx.protocol import Broken, RecordError
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from phalanx.comm.stores._interface import Store
 from phalanx.errors import PhalanxError, StoreLost
-from phalanx.membership import Broken, Member, Members
+from phalanx.protocol import Broken, Member, Members
 
 
 class RendezvousError(PhalanxError, RuntimeError):

@@ -19,7 +19,7 @@ from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, RendezvousStoreInfo
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.membership import Broken, RecordError, broken_key, members_key, wanted_key
+from phalanx.protocol import Broken, RecordError, broken_key, members_key, wanted_key
 
 if TYPE_CHECKING:
     from phalanx.launch.rendezvous._participant import Facts

@@ -32,7 +32,7 @@ from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
 from phalanx.launch.rendezvous._leader import Leader, ring
 from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
-from phalanx.membership import Broken, RecordError
+from phalanx.protocol import Broken, RecordError
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 

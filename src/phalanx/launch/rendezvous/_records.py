@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from phalanx._fields import Fields, load_json, short
 from phalanx.launch.rendezvous._interface import NodeInfo
-from phalanx.membership import RecordError
+from phalanx.protocol import RecordError
 
 TICKETS = "rdzv/tickets"
 LIVE = "rdzv/live/"

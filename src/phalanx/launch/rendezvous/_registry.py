@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from phalanx.launch._settings import check_settings
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousParameters
+from phalanx.launch.rendezvous._settings import check_settings
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
 

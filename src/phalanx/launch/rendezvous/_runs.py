@@ -15,7 +15,7 @@ from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._records import Closing
-from phalanx.membership import job_prefix
+from phalanx.protocol import job_prefix
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.tensor import _operators
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._names import op_name
+from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._trace import ROOT, Place, Record
+from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.patches import _operators
 
 _OURS, _TORCHS = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
 _NOT_USERS = (_OURS, _TORCHS)

@@ -10,9 +10,9 @@ import struct
 import zlib
 from html import escape
 
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._tiles import Tile, layout_of, tiles
+from phalanx.tensor.layout._spec import Spec
 
 _COLOURS = ("#9ecae9", "#ffbf79", "#88d27a", "#f2a6c1", "#f2cf5b", "#b79fd6", "#83bcb6", "#d8b5a5")
 _INK = (34, 34, 34)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._placement import indices_of
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.layout._placement import indices_of
+from phalanx.tensor.layout._spec import Spec
 
 Range = tuple[int, int]  # half-open
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._spec import Spec
+from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._tiles import Range, layout_of, tiles
 from phalanx.tensor.debug._trace import describe, readable
+from phalanx.tensor.layout._spec import Spec
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._placement import Placement
+from phalanx.tensor.layout._placement import Placement
 from phalanx.tensor.parallel._style import ParallelStyle, enter
 
 

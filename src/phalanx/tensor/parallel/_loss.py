@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.comm import Group
-from phalanx.tensor._dtensor import DTensor, wrap
-from phalanx.tensor._log import listening, log_collectives
-from phalanx.tensor._placement import REPLICATE, Placement, Shard
-from phalanx.tensor._spec import Spec
-from phalanx.tensor._views import fresh
+from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._log import listening, log_collectives
 
 _NAMES = (
     "input",

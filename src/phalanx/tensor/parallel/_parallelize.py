@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from torch import nn
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._distribute import mesh_or_current
-from phalanx.tensor._ties import keeping_ties
+from phalanx.tensor.dispatch._distribute import mesh_or_current
+from phalanx.tensor.dispatch._shared_parameters import keeping_ties
 from phalanx.tensor.parallel._style import ParallelStyle
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._distribute import distribute_tensor, replicate_rest
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._placement import Placement
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.dispatch._distribute import distribute_tensor, replicate_rest
+from phalanx.tensor.layout._placement import Placement
 
 Layout = Callable[[str], "Placement | None"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor._dtensor import DTensor
-from phalanx.tensor._placement import REPLICATE, Placement, Shard
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.parallel._style import ParallelStyle, enter, leave, place_parameters
 
 

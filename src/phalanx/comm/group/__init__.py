@@ -1,0 +1,1 @@
+"""Gives callers the group of ranks and its collectives: checks, events, the current group."""

@@ -1,0 +1,83 @@
+"""Joining the job that this process was started for, and finding the group that code without one should use.
+
+Owns ``init`` (reads the environment through ``World`` and ``membership``) and ``current_group``.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.comm.group import _context
+from phalanx.comm.group._group import DEFAULT_TIMEOUT, Group
+from phalanx.comm.stores import MemoryStore, Store, TCPStore, connect
+from phalanx.comm.stores._sealed import signed_store
+from phalanx.protocol import ENV_STORE
+from phalanx.world import World
+
+_wrapped: dict[int, tuple[dist.ProcessGroup, Group]] = {}
+
+
+def init(
+    *, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True
+) -> Group:
+    """Join the group of this worker's generation and make it the current one.
+
+    Reads what a launcher sets (``phalanx run``, torchrun, or by hand: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    A process that was started alone gets a group of one. With ``default`` it also becomes torch's default process
+    group, so that ``torch.distributed`` calls work.
+
+    >>> group = phalanx.init()                     # doctest: +SKIP
+    """
+    world = World.from_env()
+    group = Group.create(
+        _store(world),
+        world.rank,
+        world.size,
+        backend=backend,
+        timeout=timeout,
+        job=world.job,
+        generation=world.generation,
+    )
+    if default and not dist.is_initialized():
+        group.make_default()
+    _context.set_group(group)
+    return group
+
+
+def _store(world: World) -> Store:
+    url = os.environ.get(ENV_STORE)
+    if url:
+        return signed_store(connect(url), world.job)
+    if world.size == 1:
+        return MemoryStore()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise RuntimeError(
+            f"rank {world.rank} of {world.size}: neither {ENV_STORE} nor MASTER_ADDR and MASTER_PORT are set; "
+            f"start the script with `phalanx run`, or set them"
+        )
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    if world.rank == 0 and not agent_has_store:
+        return TCPStore.serve(host, int(port))
+    return connect(f"tcp://{host}:{port}")
+
+
+def current_group() -> Group:
+    """The group that code without one should use: set by ``init`` or ``use_group``, else torch's default group."""
+    group = _context.registered_group()
+    if group is not None:
+        return group
+    if _context.rank_token() is None and dist.is_initialized():
+        made = dist.group.WORLD
+        assert made is not None, "torch says that it has a default group"
+        known = _wrapped.get(0)
+        if known is None or known[0] is not made:
+            known = _wrapped[0] = (made, Group.wrap(made))
+        return known[1]
+    raise RuntimeError(
+        "there is no current group: call phalanx.init() in the worker first "
+        "(or torch.distributed.init_process_group(), or use_group())"
+    )

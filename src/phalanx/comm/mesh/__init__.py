@@ -1,0 +1,1 @@
+"""Lays the ranks of a group out on named axes, with one group per axis."""

@@ -1,0 +1,392 @@
+"""DeviceMesh: the ranks of a group laid out on named axes, with one group per axis made when it is first
+asked for.
+
+Owns ``DeviceMesh`` and ``init_device_mesh``. The index maths is in ``_mesh_layout.py``; the groups are
+``comm.Group``.
+
+Invariants:
+- A mesh belongs to the group that was current when it was built (``comm.current_group()``); its ranks are
+  ranks of that group. In a simulated rank that is the simulated group.
+- Sub-meshes share the root's ranks and its table of groups; a list of ranks has at most one group.
+- Nothing is created before ``get_group`` / ``get_all_groups`` asks for it. Every rank of the root asks for
+  the same axes in the same order, as with any collective.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.comm.group._group import Group
+from phalanx.comm.group._init import current_group
+from phalanx.comm.mesh._layout import MeshLayout, is_in_root_order
+from phalanx.comm.mesh._root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
+
+_entered = (
+    threading.local()
+)  # the meshes this thread (one simulated rank, or the process) has entered by ``with``
+
+
+class DeviceMesh:
+    """Ranks on an n-dimensional grid with optional axis names.
+
+    >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))   # doctest: +SKIP
+    >>> mesh["tp"].size(), mesh.get_local_rank("tp"), mesh.get_group("dp")    # doctest: +SKIP
+    """
+
+    __slots__ = (
+        "_coordinate",
+        "_device_type",
+        "_groups",
+        "_hash",
+        "_layout",
+        "_mesh",
+        "_names",
+        "_root",
+        "_shape",
+    )
+
+    def __init__(
+        self, device_type: str, mesh: MeshRanks, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> None:
+        ranks, shape = rank_grid(mesh)
+        parent = current_group()
+        if len(ranks) > parent.size:
+            raise RuntimeError(
+                f"rank {parent.rank}: a mesh of shape {shape} needs {len(ranks)} ranks, "
+                f"but the current group has {parent.size}"
+            )
+        if len(ranks) and int(ranks.max()) >= parent.size:
+            raise ValueError(
+                f"mesh names rank {int(ranks.max())}, but the current group has {parent.size} ranks"
+            )
+        names = check_names(mesh_dim_names, shape)
+        root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, parent.rank, parent)
+        self._set(root, root.layout, names, check_device_type(device_type))
+
+    def _set(
+        self, root: MeshRoot, layout: MeshLayout, names: tuple[str, ...] | None, device_type: str
+    ) -> DeviceMesh:
+        self._root = root
+        self._layout = layout
+        self._names = names
+        self._device_type = device_type
+        self._shape = layout.shape
+        self._coordinate = None if root.position is None else layout.coordinate(root.position)
+        self._groups: list[Group | None] = [None] * len(layout.axes)
+        self._mesh: Tensor | None = None
+        self._hash: int | None = None
+        return self
+
+    def _derive(self, layout: MeshLayout, names: tuple[str, ...] | None) -> DeviceMesh:
+        return DeviceMesh.__new__(DeviceMesh)._set(self._root, layout, names, self._device_type)
+
+    @classmethod
+    def from_group(
+        cls,
+        group: Any,  # Group or c10d ProcessGroup, or a list of them
+        device_type: str,
+        mesh: MeshRanks | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over groups that exist already: one (1-d mesh), or one per axis together with the grid of
+        ranks.
+        """
+        single = not isinstance(group, (list, tuple))
+        given: list[Any] = [group] if single else list(group)
+        groups = [one if isinstance(one, Group) else Group.wrap(one) for one in given]
+        if not groups:
+            raise ValueError("from_group needs at least one group")
+        if mesh is None:
+            if not single:
+                raise ValueError(
+                    f"from_group with a list of {len(groups)} groups needs mesh=, the grid of ranks"
+                )
+            mesh = list(groups[0].ranks)
+        ranks, shape = rank_grid(mesh)
+        if len(shape) != len(groups):
+            raise ValueError(
+                f"from_group got {len(groups)} groups for a mesh of {len(shape)} axes (shape {shape})"
+            )
+        if single and tuple(ranks.tolist()) != tuple(groups[0].ranks):
+            raise ValueError(f"mesh {ranks.tolist()} differs from the group's ranks {list(groups[0].ranks)}")
+        names = check_names(mesh_dim_names, shape)
+        rank = groups[0].ranks[groups[0].rank]
+        root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, rank, None)
+        for index, one in enumerate(groups):
+            members = tuple(root.members(root.layout.select((index,))).tolist())
+            if members != tuple(one.ranks):
+                raise ValueError(
+                    f"rank {rank}: axis {index} of the mesh holds ranks {members}, its group {one.ranks}"
+                )
+            root.groups[members] = one
+        return cls.__new__(cls)._set(root, root.layout, names, check_device_type(device_type))
+
+    # ---- what it is
+
+    @property
+    def device_type(self) -> str:
+        return self._device_type
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        return self._names
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks as an int tensor of the mesh's shape (this rank's copy, for a sub-mesh)."""
+        if self._mesh is None:
+            self._mesh = torch.from_numpy(self._root.members(self._layout).astype(np.int32)).reshape(
+                self._shape
+            )
+        return self._mesh
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Number of ranks, in all or along one axis."""
+        return math.prod(self._shape) if mesh_dim is None else self._shape[self._axis(mesh_dim)]
+
+    def get_rank(self) -> int:
+        """This rank in the group the mesh was built on."""
+        return self._root.rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Where this rank sits; None if it is not part of the mesh."""
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's place along one axis."""
+        axis = self._only_axis("get_local_rank") if mesh_dim is None else self._axis(mesh_dim)
+        if self._coordinate is None:
+            raise RuntimeError(f"rank {self._root.rank} is not part of {self!r}")
+        return self._coordinate[axis]
+
+    # ---- groups
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Group:
+        """The group of the ranks that share this rank's place on all other axes; made at the first call."""
+        axis = self._only_axis("get_group") if mesh_dim is None else self._axis(mesh_dim)
+        group = self._groups[axis]
+        if group is None:
+            group = self._groups[axis] = self._root.group(self._layout.select((axis,)))
+        return group
+
+    def get_all_groups(self) -> list[Group]:
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    # ---- cutting and joining axes
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh of the named axes, in the order of the root (also axes made by ``_flatten``)."""
+        if self._names is None:
+            raise RuntimeError(f"{self!r} has no axis names and cannot be sliced: give mesh_dim_names")
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if wanted == self._names:
+            return self
+        if len(set(wanted)) != len(wanted):
+            raise RuntimeError(f"mesh axes {wanted} name one axis twice")
+        flattened = self._root.flattened if self._is_root() else {}
+        parts = []
+        for name in wanted:
+            if name in self._names:
+                parts.append(self._layout.axes[self._names.index(name)])
+            elif name in flattened:
+                parts.append(flattened[name].axes[0])
+            else:
+                raise KeyError(
+                    f"mesh has no axis {name!r}; its axes are {list(self._names) + list(flattened)}"
+                )
+        layout = MeshLayout(tuple(parts))
+        if not is_in_root_order(layout):
+            raise KeyError(
+                f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self._names}"
+            )
+        return self._derive(layout, wanted)
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """All axes as one, which the root mesh can be sliced by afterwards; called ``a_b`` unless named."""
+        if not self._names:
+            raise RuntimeError(f"{self!r} has no axis names and cannot be flattened: give mesh_dim_names")
+        name = "_".join(self._names) if mesh_dim_name is None else mesh_dim_name
+        if self.ndim == 1 and name == self._names[0]:
+            return self
+        layout = self._layout.flatten()
+        if name in (self._root.names or ()):
+            raise ValueError(f"{name!r} is an axis of the root mesh already; choose another mesh_dim_name")
+        known = self._root.flattened.setdefault(name, layout)
+        if known != layout:
+            raise ValueError(f"{name!r} names another flattened axis already; choose another mesh_dim_name")
+        return self._derive(layout, (name,))
+
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
+    ) -> DeviceMesh:
+        """One axis cut into several, slowest first. The result is sliced by its own names."""
+        if len(mesh_sizes) != len(mesh_dim_names):
+            raise RuntimeError(f"_unflatten got {len(mesh_sizes)} sizes but {len(mesh_dim_names)} names")
+        axis = self._axis(dim)
+        layout = self._layout.unflatten(axis, tuple(mesh_sizes))
+        names = None
+        if self._names is not None:
+            names = (*self._names[:axis], *mesh_dim_names, *self._names[axis + 1 :])
+            check_names(names, layout.shape)
+        return self._derive(layout, names)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """One mesh with the axes of several meshes of the same root."""
+        if len({id(mesh._root) for mesh in device_mesh_list}) != 1:
+            raise RuntimeError("_concatenate needs meshes cut from one root")
+        names = [name for mesh in device_mesh_list for name in (mesh._names or ())]
+        layout = MeshLayout(tuple(axis for mesh in device_mesh_list for axis in mesh._layout.axes))
+        if not is_in_root_order(layout):
+            raise KeyError(f"mesh axes {tuple(names)} overlap or are out of order")
+        return device_mesh_list[0]._derive(layout, check_names(names or None, layout.shape))
+
+    def _get_root_mesh(self) -> DeviceMesh:
+        """The mesh that this one was cut from (itself, if from none)."""
+        root = self._root
+        return self if self._is_root() else self._derive(root.layout, root.names)
+
+    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
+        return self._axis(mesh_dim_name)
+
+    def _get_root_mesh_dim(self) -> int | None:
+        """The root's index of this 1-d sub-mesh's axis; None if it is no axis of the root."""
+        axes = self._root.layout.axes
+        return axes.index(self._layout.axes[0]) if self.ndim == 1 and self._layout.axes[0] in axes else None
+
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[Tensor]:
+        """The ranks of every copy of one axis, this rank's and all others'."""
+        axis = self._layout.select((self._axis(mesh_dim_name),))
+        rows = self._root.ranks[axis.copies(len(self._root.ranks))]
+        return [torch.from_numpy(row.astype(np.int32)) for row in rows]
+
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        return self._coordinate is not None
+
+    # ---- with mesh:
+
+    def __enter__(self) -> DeviceMesh:
+        stack = _entered.__dict__.setdefault("stack", [])
+        stack.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _entered.stack.pop()
+
+    # ---- as a value
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        if self._names != other._names or self._device_type != other._device_type:
+            return False
+        if self._root is other._root:
+            return self._layout == other._layout
+        return (
+            self._shape == other._shape
+            and self._root.parent is other._root.parent
+            and bool(torch.equal(self.mesh, other.mesh))
+            and self._root.rank == other._root.rank
+            # without a parent that makes the groups, they themselves say where tensors on the mesh are sent
+            and (self._root.parent is not None or self._root.groups == other._root.groups)
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            ranks = self.mesh.numpy().tobytes()
+            self._hash = hash((ranks, self._shape, self._names, self._device_type, id(self._root.parent)))
+        return self._hash
+
+    def __repr__(self) -> str:
+        names = self._names
+        axes = (f"{names[i]}={size}" if names else str(size) for i, size in enumerate(self._shape))
+        return f"DeviceMesh(({', '.join(axes)}), {self._device_type!r}, stride={self._layout.strides})"
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # a mesh names live groups: a copy of a module stays on the same ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._root.parent is None:
+            raise TypeError(f"{self!r} was made from groups; groups cannot be pickled")
+        root = self._root
+        grid = root.ranks.reshape(root.layout.shape).tolist()
+        flattened = tuple((name, layout) for name, layout in root.flattened.items())
+        return _rebuild, (self._device_type, grid, root.names, self._layout, self._names, flattened)
+
+    # ---- inside
+
+    def _is_root(self) -> bool:
+        return self._layout is self._root.layout
+
+    def _axis(self, mesh_dim: int | str) -> int:
+        if isinstance(mesh_dim, str):
+            if self._names is None or mesh_dim not in self._names:
+                raise KeyError(f"mesh has no axis {mesh_dim!r}; its axes are {self._names}")
+            return self._names.index(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise IndexError(f"mesh axis {mesh_dim} is out of range for {self!r}")
+        return mesh_dim % self.ndim
+
+    def _only_axis(self, call: str) -> int:
+        if self.ndim != 1:
+            raise RuntimeError(
+                f"{call}() on a mesh of {self.ndim} axes needs mesh_dim: which axis of {self._names}?"
+            )
+        return 0
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """All ranks of the current group on a grid of ``mesh_shape``, row-major.
+
+    >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))   # doctest: +SKIP
+    DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))
+
+    ``RuntimeError`` if the names do not fit the shape or the group is smaller than the mesh.
+    """
+    shape = tuple(mesh_shape)
+    return DeviceMesh(device_type, np.arange(math.prod(shape)).reshape(shape), mesh_dim_names=mesh_dim_names)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The innermost mesh entered by ``with mesh:`` on this rank."""
+    stack = getattr(_entered, "stack", None)
+    return stack[-1] if stack else None
+
+
+def _rebuild(
+    device_type: str,
+    grid: list[Any],
+    root_names: tuple[str, ...] | None,
+    layout: MeshLayout,
+    names: tuple[str, ...] | None,
+    flattened: tuple[tuple[str, MeshLayout], ...],
+) -> DeviceMesh:
+    root = DeviceMesh(device_type, grid, mesh_dim_names=root_names)
+    root._root.flattened.update(flattened)
+    return root if layout == root._layout else root._derive(layout, names)

@@ -1,0 +1,1 @@
+"""Runs N ranks in the threads of one process, taking turns."""

@@ -1,0 +1,161 @@
+"""Which transport carries a group's bytes when the user says ``auto``, and why.
+
+Owns the decision, a pure function of where the ranks are, so that all of them decide alike, and the fallback: whatever
+keeps the ranks of one host from sharing memory is found by all of them together, said in one log line, and gloo takes
+over. Every group says in one log line (``phalanx.comm``, INFO) what it got and why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.comm.failure._liveness import Identity, own_identity
+from phalanx.comm.transports._interface import ReduceOp, Transport
+from phalanx.comm.transports._two_level import Hosts, TwoLevelTransport
+from phalanx.comm.transports.shm import ShmTransport, ShmUnavailable, trial
+
+if TYPE_CHECKING:
+    from phalanx.comm.group._group import Interrupt
+    from phalanx.comm.transports._create import Place
+
+log = logging.getLogger("phalanx.comm")
+
+
+MakeC10d = Callable[["Place", dict[int, Identity]], Transport]
+"""Connects the ranks of a place with gloo."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kind of transport (``shm``, ``two_level`` or ``gloo``) and the reason in words."""
+
+    kind: str
+    why: str
+
+
+def host_key(identity: Identity) -> str:
+    """Equal for ranks that may share memory."""
+    return f"{identity.machine}/{identity.uid}"
+
+
+def hosts_of(identities: Mapping[int, Identity]) -> Hosts:
+    return Hosts.group([host_key(identities[rank]) for rank in range(len(identities))])
+
+
+def choose(identities: Mapping[int, Identity]) -> Choice:
+    """What carries CPU tensors between these ranks."""
+    hosts = hosts_of(identities)
+    if len(hosts.ranks) == 1:
+        return Choice("shm", f"all {len(identities)} ranks share host {identities[0].host}")
+    if hosts.pays:
+        sizes = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
+        return Choice("two_level", f"{len(hosts.ranks)} hosts have {sizes} ranks")
+    return Choice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
+
+
+def choose_for(device_type: str, nccl: bool) -> Choice:
+    """What carries an accelerator's tensors."""
+    if device_type != "cuda":
+        return Choice("gloo", f"tensors on {device_type} have no backend of their own here")
+    return Choice("nccl", "it is made for cuda") if nccl else Choice("gloo", "this torch has no nccl")
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, if it has one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
+def foresee() -> Choice:
+    """What would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
+    trouble = trial()
+    if trouble is not None:
+        return Choice("gloo", trouble)
+    return choose({0: own_identity(), 1: own_identity()})
+
+
+def connect_auto(
+    place: Place, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
+) -> Transport:
+    """The transport for CPU tensors; collective over the ranks of ``place``."""
+    choice = choose(identities)
+    try:
+        if choice.kind == "shm":
+            transport: Transport = _connect_shm(place, identities, interrupt)
+        elif choice.kind == "two_level":
+            transport = _connect_two_level(place, identities, interrupt, make_c10d)
+        else:
+            transport = make_c10d(place, identities)
+    except ShmUnavailable as error:
+        say_chosen(place, "gloo", str(error))
+        return make_c10d(place, identities)
+    if transport.name == choice.kind:
+        say_chosen(place, choice.kind, choice.why)
+    return transport
+
+
+def say_chosen(place: Place, what: str, why: str) -> None:
+    """One line of the first rank for whoever shows INFO; that of every rank for DEBUG."""
+    level = logging.INFO if place.rank == 0 else logging.DEBUG
+    log.log(level, "generation %d, rank %d: %s, since %s", place.generation, place.rank, what, why)
+
+
+def _connect_shm(place: Place, identities: Mapping[int, Identity], interrupt: Interrupt) -> ShmTransport:
+    return ShmTransport.create(
+        place.store,
+        place.rank,
+        place.size,
+        timeout=place.timeout,
+        generation=place.generation,
+        identities=identities,
+        interrupt=interrupt,
+    )
+
+
+def _connect_two_level(
+    place: Place, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
+) -> Transport:
+    hosts = hosts_of(identities)
+    host = hosts.host_of(place.rank)
+
+    def among(name: str, ranks: Sequence[int]) -> tuple[Place, dict[int, Identity]]:
+        sub = replace(place, store=place.store.namespace(name), rank=ranks.index(place.rank), size=len(ranks))
+        return sub, {index: identities[rank] for index, rank in enumerate(ranks)}
+
+    flat = make_c10d(place, identities)
+    made: list[Transport] = [flat]
+    try:
+        local = _shared_by_all_hosts(place, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
+        if local is None:
+            say_chosen(place, "gloo", "a host has no shared memory")
+            return flat
+        made.append(local)
+        first = [ranks[0] for ranks in hosts.ranks]
+        leaders = make_c10d(*among("leaders", first)) if place.rank in first else None
+        return TwoLevelTransport(place.rank, hosts, local, leaders, flat)
+    except BaseException:
+        for transport in made:
+            transport.close()
+        raise
+
+
+def _shared_by_all_hosts(
+    place: Place, flat: Transport, sub: Place, members: dict[int, Identity], interrupt: Interrupt
+) -> ShmTransport | None:
+    """This host's shared memory; None on every rank of every host when one host has none."""
+    local: ShmTransport | None = None
+    try:
+        local = _connect_shm(sub, members, interrupt)
+    except ShmUnavailable as error:
+        log.debug("generation %d, rank %d: %s", place.generation, place.rank, error)
+    everywhere = torch.tensor([local is not None], dtype=torch.uint8)
+    flat.all_reduce(everywhere, ReduceOp.MIN, async_op=False)
+    if local is not None and not everywhere.item():
+        local.close()
+        return None
+    return local

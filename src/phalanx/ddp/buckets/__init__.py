@@ -1,0 +1,1 @@
+"""Decides which parameter goes into which bucket, and keeps the flat memory of each."""

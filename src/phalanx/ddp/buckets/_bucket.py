@@ -1,0 +1,78 @@
+"""The bucket that communication hooks see: a flat tensor of gradients and what belongs to it.
+
+It has the methods of PyTorch's object of the same name, so hooks written for that one work here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.ddp.buckets._memory import view_like
+
+
+class GradBucket:
+    """Gradients of several parameters in one flat tensor.
+
+    >>> def halve(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # doctest: +SKIP
+    ...     future = torch.futures.Future()
+    ...     future.set_result(bucket.buffer() / 2)
+    ...     return future
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        params: Sequence[nn.Parameter],
+        *,
+        is_last: bool,
+        members: Sequence[int] = (),
+        space_for_copy: Callable[[torch.dtype], Tensor] | None = None,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._params = list(params)
+        self._is_last = is_last
+        self._members = tuple(members)
+        self._space_for_copy = space_for_copy
+
+    def index(self) -> int:
+        """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The flat gradients; not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the flat gradients, e.g. by a compressed copy of as many elements."""
+        self._buffer = buffer
+
+    def as_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The flat gradients in ``dtype``: the buffer itself if it has it, else a copy, in memory of the bucket's that
+        is written again in the next step."""
+        if self._buffer.dtype is dtype or self._space_for_copy is None:
+            return self._buffer.to(dtype)
+        return self._space_for_copy(dtype).copy_(self._buffer)
+
+    def gradients(self) -> list[Tensor]:
+        """One view of the buffer per parameter."""
+        views, offset = [], 0
+        for param in self._params:
+            views.append(view_like(self._buffer, param, offset))
+            offset += param.numel()
+        return views
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._params)
+
+    def members(self) -> tuple[int, ...]:
+        """Places of the parameters in the module's order: the same on all ranks and in a later run."""
+        return self._members
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this step."""
+        return self._is_last

@@ -1,0 +1,1 @@
+"""Turns the gradients of one backward into gradients that all ranks share."""

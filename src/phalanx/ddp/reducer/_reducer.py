@@ -1,0 +1,393 @@
+"""The reducer: turns gradients that autograd produces into gradients that all ranks share.
+
+How a pass goes:
+1. Autograd reaches an output of a synchronised forward: ``_begin``. Gradients of before are set aside, slabs chosen,
+   and the end of this backward is asked to call ``_end_of_backward``.
+2. Gradients arrive. Small ones only leave a note (``list.append``); large ones, and the last expected one of each
+   bucket, call ``_progress``, which copies and launches every bucket that is complete, in the fixed order.
+3. The end of backward launches what never filled (unused parameters contribute zeros), waits, and hands out.
+
+Guarantees: all ranks launch the same collectives in the same order whatever they used. A failure anywhere inside
+restores ``.grad`` and raises in the thread that called backward.
+Assumes: all ranks run equally many synchronised backward passes.
+Rejected: walking the graph to find unused parameters (costs each step and cannot see other ranks); a thread that
+reduces in the background (with as many ranks as cores it only takes time from backward).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.ddp.buckets._layout import Caps
+from phalanx.ddp.buckets._parameters import Member
+from phalanx.ddp.reducer import _rebuild as rebuild
+from phalanx.ddp.reducer import _step_metadata as ledger
+from phalanx.ddp.reducer._exchange import CommHook, Exchange
+from phalanx.ddp.reducer._pass import BackwardPass
+from phalanx.ddp.reducer._plan import Plan
+from phalanx.ddp.reducer._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
+from phalanx.ddp.reducer._stats import Stats
+from phalanx.ddp.reducer._watch import ArrivalWatch, writes_gradients
+
+if TYPE_CHECKING:
+    from phalanx.comm import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    caps: Caps
+    reduce: str = "mean"
+    gradient_as_bucket_view: bool = False
+    launch_early: bool = True
+
+
+class Reducer:
+    """See the module's text."""
+
+    def __init__(
+        self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats
+    ) -> None:
+        self.options = options
+        self.stats = stats
+        self.exchange = Exchange(group, options.reduce)
+        self.after_pass: list[Callable[[], None]] = []
+        self.step_weight: float | None = None
+        self.wants_regroup = False
+        self.totals: ledger.Totals | None = None
+        self._pass: BackwardPass | None = None
+        self._lock = threading.RLock()
+        self._watch = ArrivalWatch(self._progress)
+        self._local: set[int] = set()
+        self._armed = False
+        self._stopped = False
+        self.plan: Plan
+        self._install(members, options.caps, None)
+
+    # ---- the plan ---------------------------------------------------------------------------------------------
+
+    def _install(self, members: Sequence[Member], caps: Caps, order: Sequence[int] | None) -> None:
+        """Follow another plan. Without an order it is a new beginning: the first pass learns it."""
+        local = {id(self.params[index]) for index in self._local}
+        view = self.options.gradient_as_bucket_view
+        self.plan = Plan(self.group, members, caps, order, aliasing_allowed=view)
+        self._local = {index for index, param in enumerate(self.plan.params) if id(param) in local}
+        self._proposed: list[Member] | None = None
+        self._dropped: frozenset[int] = frozenset()
+        if order is None:
+            self._passes = 0
+            self._repeated: set[int] = set()
+        self._watch.follow(self.params, self._must_watch())
+
+    @property
+    def group(self) -> Group:
+        return self.exchange.group
+
+    @property
+    def members(self) -> list[Member]:
+        return self.plan.members
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return self.plan.params
+
+    @property
+    def layout(self) -> list[list[int]]:
+        """Indices into ``params`` per bucket, in the order of launching."""
+        return self.plan.layout
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a backward pass has begun and not ended."""
+        return self._pass is not None
+
+    def _must_watch(self) -> set[int]:
+        """Parameters whose arrival must be noticed at once: all while times are measured, then few."""
+        if self._passes < TUNE_AFTER or self._armed:
+            return set(range(len(self.params)))
+        return {i for i, large in enumerate(self.plan.large) if large} | {b[-1] for b in self.layout}
+
+    def regroup(self, group: Group) -> None:
+        """Go on in another group. A pass under way is dropped; the plan starts from registration order again."""
+        self.discard()
+        self.exchange.use_group(group)
+        self.wants_regroup = False
+        self._install(self.members, self.options.caps, None)
+
+    def use_hook(self, hook: CommHook, state: Any) -> None:
+        """Let ``hook`` reduce. A state that comes from an earlier run may know the order that the buckets had there
+        (``bucket_order``): the first pass then cuts them so."""
+        self.exchange.comm_hook = (hook, state)
+        order = list(getattr(state, "bucket_order", ()))
+        dense = sorted({*range(len(self.params))} - {*self.plan.sparse})
+        if self._passes == 0 and order and sorted(order) == dense:
+            self._install(self.members, self.options.caps, order)
+
+    def propose(self, members: Sequence[Member]) -> None:
+        """The module's parameters changed here; the next pass asks all ranks to agree."""
+        current = {id(member.param) for member in members}
+        known = self.plan.index_by_identity()
+        self._proposed = list(members)
+        self._dropped = frozenset(index for key, index in known.items() if key not in current)
+        self._watch.also([member.param for member in members if id(member.param) not in known])
+
+    def stop(self) -> None:
+        """Take all hooks off the parameters and never begin a pass again."""
+        self.discard()
+        self._watch.stop()
+        self._stopped = True
+
+    # ---- beginning --------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Keep books between passes: our hooks run last, arrivals outside a pass are noted."""
+        self._watch.run_last()
+        if self._pass is None:
+            self._note_local()
+
+    def arm(self) -> None:
+        """A synchronised forward returned nothing to hang a hook on: take the next arrival for the beginning."""
+        self._armed = not self._stopped
+        self._watch.follow(self.params, self._must_watch())
+
+    def on_output_grad(self, grad: Tensor) -> None:
+        """Hook of every output: the backward pass has begun."""
+        task = torch._C._current_graph_task_id()
+        if (self._pass is None or self._pass.task != task) and not self._stopped:
+            verdict = writes_gradients(self.params)
+            if verdict is not False:
+                self._begin(task, certain=verdict is True)
+
+    @torch.no_grad()
+    def _begin(self, task: int, *, certain: bool = True) -> BackwardPass:
+        if self._pass is not None:
+            self.discard()  # its backward was abandoned: the user's code raised
+        self._note_local()
+        self.stats.current.backward_start = self.stats.now()
+        current = BackwardPass(
+            task,
+            len(self.params),
+            self.plan.num_buckets,
+            self.exchange.prescale(self.step_weight),
+            self.options.reduce == "mean",
+            self.step_weight if self.options.reduce == "weighted" else None,
+            frozenset(self._local),
+            certain=certain,
+        )
+        current.set_aside(self.params, self._dropped)
+        busy = {grad.untyped_storage()._cdata for grad in current.stash.values() if not grad.is_sparse}
+        current.slabs = self.plan.writable_slabs(busy)
+        current.missing = self.plan.member_counts()
+        self._pass = current
+        self.exchange.drop()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, current))
+        return current
+
+    def _note_local(self) -> None:
+        """Arrivals outside a synchronised pass (``no_sync``) are gradients that the other ranks have not seen."""
+        self._local.update(index for index in self._watch.drain() if index >= 0)
+
+    # ---- arrivals ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _progress(self) -> None:
+        """Take in what arrived and launch what is complete. Called from gradient hooks."""
+        with self._lock:
+            current = self._pass or self._begin_by_arrival()
+            if current is None:
+                return
+            try:
+                self._take_in(current)
+                if self._passes == 0 or not self.options.launch_early:
+                    return  # the first pass learns the order, and which parameters arrive more than once
+                while current.next_launch < len(self.layout) and not current.missing[current.next_launch]:
+                    self._launch(current)
+            except BaseException:
+                self.discard()
+                raise
+
+    def _begin_by_arrival(self) -> BackwardPass | None:
+        if not self._armed:
+            return None
+        arrived, self._watch.inbox[:] = list(self._watch.inbox), []
+        current = self._begin(torch._C._current_graph_task_id())
+        current.unstash(self.params, self._watch.indices(arrived))
+        self._watch.inbox.extend(arrived)
+        return current
+
+    def _take_in(self, current: BackwardPass) -> None:
+        # Runs once per parameter and step: names are local, what is rare comes last.
+        plan, arrived, missing, pending = self.plan, current.arrived, current.missing, current.pending
+        bucket_of, large, repeated, note = plan.bucket_of, plan.large, self._repeated, current.order.append
+        learning, timing = self._passes == 0, self._passes < TUNE_AFTER
+        as_view = self.options.gradient_as_bucket_view
+        arrivals = self._watch.drain()
+        if not timing and current.take_small(arrivals, plan.bucket_of, large, repeated):
+            return
+        for index in arrivals:
+            if index < 0:
+                continue  # a parameter that is not agreed yet: see rebuild.reduce_late
+            if arrived[index]:
+                self._arrived_again(index)
+                continue
+            arrived[index] = 1
+            note(index)
+            if timing:
+                self.stats.current.ready.append(self.stats.now())
+            bucket = bucket_of[index]
+            if learning or index in repeated:
+                if large[index]:
+                    current.keep_in_slab(self.params[index], index, bucket, plan.place_of[index], as_view)
+                continue
+            if bucket < 0:  # sparse
+                if missing:
+                    missing[-1] -= 1
+                continue
+            missing[bucket] -= 1
+            current.last_arrival[bucket] = index
+            if large[index]:
+                current.fill_now(self.params[index], index, bucket, plan.place_of[index], as_view)
+            else:
+                pending[bucket].append(index)
+
+    def _arrived_again(self, index: int) -> None:
+        """Reentrant checkpointing accumulates shared weights several times: such ones wait for the end."""
+        if self._passes and index not in self._repeated and self.plan.bucket_of[index] >= 0:
+            raise RuntimeError(
+                f"rank {self.group.rank}: parameter {self.members[index].name!r} got a second gradient in one backward "
+                "pass, which it did not in the first: with reentrant checkpointing a parameter must be shared by "
+                "checkpointed parts in every step or in none; use checkpoint(..., use_reentrant=False)"
+            )
+        self._repeated.add(index)
+
+    def discard(self) -> None:
+        """Drop the pass under way, if any: ``.grad`` is as before it, and its memory is never written again."""
+        current, self._pass = self._pass, None
+        self._armed = False
+        self._watch.inbox.clear()
+        if current is not None:
+            current.restore(self.params, self._dropped)
+            current.forget()
+            self.exchange.drop()
+            self.plan.forget_memory()
+
+    # ---- launching and finishing ------------------------------------------------------------------------------
+
+    def _launch(self, current: BackwardPass) -> None:
+        """Send the next bucket."""
+        if not current.next_launch:
+            self.stats.current.first_launch = self.stats.now()
+        with self.exchange.logged():
+            self.exchange.launch(self.plan, current, partial(self._entry, current))
+
+    def _finish(self, current: BackwardPass) -> tuple[ledger.Totals, list[Tensor], Agreement | None]:
+        """Everything that needs the other ranks, in one order on all."""
+        with self.exchange.logged():
+            totals = self.exchange.finish(self.plan, current, partial(self._entry, current))
+            sparse = self.exchange.reduce_sparse(self.plan, current, totals)
+            return totals, sparse, self._agree(current, totals)
+
+    def _entry(self, current: BackwardPass) -> ledger.Entry:
+        if current.mirrors:
+            return ledger.Entry(bytearray(len(self.params)), 0.0, contributes=False)
+        used = bytearray(current.arrived)
+        for index in current.local & current.stash.keys():
+            used[index] = 1
+        weight = 1.0 if self.step_weight is None else self.step_weight
+        return ledger.Entry(used, weight, self.wants_regroup, self._proposed is not None)
+
+    @torch.no_grad()
+    def _end_of_backward(self, current: BackwardPass) -> None:
+        if self._pass is not current:
+            return  # discarded by a failure that is on its way to the caller
+        with self._lock:
+            try:
+                self._take_in(current)
+                if not (current.certain or current.order):
+                    self._pass = None
+                    current.restore(self.params, self._dropped)
+                    return
+                self.stats.current.backward_end = self.stats.now()
+                as_view, large = self.options.gradient_as_bucket_view, self.plan.large
+                for bucket, members in list(enumerate(self.layout))[current.next_launch :]:
+                    current.fill_rest(self.params, members, bucket, large, as_view=as_view)
+                    self._launch(current)
+                totals, sparse, agreed = self._finish(current)
+            except BaseException:
+                self.discard()
+                raise
+            # From here on nothing can fail for lack of a peer.
+            self._deliver(current, totals, sparse)
+            self._pass = None
+            self.exchange.drop()
+            self._close_books(current, totals, agreed)
+
+    def _deliver(self, current: BackwardPass, totals: ledger.Totals, sparse: Sequence[Tensor]) -> None:
+        used, as_views = totals.used_anywhere, self.options.gradient_as_bucket_view
+        for bucket, indices in enumerate(self.layout):
+            current.deliver(self.params, indices, bucket, used, skip=self._dropped, as_views=as_views)
+        for index, total in zip(self.plan.sparse, sparse, strict=True):
+            before = current.stash.get(index)
+            self.params[index].grad = current.sparse_result(index, total) if used[index] else before
+
+    def _agree(self, current: BackwardPass, totals: ledger.Totals) -> Agreement | None:
+        """What all ranks do before the next pass. Decided by shared values only, so all ranks are in it or none."""
+        passes = self._passes + 1
+        if totals.roster_changed:
+            members = self.members if self._proposed is None else self._proposed
+            factor, caps = self.exchange.factor(totals), self.options.caps
+            return rebuild.agree_on_change(self.group, self.plan, members, caps, factor, current.weight)
+        tune = passes == TUNE_AFTER and not self.plan.caps.chosen_by_user and self.exchange.comm_hook is None
+        if passes == REBUILD_AFTER or tune:
+            ready = self.stats.current.ready if tune else None
+            return rebuild.agree_on_order(self.group, self.plan, current.order, self._repeated, ready)
+        return None
+
+    def _close_books(self, current: BackwardPass, totals: ledger.Totals, agreed: Agreement | None) -> None:
+        self.totals = totals
+        self.stats.current.comm_end = self.stats.now()
+        self.stats.end_step(
+            []
+            if all(totals.used_anywhere)
+            else [m.name for m, used in zip(self.members, totals.used_anywhere, strict=True) if not used]
+        )
+        self._local.clear()
+        self._armed = False
+        self.step_weight = None
+        self._passes += 1
+        if agreed is not None:
+            for param, grad in agreed.late_grads:
+                param.grad = grad
+            self._install(agreed.members, agreed.caps, agreed.order)
+            self.stats.rebuilds += 1
+        elif self._passes == TUNE_AFTER:
+            self._watch.follow(self.params, self._must_watch())
+        else:
+            for index in current.last_arrival:
+                if index >= 0:
+                    self._watch.promote(self.params[index])
+        for callback in self.after_pass:
+            callback()
+
+    # ---- for others -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def mirror_pass(self) -> None:
+        """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
+        current = BackwardPass(-1, len(self.params), self.plan.num_buckets, None, True, None, frozenset())
+        current.mirrors = True
+        current.slabs = self.plan.writable_slabs(set())
+        self.exchange.drop()
+        for slab in current.slabs:
+            slab.grads.zero_()
+        while current.next_launch < len(self.layout):
+            self._launch(current)
+        totals, _, agreed = self._finish(current)
+        self.exchange.drop()
+        self._close_books(current, totals, agreed)

@@ -1,0 +1,1 @@
+"""Wraps a module for training: arguments, forward, buffers, uneven inputs, logging."""

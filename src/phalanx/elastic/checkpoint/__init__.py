@@ -1,0 +1,1 @@
+"""Captures, sends, saves and loads the state of a job."""

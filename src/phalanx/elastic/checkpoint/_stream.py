@@ -1,0 +1,92 @@
+"""A state from one worker to another, as one JSON message and a few large blocks of bytes.
+
+Only the two workers concerned take part; the others go on. The receiver allocates from the header, so it needs to
+know nothing beforehand. Phases: length of the header, the header (JSON tree, shapes, dtypes), then all tensors packed
+one after the other in blocks of ``BLOCK`` bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx._fields import Fields, load_json, short
+from phalanx.comm import Group
+from phalanx.elastic.checkpoint._state import State
+from phalanx.elastic.checkpoint._state_codec import Json, decode, dtype_from_name, encode
+
+BLOCK = 16 << 20
+
+
+def send_state(group: Group, state: State, dst: int) -> int:
+    """Send a state to one rank; returns the bytes sent."""
+    return send_encoded(group, *encode(state), dst=dst)
+
+
+def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: int) -> int:
+    """The same for a state that is encoded already."""
+    shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    header = json.dumps({"tree": tree, "tensors": shapes}).encode()
+    group.send(torch.tensor([len(header)]), dst)
+    group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), dst)
+    pieces = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    total = sum(p.numel() for p in pieces)
+    block = torch.empty(min(BLOCK, total), dtype=torch.uint8)
+    for spans in _blocks([p.numel() for p in pieces]):
+        for i, start, end, at in spans:
+            block[at : at + end - start].copy_(pieces[i][start:end])
+        filled = spans[-1][3] + spans[-1][2] - spans[-1][1]
+        group.send(block[:filled], dst)
+    return len(header) + total
+
+
+def receive_state(group: Group, src: int) -> State:
+    """The counterpart of ``send_state``."""
+    length = torch.zeros(1, dtype=torch.int64)
+    group.recv(length, src)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    group.recv(data, src)
+    tree, kinds = parse_header(data.numpy().tobytes())
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+    pieces = [t.reshape(-1).view(torch.uint8) for t in tensors]
+    block = torch.empty(min(BLOCK, sum(p.numel() for p in pieces)), dtype=torch.uint8)
+    for spans in _blocks([p.numel() for p in pieces]):
+        filled = spans[-1][3] + spans[-1][2] - spans[-1][1]
+        group.recv(block[:filled], src)
+        for i, start, end, at in spans:
+            pieces[i][start:end].copy_(block[at : at + end - start])
+    state: State = decode(tree, tensors)
+    return state
+
+
+def parse_header(data: bytes) -> tuple[Json, list[tuple[torch.dtype, list[int]]]]:
+    """The JSON tree, and dtype and shape of each tensor; ``ValueError`` when it is no header."""
+    header = Fields(load_json(data, "a state's header"), "a state's header")
+    kinds = []
+    for entry in header.items("tensors"):
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError(f"a state's header names a tensor {short(entry)}; expected dtype and shape")
+        fields = Fields(dict(zip(("dtype", "shape"), entry, strict=True)), "a state's header")
+        kinds.append((dtype_from_name(fields.text("dtype")), fields.integers("shape", low=0)))
+    return header.get("tree"), kinds
+
+
+def _blocks(sizes: list[int]) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Cut tensors of these sizes into blocks: per block, spans of (tensor, start, end, place in the block)."""
+    spans: list[tuple[int, int, int, int]] = []
+    at = 0
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            end = min(size, start + BLOCK - at)
+            spans.append((i, start, end, at))
+            at += end - start
+            start = end
+            if at == BLOCK:
+                yield spans
+                spans, at = [], 0
+    if spans:
+        yield spans

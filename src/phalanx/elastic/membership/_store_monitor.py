@@ -1,0 +1,151 @@
+"""A thread that looks at the store while the worker computes, and the flags it raises.
+
+Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
+once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
+writes the worker's progress. One read of a few keys per tick; the main thread only ever looks at the flags. All that is
+read are signed records (where the job has a secret): nobody else can ask for a regroup.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from phalanx import protocol
+from phalanx.comm._background import Background
+from phalanx.comm.stores import Store
+from phalanx.elastic.membership._committed_steps import Ledger
+from phalanx.elastic.membership._keys import Keys
+from phalanx.elastic.membership._rounds import Seat
+from phalanx.errors import PeerLost, StoreError
+
+log = logging.getLogger(__name__)
+
+TICK = 0.05
+PROGRESS_EVERY = 0.25
+PATIENCE = 10.0
+"""Seconds that a step may go on when its generation was ended although no worker is gone."""
+
+
+@dataclass
+class Signals:
+    """Flags of one seat: set by the watcher, read by the main thread."""
+
+    broken: PeerLost | None = None
+    wish: bool = False
+    """Regroup at the next step boundary."""
+
+
+class Watcher:
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        seat: Seat,
+        worker_id: str,
+        signals: Signals,
+        absent: tuple[str, ...] = (),
+    ) -> None:
+        """``absent``: the members of the generation that have no seat in this round."""
+        self.progress = (-1, 0)
+        """The step, and how often the main thread reported."""
+        self.is_waiting = False
+        """Whether the main thread waits for other workers: then it is not the one that hangs."""
+        self.committed = 0
+        """How many steps are committed, if this worker is the one to write it down."""
+        self._store = store
+        self._keys = keys
+        self._ledger = Ledger(store, keys)
+        self._noted = 0
+        self._seat = seat
+        self._worker_id = worker_id
+        self._signals = signals
+        self._stop = threading.Event()
+        self._thread = Background(self._run, "phalanx-watch", on_failure=self._fail, stop=self._stop)
+        g = seat.generation
+        self._looked_at = [
+            protocol.broken_key(g),
+            protocol.wanted_key(g),
+            keys.leaving(g),
+            *(keys.ready(g, worker) for worker in absent),
+        ]
+        self._reported = ((-1, 0), 0.0)
+        self._num_waits = 0
+        self._broken_since = 0.0
+        self._has_complained = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; no flag changes after this returns."""
+        self._stop.set()
+        self._thread.join()
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK):
+            try:
+                if self._look():
+                    return
+                self._report()
+                committed = self.committed
+                if committed != self._noted and self._ledger.note(committed):
+                    self._noted = committed
+            except StoreError as error:
+                self._break(f"the job's store is gone: {error}")
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        """Without this thread the worker would never hear that its generation is over: let it regroup, and say why."""
+        self._break(f"worker {self._worker_id} cannot watch the job's store any more: {error!r}")
+
+    def _look(self) -> bool:
+        """Read the keys once; True when the generation is over."""
+        broken, *wishes = self._store.get_many(self._looked_at)
+        record = None if broken is None else self._parse(broken)
+        if record is not None:
+            self._broken_since = self._broken_since or time.monotonic()
+            is_hopeless = record.workers or record.at_once
+            if is_hopeless or time.monotonic() - self._broken_since > PATIENCE:
+                self._break(record.reason)
+                return True
+            self._signals.wish = True  # nobody is gone: the step under way can be finished
+        if any(wish is not None for wish in wishes):
+            self._signals.wish = True
+        return False
+
+    def _parse(self, data: bytes) -> protocol.Broken | None:
+        try:
+            return protocol.Broken.from_json(data)
+        except (protocol.RecordError, KeyError, TypeError) as error:
+            if not self._has_complained:
+                log.warning("generation %d: ignored a record: %s", self._seat.generation, error)
+            self._has_complained = True
+            return None
+
+    def _break(self, reason: str) -> None:
+        g = self._seat.generation
+        error = PeerLost(f"generation {g} is over: {reason}", generation=g)
+        self._signals.broken = error
+        if self._seat.group is not None:
+            self._seat.group.abort(error)
+
+    def _report(self) -> None:
+        progress, now = self.progress, time.monotonic()
+        if now - self._reported[1] < PROGRESS_EVERY or (
+            progress == self._reported[0] and not self.is_waiting
+        ):
+            return
+        self._num_waits += self.is_waiting
+        report_progress(self._store, self._worker_id, *progress, self._num_waits)
+        self._reported = (progress, now)
+
+
+def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
+    """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
+    record = {"step": step, "count": count, "waits": num_waits}
+    store.set(protocol.progress_key(worker_id), json.dumps(record).encode())

@@ -1,0 +1,132 @@
+"""The sum of gradients inside one worker: finished subtrees of the slot tree, kept like a binary counter.
+
+A finished slot is pushed; as long as the two topmost pieces are siblings, the right one is added to the left one.
+So at most log2(num_slots) + 1 copies of the gradients exist, and what remains at the end is exactly ``cover`` of the
+worker's slots. Copies come from a pool that lives as long as the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group
+from phalanx.elastic.reduce._flat_layout import SCALARS, Flat, Layout
+from phalanx.elastic.reduce._slots import Node, siblings
+
+
+class Pool:
+    """Flats that are not in use; the job never frees them."""
+
+    def __init__(self, layout: Layout, max_size: int) -> None:
+        self.layout = layout
+        self.max_size = max_size
+        self.free: list[Flat] = []
+        self.num_made = 0
+        self.group: Group | None = None
+
+    def use(self, group: Group | None) -> bool:
+        """Make copies where ``group``'s collectives work on them in place; whether there is such a place.
+
+        Shared memory outlives the group it was made for, so copies go from one group to the next.
+        """
+        if group is None or group.backend != "shm" or self.layout.device.type != "cpu":
+            self.group = None
+            return False
+        if self.group is None:
+            self.free.clear()  # those in private memory
+        self.group = group
+        return True
+
+    def take(self) -> Flat:
+        if self.free:
+            return self.free.pop()
+        self.num_made += 1
+        return Flat(self.layout, self.max_size, self.zeros)
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Shared memory where the group works on it in place, else private memory on the model's device."""
+        if self.group is None:
+            return torch.zeros(count, dtype=dtype, device=self.layout.device)
+        return self.group.shared_empty((count,), dtype).zero_()
+
+    def give(self, flat: Flat) -> None:
+        self.free.append(flat)
+
+
+class Partials:
+    """The pieces of one step on one worker."""
+
+    def __init__(self, pool: Pool, num_slots: int) -> None:
+        self.pool = pool
+        self.siblings = siblings(num_slots)
+        self.pieces: list[tuple[Node, Flat]] = []
+
+    def push(
+        self,
+        slot: int,
+        grads: Sequence[Tensor | None],
+        scalars: dict[str, float],
+        buffers: Sequence[Tensor] | None = None,
+        note: int = 0,
+    ) -> None:
+        """Take in a finished slot: its gradients (None where a parameter was not used), numbers, buffers and note."""
+        node = (slot, slot + 1)
+        values = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
+        numbers = torch.tensor(values, dtype=torch.float32, device=self.pool.layout.device)
+        if self.pieces and self.siblings.get(node) == self.pieces[-1][0]:
+            left, flat = self.pieces.pop()
+            _add_grads(flat.grads, grads)
+            flat.numbers.add_(numbers)
+            node = (left[0], node[1])
+        else:
+            flat = self.pool.take()
+            _copy_grads(flat.grads, grads)
+            flat.numbers.copy_(numbers)
+            flat.notes.zero_()
+        if note:
+            flat.notes[slot] = float(note)
+        if buffers is not None:
+            flat.put_buffers(buffers)
+        self.pieces.append((node, flat))
+        self._carry()
+
+    def drop(self) -> None:
+        """Forget the step; the copies go back to the pool."""
+        for _, flat in self.pieces:
+            self.pool.give(flat)
+        self.pieces.clear()
+
+    def abandon(self) -> None:
+        """Forget the step after a failed collective, which may still write into the copies: they are not used again."""
+        self.pieces.clear()
+
+    def _carry(self) -> None:
+        while len(self.pieces) > 1:
+            (left, into), (right, flat) = self.pieces[-2:]
+            if self.siblings.get(right) != left:
+                return
+            for bucket, a, b in zip(self.pool.layout.buckets, into.tensors, flat.tensors, strict=True):
+                a[: bucket.num_summed].add_(b[: bucket.num_summed])
+            self.pool.give(flat)
+            self.pieces[-2:] = [((left[0], right[1]), into)]
+
+
+def _copy_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    present = [(a, grad) for a, grad in zip(into, grads, strict=True) if grad is not None]
+    if present:
+        torch._foreach_copy_([a for a, _ in present], [grad for _, grad in present])
+    for a, grad in zip(into, grads, strict=True):
+        if grad is None:
+            a.zero_()
+
+
+def _add_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    present = [(a, grad) for a, grad in zip(into, grads, strict=True) if grad is not None]
+    if present:
+        torch._foreach_add_([a for a, _ in present], [grad for _, grad in present])
+    for a, grad in zip(into, grads, strict=True):
+        if grad is None:
+            a.add_(0.0)  # not a no-op: -0.0 becomes 0.0, as it does when the zeros come from another worker

@@ -1,0 +1,70 @@
+"""How the first worker shows where the job is: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.elastic.tools._troubles import say
+
+if TYPE_CHECKING:
+    from phalanx.elastic._job import Job
+    from phalanx.elastic._step import Step
+
+LINE_EVERY = 5.0
+"""Seconds between plain lines."""
+
+
+class Progress:
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._live: Any = None
+        self._last_line = float("-inf")
+        self._last: tuple[float, int] = (0.0, -1)
+        self._rate = 0.0
+
+    def show(self, job: Job, step: Step) -> None:
+        if not self.enabled:
+            return
+        self._measure(step)
+        loss = "-" if step.loss is None else f"{step.loss:.4f}"
+        text = (
+            f"step {step.number}  epoch {step.epoch}  loss {loss}  {self._rate:.0f} samples/s  "
+            f"generation {job.generation}  {job.world_size} worker{'s' if job.world_size > 1 else ''}"
+        )
+        if status := job.troubles.status:
+            text += f"  {status}"
+        if sys.stderr.isatty():
+            self._show_live(text)
+        elif time.monotonic() - self._last_line >= LINE_EVERY:
+            self._last_line = time.monotonic()
+            say(text)
+
+    def _measure(self, step: Step) -> None:
+        now = time.monotonic()
+        before, number = self._last
+        if step.number == number + 1 and now > before:
+            rate = step.num_samples / (now - before)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        self._last = (now, step.number)
+
+    def _show_live(self, text: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        try:
+            if self._live is None:
+                self._live = Live(console=Console(stderr=True), refresh_per_second=8)
+                self._live.start()
+            self._live.update(text)
+        except OSError:  # the terminal is gone; training does not need it
+            self.enabled = False
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except OSError:
+                pass

@@ -1,0 +1,499 @@
+"""The agent of a node: one loop that takes events one by one, asks the policy, and acts.
+
+Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
+exit is acted upon when it happens, not at a polling interval; every generation ends by one recovery that all agents
+share (``_channel``); whatever way ``run`` is left, no worker remains.
+Assumptions: ``_sources`` threads only post events; the rendezvous agrees on members, this class never does.
+Rejected: a thread per worker (signals, ordering); waiting for the rendezvous in this thread (a worker may die or a
+signal come meanwhile).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+
+from phalanx.errors import StoreError, StoreLost
+from phalanx.launch.agent._generation import Generation, PortTaken
+from phalanx.launch.agent._observer import Observer
+from phalanx.launch.agent._results import Results
+from phalanx.launch.agent._sources import (
+    AllDone,
+    Ended,
+    Event,
+    Exited,
+    Formed,
+    JoinFailed,
+    Parted,
+    Requested,
+    Signalled,
+    Sources,
+)
+from phalanx.launch.agent._worker_ids import WorkerIds
+from phalanx.launch.config._options import AgentOptions
+from phalanx.launch.config._spec import RunResult, WorkerSpec, WorkerState
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.hang._watch import HangWatch
+from phalanx.launch.recovery import _policy
+from phalanx.launch.recovery._policy import Action, Recovery, Situation
+from phalanx.launch.rendezvous._interface import (
+    GenerationEnd,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousStateError,
+)
+from phalanx.launch.system._signals import SignalException
+from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.protocol import Broken, Setbacks
+
+log = logging.getLogger(__name__)
+
+FOR_OTHERS = 3600.0
+"""Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
+REQUEST_INTERVAL = 0.5
+"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
+
+STARTS_ANEW = (
+    "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
+    "cannot), so all workers start anew; so it will be at every failure, without this line"
+)
+
+
+class Agent:
+    """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
+
+    def __init__(
+        self, spec: WorkerSpec, pool: WorkerPool, sources: Sources, options: AgentOptions, observer: Observer
+    ) -> None:
+        self.spec = spec
+        self.state = WorkerState.INIT
+        self.is_in_exit_barrier = False
+        self.alive_at = time.time()
+        self.current: Generation | None = None
+        self._handler = spec.rdzv_handler
+        self._pool = pool
+        self._sources = sources
+        self._options = options
+        self._observer = observer
+        self._heals = options.on_failure == "heal"
+        self._is_joining = False
+        self._size = spec.local_world_size
+        """How many workers this node starts with when all start anew."""
+        self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", spec.local_world_size)
+        self._running_on = -1
+        """The generation before, when its workers were to leave it at a step boundary."""
+        self._results = Results()
+        self._wish = -1
+        self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
+        self._has_told_anew = False
+        """Whether it was said that all workers start anew because they cannot regroup."""
+        self._hang = HangWatch(pool, options.hang_timeout, options.start_timeout)
+        self._result: RunResult | None = None
+
+    def run(self) -> RunResult:
+        """Take part in the job until it is over. Leaves no worker behind, however it is left."""
+        try:
+            self._join()
+            while self._result is None:
+                self.alive_at = time.time()
+                event = self._sources.next(self.spec.monitor_interval)
+                if event is not None:
+                    self._take(event)
+            return self._result
+        except StoreLost as error:  # this node read or wrote a record before the rendezvous noticed
+            run_id = self._handler.get_run_id()
+            raise RendezvousConnectionError.lost("this node", run_id, error) from error
+        finally:
+            self._sources.leave_generation()
+            self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
+            if self.current:
+                self.current.close()
+
+    def observe_last_exits(self) -> None:
+        """After ``run``, when the pool is closed: who was stopped at the very end has exited too, one event each."""
+        while (event := self._sources.next(0)) is not None:
+            if isinstance(event, Exited):
+                self._observer.worker_exited(event.member)
+
+    @property
+    def _generation(self) -> Generation:
+        assert self.current is not None, "nothing happens to workers before the first generation"
+        return self.current
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            self._on_exit(event.member)
+        elif isinstance(event, Formed):
+            self._on_formed(event.info)
+        elif isinstance(event, JoinFailed):
+            self._on_join_failed(event.error)
+        elif isinstance(event, Signalled):
+            self._on_signal(event.signum)
+        elif self._is_joining or self.current is None or event.generation != self.current.number:
+            return  # about a generation that this node has left already
+        elif isinstance(event, Ended):
+            self._on_end(event.end)
+        elif isinstance(event, Requested):
+            self._on_request(event)
+        elif isinstance(event, Parted):
+            self._on_parted(event)
+        elif isinstance(event, AllDone):
+            self._on_all_done(event)
+
+    # -- forming a generation ------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Ask for the next generation with the workers of this node; fork those that are new meanwhile."""
+        self._is_joining = True
+        self._observer.joining()
+        self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.spec.role)
+        self._sources.join()
+        self._pool.prepare(sum(worker_id not in self._pool.members for worker_id in self._worker_ids.ids))
+
+    def _on_formed(self, info: RendezvousInfo) -> None:
+        self._is_joining = False
+        if self.current:
+            self.current.close()
+        self.current = generation = Generation(info, self._handler)
+        try:
+            generation.serve_bootstrap(self.spec.master_addr)
+        except PortTaken as taken:
+            self._on_port_taken(str(taken))
+            return
+        places = generation.places(self.spec.master_addr)
+        self._observer.generation_formed(info)
+        new = [place for place in places if place.worker_id not in self._pool.members]
+        for member in self._pool.start(new, generation.job_facts(self.spec, self._options.on_failure)):
+            self._observer.worker_started(member)
+        for place in places:
+            self._pool.members[place.worker_id].place = place
+        self.state = WorkerState.HEALTHY
+        self._hang.begin_generation(time.monotonic())
+        interval = max(self.spec.monitor_interval, REQUEST_INTERVAL)
+        self._sources.follow(info, interval, self._hang.watched_ids)
+        self._judge_early_exits()
+
+    def _on_port_taken(self, reason: str) -> None:
+        """Without a store of their own no worker could start: another port, or the end."""
+        is_chosen = self._handler.has_fixed_port
+        recovery = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
+        recovery = self._generation.end(recovery, also=self._running_on)
+        if recovery.action is Action.FAIL:
+            self._handler.close_as("failed", recovery.reason)
+            raise RendezvousStateError(recovery.reason)
+        self._apply(recovery)
+
+    def _judge_early_exits(self) -> None:
+        """Who died while the generation was being agreed upon."""
+        for worker_id in list(self._worker_ids.ids):
+            member = self._pool.members.get(worker_id)
+            if self._is_joining or self._result is not None:
+                return  # the generation is over already, and with it everybody's exit is dealt with
+            if member is not None and not member.is_running and not member.is_judged:
+                self._judge_exit(member)
+
+    def _on_join_failed(self, error: BaseException) -> None:
+        self._is_joining = False
+        if isinstance(error, RendezvousClosedError) and self.current is not None:
+            if error.outcome == "succeeded":  # a later generation has done it, without this node
+                log.warning("%s; this node was not needed for it any more", error)
+                self._stop_all()
+                self._finish(RunResult(WorkerState.STOPPED))
+            else:
+                self._on_closed(str(error))
+            return
+        self.state = WorkerState.UNKNOWN
+        if isinstance(error, RendezvousClosedError) and error.outcome != "failed":
+            raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
+        raise error
+
+    def _on_exit(self, member: WorkerHandle) -> None:
+        self._observer.worker_exited(member)
+        if not self._is_joining and not member.is_judged and member.id in self._worker_ids.ids:
+            self._judge_exit(member)
+
+    def _judge_exit(self, member: WorkerHandle) -> None:
+        member.is_judged = True
+        if self._heals and not member.has_succeeded and self._generation.channel.has_ended(member.id):
+            log.warning("worker %s was lost after its script had ended; nothing is missing", member.id)
+            member.has_done_its_part = True
+        if self._has_left(member):
+            self._worker_ids.drop(member.id)
+            self._pool.forget(member.id)
+            recovery = _policy.on_leave(self._situation(), reason=f"worker {member.id} left")
+            if recovery is not None:
+                self._end_generation(recovery, (member.id,))
+            else:
+                self._finish_if_done()
+        elif self._take_success(member):
+            self._finish_if_done()
+        else:
+            self._on_failure()
+
+    def _take_success(self, member: WorkerHandle) -> bool:
+        """Note that a worker has ended well, with its value; False when it has not."""
+        if not (member.has_succeeded and self._pool.fetch_value(member)):
+            return False
+        self._results.values[member.place.rank] = member.value
+        if self._heals:  # others may wait for the end of its script, of which it need not have told
+            self._generation.channel.say_ended(member.id)
+        return True
+
+    def _has_left(self, member: WorkerHandle) -> bool:
+        """Whether its end was agreed: it was asked to go, or said that it would."""
+        if member.is_asked_to_leave:
+            return True
+        channel, number = self._generation.channel, self._generation.number
+        return self._heals and member.has_succeeded and channel.is_leaving(number, member.id)
+
+    def _on_failure(self) -> None:
+        """At least one worker of this node has failed; all that have by now are dealt with together."""
+        members = [self._pool.members[worker_id] for worker_id in self._worker_ids.ids]
+        members = [member for member in members if not member.is_running and not member.has_succeeded]
+        failures = [self._pool.failure_of(member) for member in members]
+        first = min(failures, key=lambda failure: failure.precedence)
+        reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
+        now = self._situation()
+        streak = now.streak
+        if self._heals:
+            member = next(member for member in members if member.id == first.worker_id)
+            streak = streak.after(self._generation.death_of(member, first))
+        recovery = _policy.on_failure(
+            now,
+            reason=reason,
+            is_incurable=first.is_incurable,
+            ends_job=any(failure.ends_job for failure in failures),
+            streak=streak,
+        )
+        recovery = self._generation.channel.decide(self._generation.number, recovery)
+        for failure in failures:  # before others hear that it is over: they may want to report it
+            self._results.add_failure(failure, self._generation)
+            self._observer.worker_failed(failure)
+        self._end_generation(recovery, tuple(member.id for member in members))
+
+    def _situation(self) -> Situation:
+        survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
+        return self._generation.situation(self.spec, self._options.on_failure, survivors)
+
+    # -- the end of a generation ---------------------------------------------------------------------------------
+
+    def _end_generation(self, recovery: Recovery, lost: tuple[str, ...] = ()) -> None:
+        self._apply(self._generation.end(recovery, lost, self._running_on))
+
+    def _change_members(self, reason: str) -> None:
+        self._end_generation(_policy.on_membership_change(self._situation(), reason=reason))
+
+    def _on_end(self, end: GenerationEnd) -> None:
+        if end.kind == "closed":
+            self._on_closed(end.reason)
+        elif end.kind == "wanted":
+            self._want_regroup(end.reason)
+        elif end.kind == "broken":
+            change = _policy.on_membership_change(self._situation(), reason=end.reason)
+            self._apply(self._generation.channel.decide(self._generation.number, change))
+        else:
+            self._on_lost(end.reason)
+
+    def _apply(self, recovery: Recovery) -> None:
+        self._running_on = -1
+        log.warning(
+            "generation %d is over (%s): %s", self._generation.number, recovery.action.value, recovery.reason
+        )
+        self._observer.generation_ended(self._generation.number, recovery, self.spec.max_restarts)
+        self.is_in_exit_barrier = False
+        if recovery.action is Action.FAIL:
+            self._fail(recovery.reason)
+        elif not recovery.starts_anew:
+            self._go_on_with_survivors(recovery)
+        else:
+            if self._heals and not self._has_told_anew:
+                self._has_told_anew = True
+                log.warning(STARTS_ANEW)
+            self._stop_all()
+            self._results.values.clear()
+            self._worker_ids.renew(self._size)
+            self._join()
+
+    def _on_parted(self, event: Parted) -> None:
+        """Workers lost contact, and nobody died of it: whoever is to blame is replaced, the others regroup."""
+        if not self._heals:
+            return  # they cannot regroup: what they raise ends them, and that is dealt with
+        judgement = self._generation.judge_lost_contact(event.words, self._pool.stopped_ids())
+        here = any(worker_id in self._worker_ids.ids for worker_id in judgement.replace)
+        recovery = _policy.on_lost_contact(self._situation(), judgement, here)
+        self._end_generation(recovery, recovery.replace)
+
+    def _go_on_with_survivors(self, recovery: Recovery) -> None:
+        for failure in self._pool.kill_all(recovery.replace, recovery.reason):
+            self._results.add_failure(failure, self._generation)
+        replace = recovery.action is not Action.SHRINK
+        for worker_id, successor in self._worker_ids.close_ranks(self._pool.members, replace=replace).items():
+            member = self._pool.members[worker_id]
+            if successor:
+                self._observer.worker_failed(self._pool.failure_of(member))
+                self._observer.worker_replaced(member, successor)
+            elif not member.is_judged:  # it ended well in the same moment
+                self._take_success(member)
+            self._pool.forget(worker_id)
+        if self._worker_ids.ids:
+            self._join()
+        else:
+            self._finish(self._results.node_is_empty())
+
+    def _stop_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
+        told_at = time.time()
+        self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
+        unheard = self._pool.failures_before(told_at)
+        for failure in unheard:
+            self._observer.worker_failed(failure)
+        self.state = WorkerState.STOPPED
+        for worker_id in list(self._pool.members):
+            self._pool.forget(worker_id)
+        return unheard
+
+    def _fail(self, reason: str) -> None:
+        unheard = self._stop_all()
+        result = self._results.failed(self._generation, reason, unheard)
+        self._handler.close_as("failed", reason)
+        self._finish(result)
+
+    def _on_closed(self, reason: str) -> None:
+        recovery = self._generation.channel.recovery(self._generation.number)
+        if recovery is not None and recovery.action is Action.FAIL:
+            self._apply(recovery)
+        elif self.is_in_exit_barrier:
+            self._finish(self._results.succeeded())
+        else:
+            log.error("the rendezvous was closed while workers ran (%s); they are stopped", reason)
+            self._stop_all()
+            self._finish(self._results.closed(self._generation, reason))
+
+    def _on_lost(self, reason: str) -> None:
+        """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
+        if self.is_in_exit_barrier:
+            log.warning("the store went away while waiting for other nodes to finish: %s", reason)
+            self._finish(self._results.succeeded())
+            return
+        log.error("lost the rendezvous: %s; stopping this node's workers and trying to join again", reason)
+        self._stop_all()
+        self._worker_ids.renew(self._size)
+        self._join()
+
+    # -- finishing -----------------------------------------------------------------------------------------------
+
+    def _finish_if_done(self) -> None:
+        members = [self._pool.members[worker_id] for worker_id in self._worker_ids.ids]
+        if self.is_in_exit_barrier or not all(member.is_judged for member in members):
+            return  # also when all have ended but the news of one, and with it its value, is still to come
+        self.state = WorkerState.SUCCEEDED
+        self.is_in_exit_barrier = True
+        self._generation.channel.say_done(self._generation.number, self._generation.info.rank, "done")
+        if self._generation.info.world_size == 1:
+            self._on_all_done(AllDone(self._generation.number, ""))
+        else:
+            self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
+
+    def _on_all_done(self, event: AllDone) -> None:
+        if event.is_late and self._generation.is_serving:
+            log.warning("this node serves a store that others need, and stays until they are done")
+            self._sources.wait_all_done(self._generation.info, FOR_OTHERS)
+            return
+        if event.error:
+            log.warning("not all nodes said that they are done: %s", event.error)
+            self._leave_early()
+        else:
+            try:
+                self._handler.close_as("succeeded", "all workers have succeeded")
+            except RendezvousConnectionError:
+                pass  # the node that served the store has read that all are done, and gone
+        self._finish(self._results.succeeded())
+
+    def _leave_early(self) -> None:
+        """Tell the nodes that are still at work not to count on this one."""
+        try:
+            self._generation.channel.say_done(self._generation.number, self._generation.info.rank, "left")
+        except StoreError:
+            pass  # it is gone, and with it what the others could be told
+
+    def _finish(self, result: RunResult) -> None:
+        self._sources.leave_generation()
+        try:
+            self._count_setbacks(self._generation.channel.setbacks())
+        except StoreError:
+            pass  # it went with the node that served it: what was heard of before counts
+        result.num_setbacks = self._setbacks.count
+        self.state = result.state
+        self._result = result
+        self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        log.warning("got %s: stopping the workers", signum.name)
+        self._observer.shut_down(f"got {signum.name}", succeeded=False)
+        self.state = WorkerState.STOPPED
+        self._pool.stop(signum, self._options.shutdown_timeout)
+        raise SignalException(f"agent {os.getpid()} got {signum.name}", sigval=signum)
+
+    # -- requests through the store, hangs -----------------------------------------------------------------------
+
+    def _on_request(self, request: Requested) -> None:
+        if request.stacks:
+            self._hang.answer(self._generation, request.stacks)
+        self._count_setbacks(request.setbacks)
+        self._kill_who_hangs(request.progress)
+        if self.is_in_exit_barrier:
+            return
+        if request.wish is not None and request.wish != self._wish:
+            self._wish = request.wish
+            if request.wish != self._worker_ids.size:
+                self._resize(request.wish)
+
+    def _count_setbacks(self, setbacks: Setbacks) -> None:
+        if setbacks.count > self._setbacks.count:
+            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
+            self._setbacks = setbacks
+
+    def _want_regroup(self, reason: str) -> None:
+        """Form the next generation; workers that can go on with this one until their next step boundary."""
+        change = _policy.on_membership_change(self._situation(), reason=reason)
+        change = self._generation.channel.decide(self._generation.number, change)
+        if change.starts_anew or change.action is Action.FAIL:
+            self._end_generation(change)
+            return
+        self._handler.want_generation(self._generation.number, Broken(reason=reason))
+        self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
+        self._running_on = self._generation.number
+        self._join()
+
+    def _resize(self, size: int) -> None:
+        if self._generation.channel.is_finishing():
+            log.warning("all steps are done: this node keeps its %d workers", self._worker_ids.size)
+            return
+        log.warning("this node is asked to run %d workers instead of %d", size, self._worker_ids.size)
+        self._size = size
+        if not self._situation().keeps_survivors:
+            self._change_members(f"a node was resized to {size} workers")
+        elif size > self._worker_ids.size:
+            self._worker_ids.grow(size)
+            self._want_regroup(f"a node was resized to {size} workers")
+        else:
+            for worker_id in self._worker_ids.ids[size:]:
+                member = self._pool.members[worker_id]
+                if not member.is_asked_to_leave:
+                    member.is_asked_to_leave = True
+                    member.process.send_signal(signal.SIGTERM, to_group=False)
+
+    def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
+        found = self._hang.check(progress, self._generation, time.monotonic())
+        if found is not None:
+            member, reason = found
+            log.error("%s; it is killed", reason)
+            self._observer.worker_hung(member, self._options.hang_timeout)
+            member.note = f"{reason}; all stacks are in the logs"
+            member.process.send_signal(signal.SIGKILL)

@@ -1,0 +1,184 @@
+"""One generation as this node's agent sees it: who is in it, how it is ended, the store that its workers start from.
+
+Owns the workers' bootstrap store (served by the first node, a new one for every generation) and the order in which a
+generation is ended: first the recovery, so that all agents will do the same, then the news that it is over.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from phalanx.comm import stores
+from phalanx.launch.config._spec import WorkerSpec
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.hang._detector import reported_step
+from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._contact import Judgement, judge
+from phalanx.launch.recovery._policy import Recovery, Situation, all_can_regroup
+from phalanx.launch.recovery._streak import Death
+from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
+from phalanx.launch.system import _linux
+from phalanx.launch.system._addresses import bind_address
+from phalanx.launch.workers._environment import JobFacts, Place
+from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.protocol import Broken, LostContact
+
+log = logging.getLogger(__name__)
+
+REBIND_PATIENCE = 5.0
+"""Seconds that a port which the generation before has used may need to come free."""
+
+
+class PortTaken(Exception):
+    """The workers' store cannot be served; the message names the port and who has it."""
+
+
+class Generation:
+    """A formed generation."""
+
+    def __init__(self, info: RendezvousInfo, handler: RendezvousHandler) -> None:
+        self.info = info
+        self.number = info.generation
+        self.channel = AgentChannel(info.store)
+        self._before = self.channel.recovery_before(info.generation)
+        self.restarts = self._before.restarts
+        self.worker_ids = tuple(worker_id for node in info.nodes for worker_id in node.worker_ids)
+        self._handler = handler
+        self._bootstrap: stores.TCPStore | None = None
+
+    def serve_bootstrap(self, master_addr: str | None = None) -> None:
+        """On the first node: serve the store for ``init_process_group("env://")``, or raise ``PortTaken``.
+
+        It listens where workers will look for it: at ``master_addr``, or at this node's own address.
+        torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
+        """
+        if self.info.rank != 0 or self._handler.use_agent_store:
+            return
+        port = self.info.bootstrap_store_info.master_port
+        told = master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
+        host = bind_address(told)
+        until = time.monotonic() + (REBIND_PATIENCE if self.number and self._handler.has_fixed_port else 0.0)
+        while self._bootstrap is None:
+            try:
+                self._bootstrap = stores.TCPStore.serve(host, port)
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise PortTaken(self._explain(host, port, error)) from error
+                time.sleep(0.1)
+
+    def _explain(self, host: str, port: int, error: OSError) -> str:
+        if error.errno != errno.EADDRINUSE:
+            return f"port {port} of {host} cannot be used for the workers' store: {error}"
+        holder = _linux.listener_on(port)
+        who = f"by {holder}" if holder else f"(`ss -ltnp sport = :{port}` as root shows by whom)"
+        text = f"port {port} of {host}, where the workers' store should be, is taken {who}"
+        if self._handler.has_fixed_port:
+            text += (
+                "; end that process, choose another --master-port, or leave it out: then a free port is found"
+            )
+        return text
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether workers of other nodes may need a store of this process."""
+        return self.info.world_size > 1 and (self._handler.is_host or self._bootstrap is not None)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+            self._bootstrap = None
+
+    def places(self, master_addr: str | None) -> list[Place]:
+        """Where the workers of this node stand. ``master_addr`` overrides the first node's own address."""
+        info, store = self.info, self.info.bootstrap_store_info
+        role_base, role_size = info.role_place()
+        return [
+            Place(
+                worker_id=worker_id,
+                rank=info.node.base_rank + local_rank,
+                local_rank=local_rank,
+                world_size=info.num_workers,
+                local_size=info.node.local_size,
+                node_rank=info.rank,
+                num_nodes=info.world_size,
+                generation=self.number,
+                master_addr=master_addr or store.master_addr,
+                master_port=store.master_port,
+                store_url=self._handler.store_url,
+                role_rank=role_base + local_rank,
+                role_size=role_size,
+            )
+            for local_rank, worker_id in enumerate(info.node.worker_ids)
+        ]
+
+    def job_facts(self, spec: WorkerSpec, on_failure: str) -> JobFacts:
+        return JobFacts(
+            run_id=self._handler.get_run_id(),
+            job=self._handler.job,
+            role=spec.role,
+            restarts=self.restarts,
+            max_restarts=spec.max_restarts,
+            on_failure=on_failure,
+            use_agent_store=True,
+            virtual_local_rank=spec.virtual_local_rank,
+            secret_file=self._handler.secret_file,
+        )
+
+    def situation(self, spec: WorkerSpec, on_failure: str, survivors: int) -> Situation:
+        return Situation(
+            heals=on_failure == "heal",
+            restarts=self.restarts,
+            max_restarts=spec.max_restarts,
+            num_nodes=self.info.world_size,
+            min_nodes=spec.min_nodes,
+            survivors=survivors,
+            is_under_way=self.number > 0,
+            num_left=self.channel.num_left(self.number, self.info.world_size)
+            if self.info.world_size > 1
+            else 0,
+            is_finishing=on_failure == "heal" and self.channel.is_finishing(),
+            can_regroup=on_failure == "heal" and self.can_regroup(),
+            streak=self._before.streak,
+            ports_taken=self._before.ports_taken,
+        )
+
+    def can_regroup(self) -> bool:
+        """Whether the scripts of all roles have said, through some worker, that they can."""
+        by_role: dict[str, list[str]] = {}
+        for node in self.info.nodes:
+            by_role.setdefault(node.role, []).extend(node.worker_ids)
+        return all_can_regroup(by_role, self.channel.read_regrouping(list(self.worker_ids)))
+
+    def death_of(self, member: WorkerHandle, failure: ProcessFailure) -> Death:
+        """What counts about a worker's end when deaths in a row are counted."""
+        steps = {
+            w: reported_step(data) for w, data in self.channel.read_progress(list(self.worker_ids)).items()
+        }
+        return Death(
+            generation=self.number,
+            born=member.born,
+            step=max(steps.values()),
+            took_part=steps.get(member.id, -1) >= 0,
+            is_killed=failure.is_from_outside,
+            lived=time.monotonic() - member.started_at,
+        )
+
+    def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
+        """Whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
+        return judge(words, self.worker_ids, before=self._before.lost_contact, stopped=stopped)
+
+    def end(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> Recovery:
+        """Propose a recovery and tell everybody that the generation is over; the standing recovery is returned.
+
+        ``also`` is the generation before, when workers may still be on their way out of it.
+        """
+        recovery = self.channel.decide(self.number, recovery)
+        broken = Broken(reason=recovery.reason, workers=lost, at_once=recovery.lost_contact is not None)
+        self._handler.break_generation(self.number, broken)
+        if also >= 0:
+            self._handler.break_generation(also, broken)
+        return recovery

@@ -1,0 +1,154 @@
+"""Tells the world what an agent does: one typed event and the metrics for every change of state.
+
+Owns the translation from the agent's words to ``events`` and ``metrics``; the agent itself knows neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.launch.events import (
+    AnyEvent,
+    EventLog,
+    GenerationEnded,
+    GenerationFormed,
+    JobRestarted,
+    JobWentBack,
+    ShutDown,
+    WorkerExited,
+    WorkerHung,
+    WorkerReplaced,
+    WorkerStarted,
+    get_event_handler,
+)
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.metrics import Metrics, make_handler
+from phalanx.launch.recovery._policy import Action, Recovery
+from phalanx.launch.rendezvous._interface import RendezvousInfo
+from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.protocol import Setbacks
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Hears of everything, never fails a job. Without a log and a handler it does nothing.
+
+    >>> Observer("demo").shut_down("all workers succeeded", succeeded=True)
+    """
+
+    def __init__(self, job: str, log: EventLog | None = None, metrics: Metrics | None = None) -> None:
+        self._job = job
+        self._log = log or EventLog(None)
+        self._metrics = metrics or Metrics()
+        self._node_rank = -1
+        self._joined_at = time.monotonic()
+        self._failed: set[int] = set()
+
+    @classmethod
+    def create(cls, job: str, path: str | None, handler: str, metrics: Mapping[str, str]) -> Observer:
+        """Events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name.
+
+        Metrics whose port is taken or whose file cannot be opened go nowhere, with a warning.
+        """
+        events = EventLog(path, get_event_handler(handler))
+        try:
+            return cls(job, events, Metrics(make_handler(dict(metrics))))
+        except OSError as error:
+            log.warning("no metrics: %s: %s", ", ".join(f"{k}={v}" for k, v in metrics.items()), error)
+            return cls(job, events)
+
+    def joining(self) -> None:
+        self._joined_at = time.monotonic()
+
+    def generation_formed(self, info: RendezvousInfo) -> None:
+        self._node_rank = info.rank
+        seconds = time.monotonic() - self._joined_at
+        self._write(
+            GenerationFormed(
+                **self._where(info.generation),
+                num_nodes=info.world_size,
+                num_workers=info.num_workers,
+                seconds=seconds,
+            )
+        )
+        self._metrics.put("rendezvous.duration.ms", seconds * 1e3, kind="timer")
+        self._metrics.put("workers", info.num_workers)
+        self._metrics.put("generation", info.generation)
+
+    def generation_ended(self, generation: int, recovery: Recovery, max_restarts: int) -> None:
+        where = self._where(generation)
+        self._write(GenerationEnded(**where, how=recovery.action.value, reason=recovery.reason))
+        self._metrics.count(f"generations.{recovery.action.value}")
+        if recovery.action in (Action.RESTART, Action.HEAL):
+            self._write(
+                JobRestarted(
+                    **where,
+                    restart_count=recovery.restarts,
+                    max_restarts=max_restarts,
+                    reason=recovery.reason,
+                )
+            )
+
+    def worker_started(self, member: WorkerHandle) -> None:
+        self._failed.discard(member.process.pid)  # the number of one that failed long ago
+        self._write(WorkerStarted(**self._where(member.place.generation), **_who(member)))
+        self._metrics.count("workers.started")
+
+    def worker_exited(self, member: WorkerHandle) -> None:
+        code = member.process.exit_code
+        assert code is not None, f"worker {member.id} still runs"
+        self._write(WorkerExited(**self._where(member.place.generation), **_who(member), exit_code=code))
+        if code == 0:
+            self._metrics.count("workers.succeeded")
+
+    def worker_failed(self, failure: ProcessFailure) -> None:
+        """A worker ended by itself though it should not have; those that were stopped because of it have not failed.
+
+        One failure counts once: what a worker dies of because another was lost is counted apart, a process never twice.
+        """
+        if failure.pid not in self._failed:
+            self._failed.add(failure.pid)
+            self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
+
+    def worker_replaced(self, old: WorkerHandle, new_id: str) -> None:
+        where = self._where(old.place.generation)
+        self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.place.rank))
+        self._metrics.count("workers.replaced")
+
+    def worker_hung(self, member: WorkerHandle, seconds: float) -> None:
+        where = self._where(member.place.generation)
+        self._write(WorkerHung(**where, worker_id=member.id, rank=member.place.rank, seconds=seconds))
+        self._metrics.count("workers.hung")
+
+    def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
+        where = self._where(generation)
+        self._write(JobWentBack(**where, from_step=after.last_from, to_step=after.last_to, count=after.count))
+        self._metrics.count("job.went_back", after.count - before.count)
+        self._metrics.count("job.steps_repeated", after.num_steps - before.num_steps)
+
+    def shut_down(self, reason: str, *, succeeded: bool) -> None:
+        self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))
+
+    def close(self) -> None:
+        self._log.close()
+        self._metrics.close()
+
+    def _where(self, generation: int) -> dict[str, Any]:
+        return {"job": self._job, "generation": generation, "node_rank": self._node_rank}
+
+    def _write(self, event: AnyEvent) -> None:
+        self._log.write(event)
+
+
+def _who(member: WorkerHandle) -> dict[str, Any]:
+    place = member.place
+    return {
+        "worker_id": member.id,
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "pid": member.process.pid,
+    }

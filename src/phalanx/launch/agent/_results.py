@@ -1,0 +1,78 @@
+"""What a run has brought so far on this node: values and failures, and the result that is made of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.errors import StoreError
+from phalanx.launch.agent._generation import Generation
+from phalanx.launch.config._spec import RunResult, WorkerState
+from phalanx.launch.failures._process_failure import ProcessFailure
+
+OTHERS_PATIENCE = 30.0
+"""Seconds that a job which has failed waits for the other nodes to say what failed there."""
+
+
+class Results:
+    """Collects, by global rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self._failures: dict[str, ProcessFailure] = {}
+
+    def add_failure(self, failure: ProcessFailure, generation: Generation) -> None:
+        """Remember a failure and tell the other agents."""
+        failure.generation = generation.number
+        self._failures[failure.worker_id] = failure
+        generation.channel.report(failure)
+
+    def succeeded(self) -> RunResult:
+        return RunResult(WorkerState.SUCCEEDED, dict(self.values))
+
+    def failed(
+        self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()
+    ) -> RunResult:
+        """All failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
+
+        Waits for the other nodes: the first to notice is seldom the one where it began.
+        """
+        found: dict[int, ProcessFailure] = {}
+        try:
+            for failure in unheard:
+                self.add_failure(failure, generation)
+            generation.channel.say_done(generation.number, generation.info.rank, "failed")
+            generation.channel.wait_done(
+                generation.number, generation.info.world_size, "failed", OTHERS_PATIENCE
+            )
+        except StoreError:
+            pass  # a node is gone, or the store: what is known will do
+        try:
+            found = generation.channel.failures(generation.number)
+        except StoreError:
+            pass
+        mine = {f.rank: f for f in self._failures.values() if f.generation == generation.number}
+        if not (found or mine):
+            found = _unexplained(generation, reason)
+        return RunResult(WorkerState.FAILED, failures={**found, **mine})
+
+    def closed(self, generation: Generation, reason: str) -> RunResult:
+        """Somebody closed the rendezvous while workers of this node ran."""
+        message = (
+            f"the rendezvous was closed while this node's workers ran, and the job has not finished: {reason}. See the "
+            "other nodes' output, or who else can write to the job's store (a job secret keeps strangers out)"
+        )
+        return RunResult(WorkerState.FAILED, failures=_unexplained(generation, message))
+
+    def node_is_empty(self) -> RunResult:
+        """No worker is left on this node, while the job may go on elsewhere."""
+        if self._failures:
+            return RunResult(WorkerState.FAILED, failures={f.rank: f for f in self._failures.values()})
+        return self.succeeded()
+
+
+def _unexplained(generation: Generation, reason: str) -> dict[int, ProcessFailure]:
+    """A failure of no worker in particular, in the place of this node's first."""
+    failure = ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())
+    return {generation.info.node.base_rank: failure}

@@ -1,0 +1,1 @@
+"""Reads the command lines of ``phalanx run``, ``phalanx scale`` and ``phalanx doctor``."""

@@ -1,0 +1,215 @@
+"""The flags of ``phalanx run``: one table, one parser, errors of one line.
+
+Owns names, defaults and meanings of all flags (torchrun's and our own), their ``PET_*`` variables, and the search for
+the flag that a person meant. Flags may be written with dashes or underscores. Imports nothing heavy: a wrong flag is
+answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from phalanx.launch.system._signals import DEFAULT_SIGNALS
+
+
+class UsageError(ValueError):
+    """The command line makes no sense; the message is one line for a person."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag. ``kind`` None: it takes no value and is false by default."""
+
+    name: str
+    kind: Callable[[str], Any] | None = str
+    default: Any = None
+    short: str = ""
+    choices: tuple[str, ...] | None = None
+    help: str = ""
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"PET_{self.dest.upper()}"
+
+
+def words(text: str) -> list[str]:
+    """Split at commas; a doubled comma stands for one.
+
+    >>> words("a,b,,c")
+    ['a', 'b,c']
+    """
+    parts = text.replace(",,", "\0").split(",")
+    return [part.replace("\0", ",") for part in parts if part]
+
+
+FLAGS = (
+    Flag(name="nnodes", default="1", help="number of nodes, or MIN:MAX for an elastic job"),
+    Flag(name="nproc-per-node", default="1", help="workers per node: a number, auto, cpu, gpu or xpu"),
+    Flag(name="rdzv-backend", default="", help="static, c10d, etcd, file, or one that was registered"),
+    Flag(name="rdzv-endpoint", default="", help="host:port of the rendezvous, the same on all nodes"),
+    Flag(name="rdzv-id", default="", help="the job's name, the same on all nodes"),
+    Flag(name="rdzv-conf", default="", help="more rendezvous settings: key=value,key=value"),
+    Flag(
+        name="standalone",
+        kind=None,
+        help="one node, own rendezvous on a free port (the default for one node)",
+    ),
+    Flag(name="max-restarts", kind=int, help="restarts of the whole job before it fails (0; with heal 100)"),
+    Flag(
+        name="monitor-interval",
+        kind=float,
+        default=0.1,
+        help="seconds between looks at requests in the store",
+    ),
+    Flag(
+        name="start-method",
+        default="warm",
+        choices=("warm", "exec", "spawn", "fork", "forkserver"),
+        help="warm: fork from a process that has torch imported; exec: a fresh interpreter each",
+    ),
+    Flag(name="event-log-handler", default="null", help="where events go beside the log directory"),
+    Flag(name="role", default="default", help="the role of the workers, for logs and ROLE_NAME"),
+    Flag(name="module", short="m", kind=None, help="the script is a module name, as in python -m"),
+    Flag(name="no-python", kind=None, help="the script is a command, not Python"),
+    Flag(name="run-path", kind=None, help="accepted for torchrun's sake: scripts always run that way"),
+    Flag(name="log-dir", help="where log files go; a directory per run is made in it"),
+    Flag(name="redirects", short="r", default="0", help="streams to log files: 0..3, or rank:value,..."),
+    Flag(name="tee", short="t", default="0", help="streams to log files and console, as --redirects"),
+    Flag(name="local-ranks-filter", default="", help="local ranks whose output is shown, comma-separated"),
+    Flag(
+        name="duplicate-stdout-filters",
+        kind=words,
+        default=[],
+        help="copy matching lines to filtered_stdout.log",
+    ),
+    Flag(
+        name="duplicate-stderr-filters",
+        kind=words,
+        default=[],
+        help="copy matching lines to filtered_stderr.log",
+    ),
+    Flag(name="node-rank", kind=int, default=0, help="this node's rank (static rendezvous)"),
+    Flag(name="master-addr", default="127.0.0.1", help="address of node 0 (static rendezvous)"),
+    Flag(name="master-port", kind=int, help="port on node 0 (static rendezvous; 29500)"),
+    Flag(name="local-addr", help="address of this node; by default its FQDN"),
+    Flag(name="logs-specs", help="name of an installed LogsSpecs plugin"),
+    Flag(
+        name="numa-binding",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        help="bind workers to CPUs: node, socket, exclusive or core-complex",
+    ),
+    Flag(
+        name="signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job and are passed on"
+    ),
+    Flag(name="shutdown-timeout", kind=int, help="seconds between the signal and SIGKILL (30)"),
+    Flag(
+        name="virtual-local-rank", kind=None, help="LOCAL_RANK is 0 everywhere, each worker sees one device"
+    ),
+    Flag(
+        name="on-failure",
+        default="restart",
+        choices=("restart", "heal"),
+        help="restart all, or replace the dead",
+    ),
+    Flag(name="preload", kind=words, default=[], help="modules to import once, before workers are forked"),
+    Flag(
+        name="hang-timeout",
+        kind=float,
+        default=0.0,
+        help="seconds without progress before a worker is killed",
+    ),
+    Flag(
+        name="start-timeout",
+        kind=float,
+        default=600.0,
+        help="the same for a worker that has yet to make its first step (if longer)",
+    ),
+    Flag(name="standby", kind=int, default=0, help="processes kept ready to replace a dead worker"),
+)
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """The flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
+    _check_names(argv)
+    parser = _Parser(prog="phalanx run", description="Run a script on the workers of a job.")
+    for flag in FLAGS:
+        _add(parser, flag, environ)
+    parser.add_argument("training_script", help="the script (or module, or command) that every worker runs")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(argv)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if message == "the following arguments are required: training_script, training_script_args":
+            message = "no script given; expected phalanx run [flags] script.py [its arguments]"
+        raise UsageError(message)
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]) -> None:
+    names = [f"-{flag.short}"] if flag.short else []
+    names.append(f"--{flag.name}")
+    if flag.dest != flag.name:
+        names.append(f"--{flag.dest}")
+    text = environ.get(flag.variable)
+    if flag.kind is None:
+        is_on = text is not None and text.strip().lower() not in ("", "0", "false", "no", "off")
+        parser.add_argument(*names, dest=flag.dest, action="store_true", default=is_on, help=flag.help)
+        return
+    default = flag.default
+    if text is not None:
+        try:
+            default = flag.kind(text)
+        except ValueError:
+            raise UsageError(
+                f"environment variable {flag.variable}={text!r} does not fit --{flag.name}"
+            ) from None
+        if flag.choices and default not in flag.choices:
+            raise UsageError(
+                f"environment variable {flag.variable}={text!r}; expected {', '.join(flag.choices)}"
+            )
+    parser.add_argument(
+        *names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help
+    )
+
+
+def _check_names(argv: Sequence[str]) -> None:
+    """Refuse an unknown flag by the nearest known one. Stops at the script: what follows belongs to it."""
+    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {
+        f"-{flag.short}": flag for flag in FLAGS if flag.short
+    }
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+            continue
+        if not word.startswith("-") or word == "-":
+            return
+        name, has_value, _ = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name in ("--help", "-h"):
+            return
+        matches = [known for known in by_name if known == name] or [
+            known for known in by_name if known.startswith(name)
+        ]
+        if not name.startswith("--") and name[:2] in by_name:  # -r3, as in -r 3
+            matches, has_value = [name[:2]], "=" if len(name) > 2 else has_value
+        if len(matches) != 1:
+            raise UsageError(_unknown(word.partition("=")[0], name, list(by_name), matches))
+        skip = by_name[matches[0]].kind is not None and not has_value
+
+
+def _unknown(written: str, name: str, known: list[str], matches: list[str]) -> str:
+    if matches:
+        return f"flag {written} is ambiguous: {', '.join(sorted(matches))}"
+    near = difflib.get_close_matches(name.strip("-"), [flag.lstrip("-") for flag in known], n=1)
+    hint = f"did you mean --{near[0]}?" if near else "see phalanx run --help"
+    return f"unknown flag {written}; {hint}"

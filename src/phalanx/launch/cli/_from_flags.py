@@ -1,0 +1,167 @@
+"""From the flags of ``phalanx run`` to the configuration and the entrypoint that they describe.
+
+Owns what flags mean together: which rendezvous they ask for, which defaults depend on others. ``ValueError`` in one
+line when they contradict each other. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from typing import Any
+
+from phalanx.launch.cli._flags import UsageError
+from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._spec import Entrypoint, Script
+from phalanx.launch.rendezvous._settings import check_settings
+from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
+
+HEAL_RESTARTS = 100
+"""Default of --max-restarts under heal, where replacing one worker costs the others next to nothing."""
+
+FLAG_OF_SETTING = {
+    "backend": "--rdzv-backend",
+    "endpoint": "--rdzv-endpoint",
+    "run_id": "--rdzv-id",
+    "min_nodes": "--nnodes",
+    "max_nodes": "--nnodes",
+    "local_addr": "--local-addr",
+}
+"""What looks like a setting of the rendezvous but has a flag of its own."""
+
+
+def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
+    """The configuration that the flags describe. ``ValueError`` in one line when they contradict each other."""
+    min_nodes, max_nodes = parse_nodes(args.nnodes)
+    backend, endpoint = _rendezvous(args, max_nodes)
+    configs = parse_settings(args.rdzv_conf)
+    try:
+        check_settings(configs, backend)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from None
+    if backend == "static":
+        configs["rank"] = args.node_rank
+    max_restarts = args.max_restarts
+    if max_restarts is None:
+        max_restarts = HEAL_RESTARTS if args.on_failure == "heal" else 0
+    return LaunchConfig(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        nproc_per_node=local_size,
+        logs_specs=_logs_specs(args),
+        run_id=args.rdzv_id or (uuid.uuid4().hex if max_nodes == 1 else "none"),
+        role=args.role,
+        rdzv_endpoint=endpoint,
+        rdzv_backend=backend,
+        rdzv_configs=configs,
+        max_restarts=max_restarts,
+        monitor_interval=args.monitor_interval,
+        start_method=args.start_method,
+        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        local_addr=args.local_addr,
+        event_log_handler=args.event_log_handler,
+        numa_options=_numa_options(args.numa_binding),
+        signals_to_handle=args.signals_to_handle,
+        duplicate_stdout_filters=args.duplicate_stdout_filters,
+        duplicate_stderr_filters=args.duplicate_stderr_filters,
+        virtual_local_rank=args.virtual_local_rank,
+        shutdown_timeout=args.shutdown_timeout,
+        on_failure=args.on_failure,
+        preload=tuple(args.preload),
+        hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
+        standby=args.standby,
+    )
+
+
+def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
+    """Backend and endpoint. One node without an endpoint or a port is standalone, so that jobs never collide."""
+    is_plain = not (args.rdzv_endpoint or args.rdzv_backend or args.master_port)
+    if args.standalone or (max_nodes == 1 and is_plain):
+        return "c10d", "localhost:0"
+    backend = args.rdzv_backend or "static"
+    endpoint = args.rdzv_endpoint
+    if not endpoint and backend == "static":
+        endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+    if not endpoint and max_nodes == 1 and backend == "c10d":
+        endpoint = "localhost:0"
+    if not endpoint:
+        raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint host:port, the same on every node")
+    return backend, endpoint
+
+
+def entrypoint_from_args(args: argparse.Namespace) -> tuple[Entrypoint, list[str]]:
+    """What the workers run, and with which arguments."""
+    words = list(args.training_script_args)
+    if args.no_python and not args.run_path:
+        return args.training_script, words
+    return Script(args.training_script, is_module=args.module), words
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Read ``N`` or ``MIN:MAX``.
+
+    >>> parse_nodes("2"), parse_nodes("1:4")
+    ((2, 2), (1, 4))
+    """
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise UsageError(f"--nnodes {text}; expected a number, or MIN:MAX such as 1:4")
+    least, most = int(parts[0]), int(parts[-1])
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {text}; expected 1 <= MIN <= MAX")
+    return least, most
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Read ``key=value,key=value``.
+
+    >>> parse_settings("timeout=60,is_host=true")
+    {'timeout': '60', 'is_host': 'true'}
+    """
+    settings: dict[str, Any] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--rdzv-conf has {pair!r}; expected key=value,key=value")
+        if (flag := FLAG_OF_SETTING.get(key.strip())) is not None:
+            raise UsageError(f"--rdzv-conf has {pair!r}; that is said with {flag}")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
+    ranks: set[int] | None = None
+    if args.local_ranks_filter:
+        try:
+            ranks = {int(part) for part in args.local_ranks_filter.split(",")}
+        except ValueError:
+            raise UsageError(
+                f"--local-ranks-filter {args.local_ranks_filter}; expected numbers such as 0,1"
+            ) from None
+    make: type[LogsSpecs] = DefaultLogsSpecs if args.logs_specs is None else _plugin(args.logs_specs)
+    return make(
+        log_dir=args.log_dir,
+        redirects=Std.from_str(args.redirects),
+        tee=Std.from_str(args.tee),
+        local_ranks_filter=ranks,
+    )
+
+
+def _plugin(name: str) -> type[LogsSpecs]:
+    from importlib.metadata import entry_points
+
+    for group in ("phalanx.logs_specs", "torchrun.logs_specs"):
+        for point in entry_points(group=group, name=name):
+            found: type[LogsSpecs] = point.load()
+            return found
+    raise UsageError(f"--logs-specs {name}: no installed package offers it (entry points phalanx.logs_specs)")
+
+
+def _numa_options(name: str | None) -> Any:
+    if name is None:
+        return None
+    from phalanx.launch.numa import AffinityMode, NumaOptions
+
+    return NumaOptions(affinity_mode=AffinityMode(name))

@@ -1,0 +1,135 @@
+"""Values that describe workers: what to run, how many, what became of them.
+
+Owns ``WorkerSpec``, ``Script``, ``Worker``, ``WorkerGroup``, ``WorkerState`` and ``RunResult``; starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.launch.rendezvous._interface import RendezvousHandler
+
+if TYPE_CHECKING:
+    from phalanx.launch.numa import NumaOptions
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file, or a module's dotted name, to be run as ``__main__`` with its own arguments.
+
+    >>> Script("train.py").name, Script("my.train", is_module=True).name
+    ('train.py', 'my.train')
+    """
+
+    target: str
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target if self.is_module else os.path.basename(self.target)
+
+
+Entrypoint = Callable[..., Any] | str | Script
+
+
+class WorkerState(str, Enum):
+    """What a group of workers is doing."""
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether its processes exist, healthy or not."""
+        return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+@dataclass(kw_only=True)
+class WorkerSpec:
+    """What one node runs, and through which rendezvous it finds the others."""
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler
+    entrypoint: Entrypoint
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: NumaOptions | None = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    min_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.local_world_size < 1:
+            raise ValueError(
+                f"local_world_size is {self.local_world_size}; expected at least 1 worker per node"
+            )
+        if self.monitor_interval <= 0:
+            raise ValueError(
+                f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds"
+            )
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
+
+    def get_entrypoint_name(self) -> str:
+        """A short name for reports."""
+        if isinstance(self.entrypoint, Script):
+            return self.entrypoint.name
+        if isinstance(self.entrypoint, str):
+            return os.path.basename(self.entrypoint)
+        return str(getattr(self.entrypoint, "__qualname__", repr(self.entrypoint)))
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One worker as others may see it. ``id`` is its pid."""
+
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: int | None = None
+
+
+@dataclass(kw_only=True)
+class WorkerGroup:
+    """The workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
+
+    spec: WorkerSpec
+    workers: list[Worker]
+    state: WorkerState
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+@dataclass
+class RunResult:
+    """How a run ended on this node: values or failures, by global rank."""
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    num_setbacks: int = 0
+    """How often all workers were lost and the job went back to an earlier step."""
+
+    def is_failed(self) -> bool:
+        return self.state == WorkerState.FAILED

@@ -1,0 +1,1 @@
+"""Carries what a failed worker says from its process to the report that a person reads."""

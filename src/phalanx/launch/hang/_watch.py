@@ -1,0 +1,212 @@
+"""Workers that hang: which one, and the stacks of all of them in the logs.
+
+Owns ``HangWatch`` (the rule is ``_hang``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
+writes its stacks to ``stacks.log`` beside its other logs when it gets a signal (``_child`` arranged that), also when it
+is stuck in native code; the agent copies them to its own log. All nodes write before anybody is killed: a kill changes
+what the others do. Whoever writes slowly or not at all is waited for in a thread: the agent's loop never is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.comm import _background as background
+from phalanx.errors import StoreError
+from phalanx.launch.agent._generation import Generation
+from phalanx.launch.hang._detector import HangDetector
+from phalanx.launch.hang._stacks import frames_of, is_in_collective
+from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.system import _linux
+from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 20.0
+"""Seconds for workers to write their stacks; one that does not catch the signal is not waited for."""
+
+_OTHERS_PATIENCE = 30.0
+"""Seconds for the other nodes to write theirs."""
+
+
+@dataclass
+class _Dump:
+    """Stacks on their way to the logs."""
+
+    stacks: dict[str, str] = field(default_factory=dict)
+    """What each worker was doing, by its id; complete once ``is_written``."""
+    is_written: threading.Event = field(default_factory=threading.Event)
+
+
+class HangWatch:
+    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
+
+    def __init__(self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0) -> None:
+        self.timeout = timeout
+        self._pool = pool
+        self._detector = HangDetector(timeout, start_timeout)
+        self._dump: _Dump | None = None
+        """Made when somebody began to hang; None: nobody does."""
+        self._has_answered = False
+        """Whether stacks were written in this generation: another node's request stays in the store."""
+
+    def begin_generation(self, now: float) -> None:
+        self._detector.reset(now)
+        self._dump = None
+        self._has_answered = False
+
+    def watched_ids(self) -> list[str]:
+        """Whose reports ``check`` wants to see."""
+        return [member.id for member in self._pool.running] if self.timeout > 0 else []
+
+    def answer(self, generation: Generation, reason: str) -> None:
+        """Another node asks for stacks; once for a generation."""
+        if not self._has_answered and self._dump is None:
+            self._dump = self._write(generation, reason, everywhere=False)
+
+    def check(
+        self, progress: Mapping[str, bytes | None], generation: Generation, now: float
+    ) -> tuple[WorkerHandle, str] | None:
+        """The worker to blame and why: then all get the full time again. None while nobody hangs, or it is not clear
+        who, or not all stacks are written. Never blocks."""
+        if self.timeout <= 0:
+            return None
+        stopped = {member.id for member in self._pool.running if _is_stopped(member)}
+        self._detector.observe(progress, now, stopped)
+        late = [
+            self._pool.members[each] for each in self._detector.hanging(now) if each in self._pool.members
+        ]
+        if not late:
+            self._dump = None
+            return None
+        if self._dump is None:
+            reason = f"rank {late[0].place.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            log.error("%s; writing all stacks", reason)
+            self._dump = self._write(generation, reason, everywhere=True)
+        if not self._dump.is_written.is_set():
+            return None
+        waiting = {each for each, text in self._dump.stacks.items() if is_in_collective(frames_of(text))}
+        member = self._pool.members.get(self._detector.to_blame(now, waiting) or "")
+        if member is None or not member.is_running:
+            return None
+        text = self._explain(member, self._dump.stacks, waiting - {member.id}, progress.get(member.id))
+        self._detector.reset(now)
+        return member, text
+
+    def _write(self, generation: Generation, reason: str, *, everywhere: bool) -> _Dump:
+        """Begin to write the stacks of this node's workers; ``everywhere``: all nodes shall, and are waited for."""
+        self._has_answered = True
+        dump, members = _Dump(), self._pool.running
+        number, info = generation.number, generation.info
+
+        def write() -> None:
+            try:
+                with info.store.clone() as store:
+                    channel = AgentChannel(store)
+                    if everywhere:
+                        channel.request_stacks(number, reason)
+                    dump.stacks = dump_stacks(members, reason)
+                    channel.say_done(number, info.rank, "stacks")
+                    if everywhere:
+                        channel.wait_done(number, info.world_size, "stacks", _OTHERS_PATIENCE)
+            except StoreError as error:
+                log.warning("not every node has written its stacks: %s", error)
+            dump.is_written.set()
+
+        def failed(error: BaseException) -> None:
+            log.error("the stacks could not be written: %r", error)
+            dump.is_written.set()
+
+        background.start(write, "phalanx-stacks", on_failure=failed)
+        return dump
+
+    def _explain(
+        self, member: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
+    ) -> str:
+        limit = self._detector.limit(member.id)
+        text = f"rank {member.place.rank} made no progress for {limit:g} s{_step_of(report)}"
+        frames = frames_of(stacks.get(member.id, ""))
+        if frames:
+            text += f"; it is in {frames[0]}"
+        elif _is_stopped(member):
+            text += "; it is stopped (by SIGSTOP, or a debugger)"
+        else:
+            text += "; it did not say what it does"
+        ranks = sorted(self._pool.members[each].place.rank for each in waiting if each in self._pool.members)
+        if ranks:
+            text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
+        return text
+
+
+def dump_stacks(members: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
+    """Collect the Python stacks of running workers, log them, and return them by worker id."""
+    asked = [member for member in members if member.is_running and member.stacks_file]
+    before = {member.id: _read(member) for member in asked}
+    deaf = {member.id: _blocking(member) for member in asked}
+    for member in asked:
+        member.process.send_signal(_linux.stack_signal(), to_group=False)
+    found: dict[str, str] = {}
+    until = time.monotonic() + _PATIENCE
+    for member in asked:
+        found[member.id] = _wait_for_dump(member, before[member.id], deaf[member.id], until)
+        log.error(
+            "stacks of rank %d (pid %d), because %s:\n%s",
+            member.place.rank,
+            member.process.pid,
+            reason,
+            found[member.id]
+            or f"(no answer; process state: {_linux.process_state(member.process.pid) or 'gone'})",
+        )
+    return found
+
+
+def _step_of(report: bytes | None) -> str:
+    """What the last report said, for a message."""
+    if report is None:
+        return " and has never reported any"
+    try:
+        return f" after step {json.loads(report)['step']}"
+    except (ValueError, KeyError, TypeError, RecursionError):  # a worker may report what it likes
+        return ""
+
+
+def _is_stopped(member: WorkerHandle) -> bool:
+    return _linux.process_state(member.process.pid) in ("T", "t")
+
+
+def _blocking(member: WorkerHandle) -> frozenset[int]:
+    """Its threads that never take the signal."""
+    state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+    return state.blocking if state else frozenset()
+
+
+def _wait_for_dump(member: WorkerHandle, before: str, deaf: frozenset[int], until: float) -> str:
+    """What the worker has added to its file: all of it, though it may be held up between any two lines.
+
+    A thread that runs a signal's handler does not take the same signal: that shows when the handler is done. Where the
+    kernel does not tell, a file that has stopped growing counts as complete.
+    """
+    text = before
+    while time.monotonic() < until and member.is_running and not _is_stopped(member):
+        last, text = text, _read(member)
+        # Looked at before the state: a handler that has begun and is not there has ended.
+        has_begun = text != before
+        state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+        if state is not None and not state.is_caught:
+            break  # no Python, or not yet: nothing will be written
+        if has_begun and (not (state.blocking - deaf) if state else text == last and not _linux.IS_LINUX):
+            break
+        time.sleep(0.02)
+    return _read(member)[len(before) :]
+
+
+def _read(member: WorkerHandle) -> str:
+    try:
+        with open(member.stacks_file, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,261 @@
+"""What agents tell each other through the job's store, beside the rendezvous: recoveries, failures, who is done.
+
+Owns the keys under ``agents/`` and their records (versioned JSON). Every generation gets exactly one recovery: it is
+written by compare-and-set, so two agents that see two deaths at once cannot count them twice or disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx._fields import Fields
+from phalanx.comm.stores._interface import Store
+from phalanx.launch.failures._process_failure import ProcessFailure, readable_time
+from phalanx.launch.recovery._contact import Row
+from phalanx.launch.recovery._policy import Action, Recovery
+from phalanx.launch.recovery._streak import Streak
+from phalanx.launch.rendezvous._records import stage_key
+from phalanx.protocol import (
+    FINISHING,
+    SETBACKS,
+    VERSION,
+    LostContact,
+    RecordError,
+    Setbacks,
+    any_contact_key,
+    contact_key,
+    ended_key,
+    leaving_key,
+    parse_record,
+    progress_key,
+    regroups_key,
+    wish_key,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT = 100_000
+MAX_LINE = 2_000
+"""Characters of a failure that other agents are told: a store need not take more than about 1 MB (etcd does not)."""
+
+
+class AgentChannel:
+    """The records of one job. ``store`` is in the job's namespace."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def decide(self, generation: int, recovery: Recovery) -> Recovery:
+        """Propose how a generation ends; the recovery that counts is returned."""
+        key = _recovery_key(generation)
+        body = {**asdict(recovery), "action": recovery.action.value, "streak": recovery.streak.to_record()}
+        while not self._store.compare_and_set(key, None, _dump(body)):
+            standing = self.recovery(generation)
+            if standing is not None:  # else somebody deleted it a moment ago
+                return standing
+        return recovery
+
+    def recovery(self, generation: int) -> Recovery | None:
+        data = self._store.get(_recovery_key(generation))
+        if data is None:
+            return None
+        return parse_recovery(data)
+
+    def recovery_before(self, generation: int) -> Recovery:
+        """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
+        previous = self.recovery(generation - 1) if generation > 0 else None
+        return previous or Recovery(action=Action.REGROUP, restarts=0, reason="")
+
+    def report(self, failure: ProcessFailure) -> None:
+        record = failure.to_record()
+        record.pop("error_file_data")  # large, and its content is in the other fields
+        for name in ("message", "traceback", "note"):
+            record[name] = clip(record[name], MAX_TEXT)
+        record["stderr_tail"] = [clip(line, MAX_LINE) for line in record["stderr_tail"]]
+        key = f"agents/failures/{failure.generation}/{failure.worker_id}"
+        self._store.set(key, _dump(record))
+
+    def failures(self, generation: int) -> dict[int, ProcessFailure]:
+        """All failures of a generation, of all nodes, by global rank."""
+        found = {}
+        for data in self._store.items(f"agents/failures/{generation}/").values():
+            try:
+                failure = parse_failure(data)
+            except RecordError as error:  # the others are worth telling all the same
+                log.warning("a failure of generation %d cannot be read: %s", generation, error)
+                continue
+            found[failure.rank] = failure
+        return found
+
+    def say_done(self, generation: int, node_rank: int, stage: str) -> None:
+        self._store.set(stage_key(stage, generation, node_rank), _dump({}))
+
+    def wait_done(self, generation: int, num_nodes: int, stage: str, timeout: float) -> None:
+        """Block until every node has said so. ``StoreTimeout`` or ``StoreLost`` when that does not happen."""
+        keys = [stage_key(stage, generation, node_rank) for node_rank in range(num_nodes)]
+        self._store.wait(keys, timeout)
+
+    def num_left(self, generation: int, num_nodes: int) -> int:
+        """How many nodes of a generation are done and did not wait for the others."""
+        keys = [stage_key("left", generation, node_rank) for node_rank in range(num_nodes)]
+        return sum(value is not None for value in self._store.get_many(keys))
+
+    def is_leaving(self, generation: int, worker_id: str) -> bool:
+        return self._store.get(leaving_key(generation, worker_id)) is not None
+
+    def say_ended(self, worker_id: str) -> None:
+        """A worker's process has ended well; it may not have had the time to say so."""
+        self._store.set(ended_key(worker_id), b"1")
+
+    def has_ended(self, worker_id: str) -> bool:
+        """Whether a worker's script had ended well, whatever became of its process afterwards."""
+        return self._store.get(ended_key(worker_id)) is not None
+
+    def is_finishing(self) -> bool:
+        """Whether the workers have done all steps and only run what follows them."""
+        return bool(self._store.get(FINISHING))
+
+    def setbacks(self) -> Setbacks:
+        return _parse_setbacks(self._store.get(SETBACKS))
+
+    def request_stacks(self, generation: int, reason: str) -> None:
+        """Ask every agent to write its workers' stacks to the logs."""
+        self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
+
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
+        """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
+        back to an earlier step."""
+        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), _stacks_key(generation), SETBACKS])
+        reason = parse_stacks_request(stacks) if stacks else ""
+        return parse_wish(wish), reason, _parse_setbacks(setbacks)
+
+    def read_regrouping(self, worker_ids: list[str]) -> set[str]:
+        """Who of these has said that it can regroup."""
+        found = self._store.get_many([regroups_key(worker_id) for worker_id in worker_ids])
+        return {worker_id for worker_id, value in zip(worker_ids, found, strict=True) if value is not None}
+
+    def has_lost_contact(self, generation: int) -> bool:
+        """Whether a worker of the generation says that it lost contact with others."""
+        return self._store.get(any_contact_key(generation)) is not None
+
+    def read_lost_contact(self, generation: int, worker_ids: Sequence[str]) -> list[LostContact]:
+        """What workers of the generation wrote about it; a record that is none is named and ignored."""
+        found = []
+        for worker_id, data in zip(
+            worker_ids, self._store.get_many([contact_key(generation, w) for w in worker_ids]), strict=True
+        ):
+            try:
+                word = None if data is None else LostContact.from_json(data)
+            except RecordError as error:
+                log.warning("ignored what worker %s wrote about lost contact: %s", worker_id, error)
+                continue
+            if word is not None and word.by == worker_id:
+                found.append(word)
+        return found
+
+    def read_progress(self, worker_ids: list[str]) -> dict[str, bytes | None]:
+        return dict(zip(worker_ids, self._store.get_many([progress_key(w) for w in worker_ids]), strict=True))
+
+
+def clip(text: str, limit: int) -> str:
+    """The text, without its middle when it is longer than the limit.
+
+    >>> clip("0123456789", 4)
+    '01 [... 6 characters left out ...] 89'
+    """
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+
+def parse_wish(data: bytes | None) -> int | None:
+    """A number of workers that is at least 1; a wish that makes no sense is as good as none."""
+    if data is None:
+        return None
+    try:
+        count = int(data) if len(data) < 10 else 0
+    except ValueError:
+        return None
+    return count if count >= 1 else None
+
+
+def parse_recovery(data: bytes) -> Recovery:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "recovery record")
+    try:
+        action = Action(record.text("action"))
+    except ValueError as error:
+        raise RecordError(f"recovery record: {error}") from error
+    try:
+        streak = Streak.from_record(record.get("streak"))
+    except ValueError as error:
+        raise RecordError(f"recovery record: {error}") from error
+    return Recovery(
+        action=action,
+        restarts=record.integer("restarts", low=0),
+        reason=record.text("reason"),
+        starts_anew=record.flag("starts_anew"),
+        streak=streak,
+        ports_taken=record.integer("ports_taken", low=0),
+        replace=record.texts("replace"),
+        lost_contact=_parse_row(record.get("lost_contact")),
+    )
+
+
+def _parse_row(value: Any) -> Row | None:
+    if value is None:
+        return None
+    row = Fields(value, "recovery record's lost_contact", RecordError)
+    return Row(count=row.integer("count", low=0), step=row.integer("step"))
+
+
+def parse_failure(data: bytes) -> ProcessFailure:
+    """``RecordError`` when it is none."""
+    record = parse_record(data, "failure record")
+    return ProcessFailure(
+        local_rank=record.integer("local_rank"),
+        pid=record.integer("pid"),
+        exitcode=record.integer("exitcode"),
+        error_file=record.text("error_file", default=""),
+        message=record.text("message", default=""),
+        traceback=record.text("traceback", default=""),
+        timestamp=readable_time(record.number("timestamp", default=0.0)),
+        host=record.text("host"),
+        rank=record.integer("rank"),
+        worker_id=record.text("worker_id", default=""),
+        generation=record.integer("generation", low=0, default=0),
+        stderr_tail=record.texts("stderr_tail", default=[]),
+        is_incurable=record.flag("is_incurable", default=False),
+        ends_job=record.flag("ends_job", default=False),
+        note=record.text("note", default=""),
+    )
+
+
+def parse_stacks_request(data: bytes) -> str:
+    """Why stacks are asked for; ``RecordError`` when it is no request."""
+    return parse_record(data, "stacks record").text("reason")
+
+
+def _parse_setbacks(data: bytes | None) -> Setbacks:
+    """What workers have counted; a count that makes no sense is as good as none."""
+    try:
+        return Setbacks() if data is None else Setbacks.from_json(data)
+    except RecordError:
+        return Setbacks()
+
+
+def _recovery_key(generation: int) -> str:
+    return f"agents/verdict/{generation}"
+
+
+def _stacks_key(generation: int) -> str:
+    return f"agents/stacks/{generation}"
+
+
+def _dump(record: dict[str, Any]) -> bytes:
+    return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()

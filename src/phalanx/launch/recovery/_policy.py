@@ -1,0 +1,215 @@
+"""What to do when something happens to a generation: pure decisions, no process, store or clock.
+
+Two policies. ``restart``: all workers of the job start anew (torchrun's way). ``heal``: only the dead worker is
+replaced, the others keep their processes, provided that they can regroup; all start anew when they cannot. Both count
+against ``max_restarts`` of the whole job; when it is used up, ``restart`` fails and ``heal`` goes on with fewer workers
+as long as every node that is needed has one. Replacements that die one after the other are no failure to heal: see
+``_streak``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from phalanx.launch.recovery._contact import Judgement, Row
+from phalanx.launch.recovery._streak import Streak
+
+MAX_PORTS = 5
+"""How many ports in a row, each found free a moment before, may turn out to be taken."""
+
+
+class Action(str, Enum):
+    """How a generation ends."""
+
+    RESTART = "restart"
+    """All workers stop and start anew; counted."""
+    HEAL = "heal"
+    """Survivors stay, the dead are replaced; counted."""
+    SHRINK = "shrink"
+    """Survivors stay, the dead are not replaced."""
+    REGROUP = "regroup"
+    """The membership changes for another reason than a failure; not counted."""
+    FAIL = "fail"
+    """The job is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """The one decision about the end of a generation that all agents apply."""
+
+    action: Action
+    restarts: int
+    """Restarts used up once this is carried out."""
+    reason: str
+    starts_anew: bool = False
+    """Whether all workers stop and start anew; else those that run stay."""
+    streak: Streak = field(default_factory=Streak)
+    ports_taken: int = 0
+    """Generations in a row that ended because the port for the workers' store was taken."""
+    replace: tuple[str, ...] = ()
+    """Workers that run and must not: their agents kill them."""
+    lost_contact: Row | None = None
+    """When workers had lost contact: how often in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What an agent knows when workers of its node have ended."""
+
+    heals: bool
+    restarts: int
+    max_restarts: int
+    num_nodes: int
+    min_nodes: int
+    survivors: int
+    """Workers of this node that are still running."""
+    is_under_way: bool = False
+    """Whether this is not the first generation: then workers have started well before."""
+    num_left: int = 0
+    """Nodes whose workers have all succeeded, and that have left since: no later generation can have them."""
+    is_finishing: bool = False
+    """Whether all steps are done: what a script does after them every worker does itself, so none may be missing."""
+    can_regroup: bool = True
+    """Whether workers that stay would find those that come: see ``all_can_regroup``."""
+    streak: Streak = field(default_factory=Streak)
+    ports_taken: int = 0
+
+    @property
+    def keeps_survivors(self) -> bool:
+        return self.heals and self.can_regroup
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the survivors may go on without replacing who was lost."""
+        return self.keeps_survivors and not self.is_finishing
+
+
+def all_can_regroup(workers: Mapping[str, Iterable[str]], declared: Container[str]) -> bool:
+    """Whether the scripts of all roles can: ``workers`` of a generation by role, the living and the dead.
+
+    One worker's word counts for its role, because all workers of a role run the same script: one that is silent while
+    another has spoken is still starting, and will find the next generation. Where nobody has spoken, either the script
+    cannot regroup, or nobody has got far enough to lose anything: to start anew is right for both.
+
+    >>> all_can_regroup({"trainer": ["a", "b"]}, {"b"}), all_can_regroup({"trainer": ["a", "b"]}, set())
+    (True, False)
+    """
+    return all(any(worker in declared for worker in ids) for ids in workers.values())
+
+
+def on_failure(
+    now: Situation,
+    *,
+    reason: str,
+    is_incurable: bool,
+    ends_job: bool = False,
+    streak: Streak | None = None,
+) -> Recovery:
+    """A worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors; ``streak``
+    counts its death already.
+
+    >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
+    >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
+    'fail'
+    """
+    streak = streak or now.streak
+    if ends_job:
+        return _fail(now, f"{reason}; it stopped the job")
+    if is_incurable and now.may_shrink and now.is_under_way and now.survivors:
+        return _shrink(now, f"{reason}; a replacement would fare no better")
+    if is_incurable:
+        return _fail(now, f"{reason}; a restart cannot cure that")
+    if now.heals and streak.is_loop:
+        if now.may_shrink and streak.others_go_on and _can_go_on(now):
+            return _shrink(now, f"{reason}; {streak.describe()}, going on with fewer")
+        return _fail(now, f"{reason}; {streak.describe()}: another would fare no better")
+    if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
+        nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
+        missing = f"without them there are fewer than the {now.min_nodes} that a restart needs"
+        return _fail(now, f"{reason}; {nodes} finished and left, and {missing}")
+    if now.restarts < now.max_restarts:
+        return Recovery(
+            action=Action.HEAL if now.keeps_survivors else Action.RESTART,
+            restarts=now.restarts + 1,
+            reason=reason,
+            starts_anew=not now.keeps_survivors,
+            streak=streak,
+        )
+    if now.may_shrink and _can_go_on(now):
+        return _shrink(now, f"{reason}; no restarts left, going on with fewer")
+    used = f"all {now.max_restarts} restarts are used" if now.max_restarts else "no restarts are allowed"
+    if now.is_finishing:
+        used += ", and what its script does after the last step may be missing"
+    return _fail(now, f"{reason}; {used}")
+
+
+def on_leave(now: Situation, *, reason: str) -> Recovery | None:
+    """A worker left politely. None when nobody is left to regroup: then the job has simply ended."""
+    if not _can_go_on(now):
+        return None
+    return on_membership_change(now, reason=reason)
+
+
+def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -> Recovery:
+    """Workers lost contact although none has died. ``hosts_culprit``: those to be replaced run on this node.
+
+    >>> now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=1, min_nodes=1, survivors=3)
+    >>> on_lost_contact(now, Judgement(reason="", row=Row(count=1, step=4)), False).action.value
+    'regroup'
+    """
+    if judgement.is_hopeless:
+        return Recovery(action=Action.FAIL, restarts=now.restarts, reason=judgement.reason)
+    if not judgement.replace:
+        recovery = on_membership_change(now, reason=judgement.reason)
+    else:
+        left = now.survivors - len(judgement.replace) if hosts_culprit else now.survivors
+        after = replace(now, survivors=max(0, left))
+        recovery = on_failure(after, reason=judgement.reason, is_incurable=False)
+    return replace(recovery, replace=judgement.replace, lost_contact=judgement.row)
+
+
+def on_membership_change(now: Situation, *, reason: str) -> Recovery:
+    """Nodes wait to be admitted, or one was lost."""
+    return Recovery(
+        action=Action.REGROUP,
+        restarts=now.restarts,
+        reason=reason,
+        starts_anew=not now.keeps_survivors,
+        streak=now.streak,
+    )
+
+
+def on_port_taken(now: Situation, *, reason: str, is_chosen: bool) -> Recovery:
+    """Somebody listens where the workers' store should be. ``is_chosen``: by the user, so no other port will do.
+
+    >>> now = Situation(heals=False, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=0)
+    >>> [on_port_taken(now, reason="x", is_chosen=chosen).action.value for chosen in (True, False)]
+    ['fail', 'regroup']
+    """
+    count = now.ports_taken + 1
+    if is_chosen:
+        return _fail(now, reason)
+    if count >= MAX_PORTS:
+        return _fail(now, f"{reason}; that was the {count}th free port in a row that was taken at once")
+    return Recovery(
+        action=Action.REGROUP,
+        restarts=now.restarts,
+        reason=reason,
+        starts_anew=not now.keeps_survivors,
+        streak=now.streak,
+        ports_taken=count,
+    )
+
+
+def _shrink(now: Situation, reason: str) -> Recovery:
+    return Recovery(action=Action.SHRINK, restarts=now.restarts, reason=reason)
+
+
+def _fail(now: Situation, reason: str) -> Recovery:
+    return Recovery(action=Action.FAIL, restarts=now.restarts, reason=reason)
+
+
+def _can_go_on(now: Situation) -> bool:
+    return now.survivors > 0 or now.num_nodes - now.num_left - 1 >= now.min_nodes

@@ -1,0 +1,1 @@
+"""Asks the operating system of a node: processes, addresses, signals, folders."""

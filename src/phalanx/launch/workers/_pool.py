@@ -1,0 +1,385 @@
+"""The workers of one node: start, signal, stop, and what each of them left behind.
+
+Owns the processes (through the zygote), their log destinations and results. Knows nothing of rendezvous or policy:
+the agent tells it who should run where. Guarantees: after ``stop`` no process of a worker runs, except one that the
+kernel itself will not let die (uninterruptible sleep), which is named in the log and left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from string import Template
+from typing import Any
+
+from phalanx.launch.failures._process_failure import TAIL_LINES, ProcessFailure
+from phalanx.launch.system import _linux
+from phalanx.launch.telemetry._logs import LogsDest, LogsSpecs
+from phalanx.launch.telemetry._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
+from phalanx.launch.workers._call import open_anonymous, read_result
+from phalanx.launch.workers._environment import JobFacts, Place, worker_environment
+from phalanx.launch.workers._processes import WorkerProcess
+from phalanx.launch.workers._start import WorkerStart
+from phalanx.launch.workers._zygotes import Zygotes
+
+log = logging.getLogger(__name__)
+
+KILL_PATIENCE = 20.0
+"""Seconds after SIGKILL before a worker counts as stuck in the kernel."""
+
+
+@dataclass(kw_only=True)
+class WorkerHandle:
+    """One started worker. ``place`` is the newest; a surviving worker keeps its process and files."""
+
+    place: Place
+    process: WorkerProcess
+    stderr_path: str = ""
+    stderr_sinks: Sinks | None = None
+    error_file: str = ""
+    stacks_file: str = ""
+    result_fd: int = -1
+    started_at: float = 0.0
+    born: int = 0
+    """The generation that it was started for."""
+    is_told: bool = False
+    """Whether its end has been passed on."""
+    is_judged: bool = False
+    """Whether the agent has dealt with its end."""
+    is_asked_to_leave: bool = False
+    has_done_its_part: bool = False
+    """Whether its script had ended well before the process was ended otherwise."""
+    is_killed: bool = False
+    """Whether it was killed here because it did not stop."""
+    note: str = ""
+    value: Any = None
+    """What a function worker returned, once ``fetch_value`` has read it."""
+    problem: str = ""
+    """Why it has failed although it ended with 0."""
+
+    @property
+    def id(self) -> str:
+        return self.place.worker_id
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.exit_code is None
+
+    @property
+    def has_succeeded(self) -> bool:
+        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
+        return is_well and not self.problem
+
+    @property
+    def wants_successor(self) -> bool:
+        """Whether it ended although it should not have."""
+        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """How workers are started and shown."""
+
+    plan: WorkerStart
+    logs_specs: LogsSpecs
+    prefix_template: str | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    standby: int = 0
+    cpus_of: Callable[[int, int], Sequence[int]] = field(default=lambda local_rank, local_size: ())
+    """The CPUs that a local rank is bound to; empty: all."""
+
+
+class WorkerPool:
+    """All workers of the node by worker id, in the order of their local ranks."""
+
+    def __init__(
+        self, zygotes: Zygotes, options: PoolOptions, on_exit: Callable[[WorkerHandle], None]
+    ) -> None:
+        self.members: dict[str, WorkerHandle] = {}
+        self._zygotes = zygotes
+        self._options = options
+        self._tell = on_exit
+        self._pump = LogPump()
+        self._parked: list[tuple[WorkerProcess, bool]] = []
+        """Each with whether it is warm."""
+        self._changed = threading.Condition()
+        self._hurry = threading.Event()
+        self._scratch = ""
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def prepare(self, count: int) -> None:
+        """Fork ahead of time, so that giving the orders is all that is left to do."""
+        self._parked = [(process, is_warm) for process, is_warm in self._parked if process.waits]
+        while len(self._parked) < count + self._options.standby:
+            self._parked.append(self._zygotes.park())
+
+    def open(self, scratch: str = "") -> None:
+        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave."""
+        self._scratch = scratch
+        self._zygotes.start(self._on_exit)
+        self._pump.start()
+
+    def start(self, places: Sequence[Place], job: JobFacts) -> list[WorkerHandle]:
+        """Start a worker on each of the places."""
+        self.prepare(len(places))
+        envs = {place.local_rank: worker_environment(place, job, os.environ) for place in places}
+        dest = self._reify(envs)
+        return [self._start_one(place, envs[place.local_rank], dest, job) for place in places]
+
+    def _reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Where the output goes: to the console when a full disk keeps the user's own scheme from finding a place."""
+        try:
+            return self._options.logs_specs.reify(envs)
+        except OSError as error:
+            log.error("workers' logs cannot be kept: %s; their output goes to the console", error)
+            for env in envs.values():
+                env["TORCHELASTIC_ERROR_FILE"] = ""
+            return LogsDest()
+
+    def _start_one(self, place: Place, env: Mapping[str, str], dest: LogsDest, job: JobFacts) -> WorkerHandle:
+        rank = place.local_rank
+        process, is_warm = self._take_parked()
+        error_file = dest.error_files.get(rank, "")
+        has_directory = bool(error_file) and error_file != os.devnull
+        stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
+        member = WorkerHandle(
+            place=place,
+            process=process,
+            error_file=error_file if has_directory else "",
+            stacks_file=stacks,
+            stderr_path=dest.stderrs.get(rank, ""),
+            started_at=time.monotonic(),
+            born=place.generation,
+        )
+        if has_directory:
+            with suppress(OSError):
+                os.unlink(error_file)
+        plan = self._options.plan if is_warm else self._options.plan.cold()
+        order, fds = plan.order(env, rank, stacks, self._scratch)
+        order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
+        prefix = self._prefix(place, job)
+        fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)
+        fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, member, prefix)
+        if self._options.plan.is_function:
+            member.result_fd = open_anonymous()
+            fds["result"] = member.result_fd
+        with self._changed:
+            self.members[place.worker_id] = member
+        process.order(order, fds)
+        for name, fd in fds.items():
+            if name != "result":
+                os.close(fd)
+        if (
+            process.exit_code is not None
+        ):  # it died before it had its order, so nobody could know whose it was
+            self._on_exit(process)
+        return member
+
+    def _take_parked(self) -> tuple[WorkerProcess, bool]:
+        while True:
+            process, is_warm = self._parked.pop(0) if self._parked else self._zygotes.park()
+            if process.waits:
+                return process, is_warm
+
+    def _stream(
+        self,
+        name: str,
+        console: int,
+        files: Mapping[int, str],
+        tees: Mapping[int, str],
+        filtered_path: str,
+        member: WorkerHandle,
+        prefix: bytes,
+    ) -> dict[str, int]:
+        rank = member.place.local_rank
+        path, is_tee = files.get(rank, ""), rank in tees
+        filters = self._options.stdout_filters if name == "stdout" else self._options.stderr_filters
+        if path == os.devnull:
+            return {name: os.open(os.devnull, os.O_WRONLY)}
+        file_fd = _open_log(path) if path else -1
+        if file_fd >= 0 and not is_tee:
+            return {name: file_fd}
+        if file_fd < 0 and path and name == "stderr":
+            member.stderr_path = ""
+        path = path if file_fd >= 0 else ""
+        if not path and name == "stdout":
+            return {}  # the agent's own stdout, inherited
+        sinks = Sinks(
+            console_fd=console,
+            file_fd=file_fd,
+            prefix=prefix if is_tee else b"",
+            filters=tuple(text.encode() for text in filters) if is_tee else (),
+            filtered_path=filtered_path,
+        )
+        if name == "stderr":
+            member.stderr_sinks = sinks
+        return {name: self._pump.add(sinks)}
+
+    def _prefix(self, place: Place, job: JobFacts) -> bytes:
+        template = self._options.prefix_template or "[${role_name}${local_rank}]:"
+        values = {"role_name": job.role, "rank": place.rank, "local_rank": place.local_rank, "host": _host()}
+        return Template(template).safe_substitute(values).encode()
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, process: WorkerProcess) -> None:
+        with self._changed:
+            member = next((m for m in self.members.values() if m.process is process and not m.is_told), None)
+            if member is not None:
+                member.is_told = True
+            self._changed.notify_all()
+        if member is not None:
+            self._tell(member)
+
+    @property
+    def running(self) -> list[WorkerHandle]:
+        return [member for member in self.members.values() if member.is_running]
+
+    def fetch_value(self, member: WorkerHandle) -> bool:
+        """Read the return value of a worker that ended well; False, and it has failed, when that is not possible."""
+        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        if outcome and outcome[0] == "unreadable":
+            member.problem = (
+                f"the worker function ended well, but its return value cannot be unpickled: {outcome[1]}"
+            )
+            return False
+        member.value = outcome[1] if outcome else None
+        return True
+
+    def failure_of(self, member: WorkerHandle) -> ProcessFailure:
+        """What is known about a worker that died."""
+        exit_code = member.process.exit_code
+        assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
+        failure = ProcessFailure.observe(
+            exitcode=exit_code,
+            error_file=member.error_file,
+            ended_at=member.process.ended_at,
+            local_rank=member.place.local_rank,
+            pid=member.process.pid,
+            rank=member.place.rank,
+            worker_id=member.id,
+            generation=member.place.generation,
+            note=member.note,
+            stderr_tail=self._stderr_tail(member),
+        )
+        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        if outcome and outcome[0] == "error":
+            failure.exception = outcome[1]
+        if member.problem:
+            failure.message, failure.is_incurable = member.problem, True
+        return failure
+
+    def failures_before(self, moment: float) -> list[ProcessFailure]:
+        """Of those who were stopped or whose end nobody has dealt with: who had failed by itself before ``moment``.
+
+        Its end may have been on its way here when it was told to stop because of another's.
+        """
+        ended = [m for m in self.members.values() if not (m.is_running or m.has_succeeded or m.is_judged)]
+        found = [(self.failure_of(member), member) for member in ended]
+        return [
+            failure
+            for failure, member in found
+            if (failure.error_file and failure.timestamp < moment)
+            or (failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not member.is_killed)
+        ]
+
+    def _stderr_tail(self, member: WorkerHandle) -> tuple[str, ...]:
+        if member.stderr_sinks is not None:
+            self._pump.drain()
+            return tail_of_sinks(member.stderr_sinks, TAIL_LINES)
+        if member.stderr_path and member.stderr_path != os.devnull:
+            return tail_of_file(member.stderr_path, TAIL_LINES)
+        return ()
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Make a ``stop`` that is under way kill at once. Safe in a signal handler."""
+        self._hurry.set()
+
+    def stop(self, signum: int = signal.SIGTERM, patience: float = 30.0) -> None:
+        """Stop all workers: the signal to their process groups, after ``patience`` seconds SIGKILL."""
+        self._stop(self.running, signum, patience)
+
+    def stopped_ids(self) -> list[str]:
+        """Workers that SIGSTOP or a debugger holds."""
+        return [m.id for m in self.running if _linux.process_state(m.process.pid) in ("T", "t")]
+
+    def kill_all(self, worker_ids: Collection[str], reason: str) -> list[ProcessFailure]:
+        """End those of these workers that run here at once; the failures of those that the kernel lets die."""
+        ended = []
+        for member in [m for m in self.running if m.id in worker_ids]:
+            log.error("worker %s (rank %d) is killed: %s", member.id, member.place.rank, reason)
+            member.is_judged, member.note, member.is_killed = True, reason, True
+            member.process.send_signal(signal.SIGKILL)
+            if self._wait([member], KILL_PATIENCE, can_hurry=False):
+                ended.append(self.failure_of(member))
+        return ended
+
+    def _stop(self, members: Sequence[WorkerHandle], signum: int, patience: float) -> None:
+        for member in members:
+            member.process.send_signal(signum)
+            member.process.send_signal(signal.SIGCONT)
+        if not self._wait(members, patience, can_hurry=True):
+            for member in members:
+                member.is_killed = member.is_running
+                member.process.send_signal(signal.SIGKILL)
+            self._wait(members, KILL_PATIENCE, can_hurry=False)
+        for member in members:
+            if member.is_running:
+                pid = member.process.pid
+                log.error(
+                    "worker %s (pid %d, state %s) does not die; the kernel holds it (a device or a network file "
+                    "system that does not answer?). It is left behind.",
+                    member.id, pid, _linux.process_state(pid) or "unknown",
+                )  # fmt: skip
+
+    def _wait(self, members: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool) -> bool:
+        until = time.monotonic() + seconds
+        with self._changed:
+            while any(member.is_running for member in members):
+                left = until - time.monotonic()
+                if left <= 0 or (can_hurry and self._hurry.is_set()):
+                    return False
+                self._changed.wait(min(left, 0.05))  # short: a signal handler may only set an event
+        return True
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that has ended from the table."""
+        with self._changed:
+            member = self.members.pop(worker_id)
+        member.process.let_go()
+        if member.result_fd >= 0:
+            os.close(member.result_fd)
+
+    def close(self) -> None:
+        """Kill what is left, flush the logs, end the zygote."""
+        for process, _ in self._parked:
+            process.discard()
+        self._zygotes.close()
+        self._pump.close()
+        for worker_id in list(self.members):
+            self.forget(worker_id)
+
+
+def _open_log(path: str) -> int:
+    """A descriptor; -1, and a line in the log, when the disk does not take another file."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        log.error("a worker's log file cannot be opened: %s; its output goes to the console", error)
+        return -1
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()

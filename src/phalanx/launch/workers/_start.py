@@ -1,0 +1,116 @@
+"""From an entrypoint and a start method to the order that a parked process gets.
+
+Owns the table of start methods. Scripts: ``warm`` runs them in the forked process, every other method except ``fork``
+and ``forkserver`` gives a fresh interpreter. Functions: ``fork`` takes them from the zygote's memory, ``forkserver``
+unpickles them in a fork of a clean process that has torch, ``spawn`` in a fresh interpreter. Commands are exec'd.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.launch.config._spec import Entrypoint, Script
+from phalanx.launch.workers._call import write_payload
+from phalanx.launch.workers._script import interpreter_command
+from phalanx.launch.workers._session import method_that_works
+
+SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
+FUNCTION_METHODS = ("spawn", "fork", "forkserver")
+LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStart:
+    """How the workers of a job are started."""
+
+    entrypoint: Entrypoint
+    args: tuple[Any, ...]
+    method: str
+
+    def __post_init__(self) -> None:
+        allowed = FUNCTION_METHODS if callable(self.entrypoint) else SCRIPT_METHODS
+        if self.method not in allowed:
+            raise ValueError(f"start_method is {self.method!r}; expected one of {', '.join(allowed)}")
+
+    @classmethod
+    def choose(cls, entrypoint: Entrypoint, args: tuple[Any, ...], method: str) -> WorkerStart:
+        """The plan for an entrypoint; a function that no other method can bring to its workers is forked."""
+        if callable(entrypoint):
+            method = method_that_works(entrypoint, args, method)
+        return cls(entrypoint=entrypoint, args=args, method=method)
+
+    def check(self) -> None:
+        """Fail now rather than after the rendezvous: ``TypeError`` when the function cannot reach its workers."""
+        if callable(self.entrypoint) and self.method != "fork":
+            os.close(write_payload(self.entrypoint, self.args))
+
+    @property
+    def is_function(self) -> bool:
+        return callable(self.entrypoint)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether workers run inside the zygote's fork, so that its imports are theirs."""
+        if isinstance(self.entrypoint, Script):
+            return self.method in ("warm", "fork", "forkserver") and not os.environ.get("PYTHON_EXEC")
+        return self.is_function and self.method != "spawn"
+
+    def cold(self) -> WorkerStart:
+        """The same in fresh interpreters: for processes that were forked before anything was imported."""
+        return replace(self, method="spawn" if self.is_function else "exec") if self.is_warm else self
+
+    def order(
+        self, env: Mapping[str, str], local_rank: int, stacks: str, scratch: str = ""
+    ) -> tuple[dict[str, Any], dict[str, int]]:
+        """The order and the descriptors that go with it (the caller closes them after sending)."""
+        order: dict[str, Any] = {
+            "env": dict(env),
+            "unset": [],
+            "cpus": [],
+            "cwd": os.getcwd(),
+            "name": "python",
+            "stacks": stacks,
+            "scratch": scratch,
+        }
+        fds: dict[str, int] = {}
+        if callable(self.entrypoint):
+            if self.method != "fork":
+                fds["payload"] = write_payload(self.entrypoint, self.args)
+            if self.method == "spawn":
+                order |= self._executed(
+                    interpreter_command(["-m", "phalanx.launch.workers._call"]), env, stacks, scratch
+                )
+            else:
+                order |= {"kind": "call", "function": "main"}
+            return order, fds
+        words = [str(arg).replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in self.args]
+        if isinstance(self.entrypoint, str):
+            order |= self._executed([self.entrypoint, *words], env)
+        elif self.is_warm:
+            script = self.entrypoint
+            order |= {"kind": "script", "target": script.target, "is_module": script.is_module, "args": words}
+            order["command"] = _interpreter(script, words)  # should warm start turn out not to do
+        else:
+            order |= self._executed(_interpreter(self.entrypoint, words), env, stacks, scratch)
+        return order, fds
+
+    def _executed(
+        self, command: list[str], env: Mapping[str, str], stacks: str = "", scratch: str = ""
+    ) -> dict[str, Any]:
+        extra = {"PHALANX_STACKS_FILE": stacks, "PHALANX_SCRATCH": scratch}
+        return {
+            "kind": "exec",
+            "command": command,
+            "env": {**env, **{name: value for name, value in extra.items() if value}},
+        }
+
+
+def _interpreter(script: Script, words: list[str]) -> list[str]:
+    flag = ["-m"] if script.is_module else []
+    foreign = os.environ.get("PYTHON_EXEC")
+    if foreign:  # another interpreter may not have us installed: start the script plainly
+        return [foreign, "-u", *flag, script.target, *words]
+    return interpreter_command(["-m", "phalanx.launch.workers._script", *flag, script.target, *words])

@@ -1,0 +1,1 @@
+"""Saves and loads sharded state: any layout from any other."""

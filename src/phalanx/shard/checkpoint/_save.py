@@ -1,0 +1,203 @@
+"""Saving: every rank writes its shards into one file, rank 0 the index; the checkpoint appears at once or not at all.
+
+Phases: (1) each rank writes ``<folder>.partial/rank-R-of-N.safetensors``; (2) one exchange tells all ranks where every
+shard is, or who failed; (3) rank 0 writes the index and renames the folder; (4) a barrier, after which all may read it.
+With ``sync`` every file is on the disk before the rename, and the rename before anyone returns.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx._signature import resolve_secret
+from phalanx.comm import Group
+from phalanx.shard.exchange._groups import as_group
+from phalanx.shard.files._file import NAMES, layout, start_writing, sync_folder
+from phalanx.shard.files._index import (
+    BLOCK,
+    INDEX,
+    CheckpointError,
+    Index,
+    StoredShard,
+    StoredTensor,
+    digest,
+    dump_index,
+)
+from phalanx.shard.ops._convert import box_at, is_first_replica
+from phalanx.shard.tensor._tensor import ShardedTensor
+from phalanx.tensor import DTensor
+
+_AHEAD = 4 << 20  # bytes after which the disk is told to begin
+
+
+class _Piece(NamedTuple):
+    """A local tensor to store, and the box that it is."""
+
+    name: str
+    offsets: list[int]
+    tensor: Tensor
+
+
+def save(
+    state: Mapping[str, Any],
+    path: str | Path,
+    *,
+    process_group: Any = None,
+    overwrite: bool = False,
+    sync: bool = True,
+    secret: bytes | None = None,
+) -> None:
+    """Write a sharded checkpoint. Collective; every rank passes the same names.
+
+    ShardedTensors and DTensors are stored shard by shard, plain tensors as rank 0 has them. ``sync`` waits until the
+    disk has the bytes. An existing checkpoint is only replaced with ``overwrite``, after the new one is complete.
+    With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) the index is signed; ``b""`` means none.
+
+    >>> save(model.state_dict(), "checkpoints/step-100")        # doctest: +SKIP
+
+    Raises:
+        CheckpointError: a rank could not write; the message names it. Nothing is left behind under ``path``.
+    """
+    group = as_group(process_group)
+    folder = Path(path)
+    partial = folder.with_name(f"{folder.name}.partial")
+    told = _try(lambda: _write_own(state, folder, partial, group, overwrite, sync))
+    heard = group.all_gather_values(told)
+    failures = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(heard) if "error" in entry]
+    result: dict[str, Any] = {}
+    if group.rank == 0:
+        if not failures:
+            result = _try(lambda: _finish(_merge(state, heard), folder, partial, sync, secret))
+        if failures or "error" in result:
+            shutil.rmtree(partial, ignore_errors=True)
+    result = group.broadcast_value(result, 0)
+    if "error" in result:
+        failures.append(f"rank 0: {result['error']}")
+    if failures:
+        raise CheckpointError(f"saving {folder} failed: {'; '.join(failures)}")
+
+
+def _try(action: Any) -> dict[str, Any]:
+    """The result, or the error as text: the other ranks must hear of it before anyone raises."""
+    try:
+        result: dict[str, Any] = action()
+        return result
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _pieces(state: Mapping[str, Any], rank: int) -> list[_Piece]:
+    pieces = []
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name!r} is a {type(value).__name__}; a checkpoint holds tensors")
+        if isinstance(value, DTensor):
+            coordinate = value.device_mesh.get_coordinate()
+            if coordinate is not None and is_first_replica(value, coordinate):
+                pieces.append(_Piece(name, list(box_at(value, coordinate).offsets), value.to_local()))
+        elif isinstance(value, ShardedTensor):
+            pieces += [_Piece(name, s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+        elif rank == 0:
+            pieces.append(_Piece(name, [0] * value.dim(), value))
+    return pieces
+
+
+def _write_own(
+    state: Mapping[str, Any], folder: Path, partial: Path, group: Group, overwrite: bool, sync: bool
+) -> dict[str, Any]:
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} exists; pass overwrite=True to replace it")
+    pieces = _pieces(state, group.rank)
+    partial.mkdir(parents=True, exist_ok=True)
+    file = f"rank-{group.rank:05d}-of-{group.size:05d}.safetensors"
+    keys = [f"{piece.name}/{number}" for number, piece in enumerate(pieces)]
+    described = {
+        key: (piece.tensor.dtype, piece.tensor.shape) for key, piece in zip(keys, pieces, strict=True)
+    }
+    head, entries, size = layout(described)
+    shards: dict[str, list[Any]] = {}
+    with open(partial / file, "wb", buffering=0) as raw:
+        out = _Ahead(raw, sync)
+        out.write(memoryview(head))
+        for key, piece in sorted(zip(keys, pieces, strict=True), key=lambda pair: entries[pair[0]].begin):
+            sums = _write_blocks(out, _bytes(piece.tensor))
+            shards.setdefault(piece.name, []).append(
+                [piece.offsets, list(piece.tensor.shape), file, entries[key].begin, sums]
+            )
+        if sync:
+            os.fsync(raw.fileno())
+    return {"file": file, "nbytes": size, "shards": shards, "names": sorted(state)}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+class _Ahead:
+    """Writes to a raw file and, if it will be synced, has the disk work on what is there while more is digested."""
+
+    def __init__(self, raw: io.FileIO, sync: bool) -> None:
+        self._raw, self._sync = raw, sync
+        self._written = self._started = 0
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            count = self._raw.write(data)  # a raw write may take less than it was given
+            data = data[count:]
+            self._written += count
+        if self._sync and self._written - self._started >= _AHEAD:
+            start_writing(self._raw.fileno(), self._started, self._written - self._started)
+            self._started = self._written
+
+
+def _write_blocks(out: _Ahead, data: memoryview) -> list[str]:
+    """Digest each block and write it while it is still in the cache."""
+    sums = []
+    for begin in range(0, len(data), BLOCK):
+        block = data[begin : begin + BLOCK]
+        sums.append(digest(block))
+        out.write(block)
+    return sums
+
+
+def _merge(state: Mapping[str, Any], heard: list[dict[str, Any]]) -> Index:
+    for rank, entry in enumerate(heard):
+        if entry["names"] != heard[0]["names"]:
+            odd = sorted(set(entry["names"]) ^ set(heard[0]["names"]))
+            raise ValueError(f"rank {rank} saves other tensors than rank 0: {odd[:5]}")
+    tensors = {}
+    for name, value in state.items():
+        shards = [StoredShard(*shard) for entry in heard for shard in entry["shards"].get(name, [])]
+        tensors[name] = StoredTensor(NAMES[value.dtype], list(value.shape), shards)
+    return Index(tensors, {entry["file"]: entry["nbytes"] for entry in heard})
+
+
+def _finish(index: Index, folder: Path, partial: Path, sync: bool, secret: bytes | None) -> dict[str, Any]:
+    for stray in partial.iterdir():
+        if stray.name not in index.files:  # of an earlier save that died
+            stray.unlink()
+    with open(partial / INDEX, "w") as out:
+        out.write(dump_index(index, resolve_secret(secret)))
+        out.flush()
+        if sync:
+            os.fsync(out.fileno())
+    if sync:
+        sync_folder(partial)
+    old = folder.with_name(f"{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    if sync:
+        sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return {}

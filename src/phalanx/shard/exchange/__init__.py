@@ -1,0 +1,1 @@
+"""Moves boxes between the ranks of a group: planned copies, gathering, resharding."""

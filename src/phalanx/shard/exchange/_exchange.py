@@ -1,0 +1,240 @@
+"""Moving boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
+
+Phases of ``exchange``: (1) each rank packs what it owes the others into one buffer of bytes (in shared memory where
+peers can read that), or sends from where it lies if it is one run of memory; (2) one ``scatter`` if a single rank
+sends, one ``gather`` if a single rank receives, else one ``all_to_all``, and while it is under way what stays on a rank
+is copied directly; (3) each rank unpacks. If nothing changes ranks, there is no collective.
+
+Invariant: every rank makes the same plan from the same metadata, so both sides agree on the order of the bytes.
+Tensors with wide elements travel first: then every piece begins at a multiple of its element size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group
+from phalanx.shard.exchange import _scratch
+from phalanx.shard.exchange._groups import owner_of
+from phalanx.shard.layout._boxes import Box, intersect, split_box, view_of
+from phalanx.shard.layout._metadata import ShardMetadata
+
+_ALIGNMENT = 16  # bytes of the widest element
+
+
+class Piece(NamedTuple):
+    """A box that a rank (of the group) holds."""
+
+    rank: int
+    box: Box
+
+
+class Copy(NamedTuple):
+    """``box`` goes from the piece ``source`` to the piece ``target`` (positions in their lists)."""
+
+    source: int
+    target: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Move:
+    """What happens to one tensor; ``local_*`` hold the tensors of the pieces that are this rank's, by position.
+
+    What comes for a target without a tensor is dropped.
+    """
+
+    dtype: torch.dtype
+    sources: Sequence[Piece]
+    targets: Sequence[Piece]
+    copies: Sequence[Copy]
+    local_sources: dict[int, Tensor] = field(default_factory=dict)
+    local_targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Bytes that change ranks."""
+        return self.dtype.itemsize * sum(
+            copy.box.volume
+            for copy in self.copies
+            if self.sources[copy.source].rank != self.targets[copy.target].rank
+        )
+
+
+def pieces_of(shards: Iterable[ShardMetadata], group: Group) -> list[Piece]:
+    return [Piece(owner_of(shard, group), shard.box) for shard in shards]
+
+
+def plan_copies(sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Copy]:
+    """Every overlap of a source with a target. Each element of a target has one source if sources do not overlap."""
+    copies = []
+    for t, target in enumerate(targets):
+        for s, source in enumerate(sources):
+            common = intersect(source.box, target.box)
+            if common is not None:
+                copies.append(Copy(s, t, common))
+    return copies
+
+
+def split_copies(copies: Sequence[Copy], max_volume: int) -> list[list[Copy]]:
+    """Rounds of copies of at most ``max_volume`` elements each, in order; together they are the same."""
+    rounds: list[list[Copy]] = [[]]
+    room = max_volume
+    for copy in copies:
+        for box in split_box(copy.box, max_volume):
+            if box.volume > room and rounds[-1]:
+                rounds.append([])
+                room = max_volume
+            rounds[-1].append(Copy(copy.source, copy.target, box))
+            room -= box.volume
+    return rounds
+
+
+def exchange(group: Group, moves: Sequence[Move]) -> None:
+    """Do the moves. Collective: every rank passes the same plan with its own local tensors."""
+    outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
+    incoming: list[list[Tensor]] = [[] for _ in range(group.size)]
+    senders: set[int] = set()
+    receivers: set[int] = set()
+    staying: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for move in sorted(moves, key=lambda move: -move.dtype.itemsize):
+            for copy in move.copies:
+                source, target = move.sources[copy.source], move.targets[copy.target]
+                if source.rank != target.rank:
+                    senders.add(source.rank)
+                    receivers.add(target.rank)
+                if group.rank not in (source.rank, target.rank):
+                    continue
+                if source.rank == group.rank:
+                    given = view_of(move.local_sources[copy.source].detach(), copy.box, source.box.offsets)
+                if target.rank == group.rank:
+                    wanted = _room(move, copy)
+                if source.rank == target.rank:
+                    staying.append((wanted, given))
+                elif source.rank == group.rank:
+                    outgoing[target.rank].append(given)
+                else:
+                    incoming[source.rank].append(wanted)
+        finish = _carry(group, outgoing, incoming, senders, receivers) if senders else None
+        for wanted, given in staying:
+            wanted.copy_(given)
+        if finish is not None:
+            finish()
+
+
+def _room(move: Move, copy: Copy) -> Tensor:
+    """Where a copy goes on this rank; if its piece has no tensor, memory that is dropped after the exchange."""
+    tensor = move.local_targets.get(copy.target)
+    if tensor is None:
+        return torch.empty(copy.box.sizes, dtype=move.dtype)
+    return view_of(tensor.detach(), copy.box, move.targets[copy.target].box.offsets)
+
+
+def _carry(
+    group: Group,
+    outgoing: list[list[Tensor]],
+    incoming: list[list[Tensor]],
+    senders: set[int],
+    receivers: set[int],
+) -> Callable[[], None]:
+    """Start the collective; what is returned waits for it and unpacks."""
+    device = buffer_device(group)
+    scratch = _take_scratch(group, outgoing) if min(len(senders), len(receivers)) > 1 else None
+    sent = _buffers(outgoing, device) if scratch is None else _split(scratch, outgoing)
+    received = _buffers(incoming, device)
+    for buffer, views in zip(sent, outgoing, strict=True):
+        _copy_parts(buffer, views, pack=True)
+    if len(senders) == 1:
+        (src,) = senders
+        work = group.scatter(
+            received[src] if group.rank != src else sent[src],
+            sent if group.rank == src else None,
+            src,
+            async_op=True,
+        )
+    elif len(receivers) == 1:
+        (dst,) = receivers
+        work = group.gather(
+            sent[dst] if group.rank != dst else received[dst],
+            received if group.rank == dst else None,
+            dst,
+            async_op=True,
+        )
+    else:
+        work = group.all_to_all(received, sent, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if scratch is not None:
+            _scratch.give_back(group, scratch)
+        for buffer, views in zip(received, incoming, strict=True):
+            _copy_parts(buffer, views, pack=False)
+
+    return finish
+
+
+def buffer_device(group: Group) -> torch.device:
+    """Where the buffers live: NCCL moves device memory only, everything else moves host memory."""
+    if group.backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _direct(views: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether the views are one run of memory on the right device, so that no packing is needed."""
+    return len(views) == 1 and views[0].is_contiguous() and views[0].device == device
+
+
+def _nbytes(views: Sequence[Tensor]) -> int:
+    return sum(view.numel() * view.element_size() for view in views)
+
+
+def _buffers(parts: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """A run of bytes per peer: the memory of the views where it can be, else end to end in one buffer.
+
+    With several peers that is one buffer, which a transport can carry as it is, if every run then begins aligned.
+    """
+    if sum(bool(views) for views in parts) == 1 and any(_direct(views, device) for views in parts):
+        return [
+            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device) for views in parts
+        ]
+    sizes = [_nbytes(views) for views in parts]
+    if any(size % _ALIGNMENT for size in sizes):
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    return _split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), parts)
+
+
+def _take_scratch(group: Group, parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """Shared memory for all that this rank sends, if there is some and every run begins aligned in it."""
+    sizes = [_nbytes(views) for views in parts]
+    return None if any(size % _ALIGNMENT for size in sizes) else _scratch.take(group, sum(sizes))
+
+
+def _split(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    sizes = [_nbytes(views) for views in parts]
+    return list(buffer[: sum(sizes)].split(sizes))
+
+
+def _copy_parts(buffer: Tensor, views: Sequence[Tensor], *, pack: bool) -> None:
+    """Between the views and their buffer, unless that is their own memory."""
+    for view, part in _parts(buffer, views):
+        if view.data_ptr() != part.data_ptr():
+            part.copy_(view) if pack else view.copy_(part)
+
+
+def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each view with its part of the buffer, in its dtype and shape."""
+    begin = 0
+    for view in views:
+        end = begin + view.numel() * view.element_size()
+        yield view, buffer[begin:end].view(view.dtype).view(view.shape)
+        begin = end

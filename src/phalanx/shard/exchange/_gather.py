@@ -1,0 +1,139 @@
+"""Gathering whole tensors on one rank: any number of them, in rounds of bounded size, into memory or into a file.
+
+No metadata travels: every rank knows every layout. A round moves at most ``max_bytes`` (or one element).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group
+from phalanx.shard.exchange._exchange import Copy, Move, Piece, exchange, pieces_of, plan_copies, split_copies
+from phalanx.shard.exchange._shard import Shard
+from phalanx.shard.layout._boxes import Box
+from phalanx.shard.layout._metadata import ShardedTensorMetadata
+
+if TYPE_CHECKING:
+    from phalanx.shard.tensor._tensor import ShardedTensor
+
+ROUND_BYTES = 64 << 20
+
+
+class Whole(NamedTuple):
+    """A tensor to gather: its layout, this rank's shards, and on the destination where to put it (None: nowhere)."""
+
+    metadata: ShardedTensorMetadata
+    shards: Sequence[Shard]
+    out: Tensor | None
+
+
+def gather_tensors(group: Group, wholes: Sequence[Whole], dst: int, max_bytes: int | None = None) -> None:
+    """Fill ``out`` of every whole on rank ``dst`` of the group."""
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"rank {group.rank}: gather with max_bytes={max_bytes}; expected at least 1")
+    cap = max_bytes or ROUND_BYTES
+    moves: list[Move] = []
+    pending = 0
+    for whole in wholes:
+        move = _move(group, whole, dst)
+        itemsize = move.dtype.itemsize
+        for copies in split_copies(move.copies, max(1, cap // itemsize)):
+            nbytes = itemsize * sum(copy.box.volume for copy in copies)
+            if moves and pending + nbytes > cap:
+                exchange(group, moves)
+                moves, pending = [], 0
+            moves.append(_part(move, copies))
+            pending += nbytes
+    exchange(group, moves)
+
+
+def gather_to_file(
+    group: Group,
+    metadata: ShardedTensorMetadata,
+    shards: Sequence[Shard],
+    path: Path,
+    max_bytes: int | None,
+) -> None:
+    """Gather a tensor on this rank into a new safetensors file; the other ranks call ``gather_tensors``.
+
+    They do not know of the file. If it cannot be made, this rank takes what they send, round by round, and then raises:
+    otherwise they would wait for it until the group's timeout.
+    """
+    from phalanx.shard.files._file import mapped_file  # only gathering to a file needs it
+
+    with ExitStack() as stack:
+        try:
+            mapped = stack.enter_context(mapped_file(path, metadata))
+        except Exception:
+            gather_tensors(group, [Whole(metadata, shards, None)], group.rank, max_bytes)
+            raise
+        gather_tensors(group, [Whole(metadata, shards, mapped)], group.rank, max_bytes)
+
+
+def _part(move: Move, copies: Sequence[Copy]) -> Move:
+    return Move(move.dtype, move.sources, move.targets, copies, move.local_sources, move.local_targets)
+
+
+def _move(group: Group, whole: Whole, dst: int) -> Move:
+    sources = pieces_of(whole.metadata.shards_metadata, group)
+    targets = [Piece(dst, Box.whole(whole.metadata.size))]
+    mine = [position for position, piece in enumerate(sources) if piece.rank == group.rank]
+    local_sources = {p: shard.tensor for p, shard in zip(mine, whole.shards, strict=True)}
+    local_targets = {} if whole.out is None else {0: whole.out}
+    dtype = whole.metadata.tensor_properties.dtype
+    return Move(dtype, sources, targets, plan_copies(sources, targets), local_sources, local_targets)
+
+
+def check_out(rank: int, dst: int, size: Sequence[int], out: Any) -> None:
+    """torch's rules: ``out`` on the destination and nowhere else, and of the right size."""
+    if rank != dst:
+        if out is not None:
+            raise ValueError(
+                f"rank {rank}: Argument ``dst_tensor`` (out) must NOT be specified on ranks other than {dst}"
+            )
+        return
+    if out is None:
+        raise ValueError(f"Argument ``dst_tensor`` (out) must be specified on destination rank {dst}")
+    if tuple(out.shape) != tuple(size):
+        raise ValueError(
+            f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}"
+        )
+
+
+def gather_state_dict(
+    state: Mapping[str, Any], dst: int = 0, *, process_group: Any = None, max_bytes: int | None = None
+) -> dict[str, Any] | None:
+    """All entries as whole tensors on rank ``dst`` of the group, None elsewhere; sharded ones in few collectives.
+
+    >>> whole = gather_state_dict(model.state_dict())        # doctest: +SKIP
+    """
+    from phalanx.shard.exchange._groups import as_group
+    from phalanx.shard.tensor._tensor import ShardedTensor  # its own gather uses this module
+
+    sharded = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
+    group = (
+        as_group(process_group)
+        if process_group or not sharded
+        else next(iter(sharded.values()))._process_group
+    )
+    wholes = {
+        name: Whole(
+            value.metadata(), value.local_shards(), _empty_whole(value) if group.rank == dst else None
+        )
+        for name, value in sharded.items()
+    }
+    gather_tensors(group, list(wholes.values()), dst, max_bytes)
+    if group.rank != dst:
+        return None
+    return {name: wholes[name].out if name in wholes else value for name, value in state.items()}
+
+
+def _empty_whole(tensor: ShardedTensor) -> Tensor:
+    """Room for the gathered tensor on the host or device that this rank's shards are on."""
+    return torch.empty(tuple(tensor._metadata.size), dtype=tensor.dtype, device=tensor.device)

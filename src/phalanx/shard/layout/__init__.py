@@ -1,0 +1,1 @@
+"""Describes which box of a tensor lies where: boxes, placements, metadata; values only."""

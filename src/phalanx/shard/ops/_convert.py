@@ -1,0 +1,161 @@
+"""Between sharded tensors and DTensors, and through DTensors to every operation.
+
+A tensor cut along one dim over the ranks of its group, in their order, converts without moving a byte; any other layout
+is resharded to that first. Conversions are differentiable. In operations, plain tensors stand for the same values on
+every rank, and results that are not cut come back as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from phalanx.comm import DeviceMesh, Group, current_group, use_group
+from phalanx.shard.exchange._reshard import reshard_shards
+from phalanx.shard.exchange._shard import Shard as LocalShard
+from phalanx.shard.layout._boxes import Box, chunk_lengths
+from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from phalanx.shard.ops._pointwise import is_in_place
+from phalanx.shard.tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from phalanx.shard.tensor._tensor import ShardedTensor
+from phalanx.tensor import DTensor, Shard, implicit_replication
+
+
+def to_dtensor(tensor: ShardedTensor) -> DTensor:
+    """The same values as a DTensor on a 1-d mesh of the tensor's group; gradients flow back to the shards.
+
+    >>> (to_dtensor(weight) @ x).full_tensor()       # doctest: +SKIP
+    """
+    group, metadata = tensor._process_group, tensor.metadata()
+    if not metadata.size:
+        raise ValueError("a 0-dim ShardedTensor has no dim to cut; gather() it")
+    dim = _cut_dim(metadata)
+    spec = _in_order(dim, group, tensor.device)
+    wanted = spec.build_metadata(metadata.size, metadata.tensor_properties)
+    if metadata.shards_metadata == wanted.shards_metadata:
+        local = tensor.local_shards()[0].tensor
+    else:
+        moved = reshard_shards(tensor.local_shards(), metadata, wanted, group, connect_leaves=True)
+        local = moved[0].tensor
+    with use_group(group):
+        mesh = DeviceMesh(
+            tensor.device.type, list(range(group.size))
+        )  # equal to every other one made on this group
+    return DTensor.from_local(local, mesh, [Shard(dim)], shape=tuple(metadata.size))
+
+
+def _cut_dim(metadata: ShardedTensorMetadata) -> int:
+    """The dim with the most cuts."""
+    shards = metadata.shards_metadata
+    return max(range(len(metadata.size)), key=lambda dim: len({shard.shard_offsets[dim] for shard in shards}))
+
+
+def _in_order(dim: int, group: Group, device: torch.device) -> ChunkShardingSpec:
+    return ChunkShardingSpec(dim, [f"rank:{rank}/{device}" for rank in group.ranks])
+
+
+def from_dtensor(tensor: DTensor) -> ShardedTensor:
+    """The same values as a ShardedTensor that shares the local memory; of replicas, the first rank's count.
+
+    Raises:
+        ValueError: the DTensor is partial somewhere, or cut by something other than ``Shard``: redistribute it first.
+    """
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    group = _mesh_group(mesh)
+    coordinates = list(product(*(range(n) for n in mesh.shape)))
+    shards = []
+    for rank, coordinate in zip(group.ranks, coordinates, strict=True):
+        if is_first_replica(tensor, coordinate):
+            box = box_at(tensor, coordinate)
+            shards.append(ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device}"))
+    properties = TensorProperties(local.dtype, requires_grad=local.requires_grad)
+    metadata = ShardedTensorMetadata(shards, torch.Size(tensor.shape), properties)
+    mine = [
+        LocalShard(local, s) for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]
+    ]
+    placement = tensor.placements[0]
+    if mesh.ndim == 1 and isinstance(placement, Shard):
+        spec: ShardingSpec = ChunkShardingSpec(placement.dim, [shard.placement for shard in shards])
+    else:
+        spec = EnumerableShardingSpec(shards)
+    return ShardedTensor._wrap(mine, metadata, spec, group)
+
+
+def _mesh_group(mesh: DeviceMesh) -> Group:
+    """A group of all ranks of the mesh, in its order."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks, whole = mesh.mesh.flatten().tolist(), mesh._get_root_mesh()._root.parent or current_group()
+    if ranks == list(range(whole.size)):
+        return whole
+    part = whole.subgroup(ranks)
+    assert part is not None, "a rank outside the mesh holds no local tensor"
+    return part
+
+
+def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
+    """Whether the rank there is the one that counts among those that hold the same."""
+    return not any(c and p.is_replicate() for c, p in zip(coordinate, tensor.placements, strict=True))
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The part of the global tensor that the rank at this coordinate of the mesh holds."""
+    offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
+    for index, num_ranks, placement in zip(
+        coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            raise ValueError(
+                f"a DTensor placed {placement} has no shards; redistribute() it to Shard or Replicate first"
+            )
+        step, lengths = chunk_lengths(sizes[placement.dim], num_ranks)
+        offsets[placement.dim] += step * index
+        sizes[placement.dim] = lengths[index]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def run_through_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:
+    """Convert, run, convert back."""
+    name = getattr(func, "__name__", str(func))
+    if is_in_place(name) or kwargs.get("out") is not None:
+        raise NotImplementedError(
+            f"{name} in place on a ShardedTensor of {tuple(first.shape)}: only element-wise operations between equal "
+            f"layouts work in place; use the version that returns a result"
+        )
+
+    def convert(tensor: ShardedTensor) -> DTensor:
+        if tensor._process_group.ranks != first._process_group.ranks:
+            raise ValueError(
+                f"{name} of ShardedTensors on different groups: {tensor._process_group} and {first._process_group}"
+            )
+        return to_dtensor(tensor)
+
+    args, kwargs = convert_sharded(convert, args, kwargs)
+    with implicit_replication():
+        result = func(*args, **kwargs)
+    return tree_map_only(DTensor, _give_back, result)
+
+
+def convert_sharded(convert: Callable[[ShardedTensor], Any], args: Any, kwargs: Any) -> Any:
+    """The arguments with every sharded tensor converted; one that appears twice is converted once."""
+    known: dict[int, Any] = {}
+
+    def once(tensor: ShardedTensor) -> Any:
+        if id(tensor) not in known:
+            known[id(tensor)] = convert(tensor)
+        return known[id(tensor)]
+
+    return tree_map_only(ShardedTensor, once, (args, kwargs))
+
+
+def _give_back(result: DTensor) -> Any:
+    placement = result.placements[0]
+    if type(placement) is Shard:
+        return from_dtensor(result)
+    return result.to_local() if placement.is_replicate() else result.full_tensor()

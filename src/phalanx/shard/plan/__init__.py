@@ -1,0 +1,1 @@
+"""Shards modules by plans, chooses plans, and optimizes sharded parameters."""

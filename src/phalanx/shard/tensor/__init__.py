@@ -1,0 +1,1 @@
+"""Defines ShardedTensor and the specs that shard it: making, distributing, pickling."""

@@ -1,0 +1,395 @@
+"""DTensor: a tensor with a global shape whose data is spread over a device mesh.
+
+Owns the wrapper class and its methods. A DTensor *holds* this rank's local tensor; autograd runs on local tensors, and
+every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips
+past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta
+tensor).
+
+Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` has the local's dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor.core._checkpoint_boxes import HeldParts
+from phalanx.tensor.core._copied_views import check_fresh, fresh, mark_copied_view
+from phalanx.tensor.core._refusals import refuse_below, refuse_tracing
+from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, normalize
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.ops._names import first_by_position
+from phalanx.tensor.redistribute._execute import (
+    average_parts,
+    entered_gradient,
+    exposed_gradient,
+    follow,
+    run_plan,
+)
+
+_TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
+_make_subclass = torch.Tensor._make_subclass
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class DTensor(torch.Tensor, HeldParts):
+    """A distributed tensor; made by ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``zeros``.
+
+    >>> x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])   # doctest: +SKIP
+    >>> (x @ x.T).redistribute(placements=[Replicate()]).to_local()   # doctest: +SKIP
+    """
+
+    __slots__ = ("_local", "_spec", "_stale")
+
+    _local: Tensor
+    _spec: Spec
+    _stale: Any  # None, or what ``_views.py`` says about a view that had to be copied
+    _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
+    _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
+    _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
+
+    __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _num_dispatch_modes():
+            refuse_tracing(func)
+        if not args:
+            args, kwargs = first_by_position(func, kwargs)
+        try:
+            handler = _handlers[func]
+        except KeyError:
+            handler = _find_handler(func)
+        return handler(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
+            from phalanx.tensor.dispatch._numbers import value_of
+
+            return value_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
+        return refuse_below(func)
+
+    # ---- making and unmaking
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
+
+        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and parts that do
+        not fit raise on all of them. ``run_check`` also compares shapes along the other axes, which are taken on trust
+        without it, and broadcasts replicas from the first rank. ``grad_placements``: how the gradient is laid out of
+        which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
+        ``stride`` is only checked: a DTensor has the memory order of its local tensor.
+        """
+        from phalanx.tensor.dispatch._from_local import check_stride, from_local
+
+        result = from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
+        if stride is not None:
+            check_stride(result, tuple(stride))
+        return result
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
+        spec = self._spec
+        if self._stale is not None:
+            check_fresh(self)
+        if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
+            from phalanx.tensor.dispatch._from_local import part_with_gradient
+
+            return part_with_gradient(self._local, spec, grad_placements)
+        return self._local.view_as(self._local) if self._local.is_leaf else self._local
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
+
+        The gradient travels in ``backward_dtype`` (default: the dtype of the result) and arrives in the tensor's own.
+
+        The plan that runs is ``self.plan(placements)``. With ``async_op`` the result comes back while the (last)
+        collective is under way, and waits for it when its data is first used.
+        """
+        spec = self._spec
+        if _num_dispatch_modes():
+            refuse_tracing("redistribute")
+        if self._stale is not None:
+            check_fresh(self)
+        if (
+            placements is not None
+            and device_mesh is None
+            and not async_op
+            and forward_dtype is None
+            and backward_dtype is None
+        ):  # nothing unusual: straight to the plan, if there is one already
+            route = spec.routes.get(tuple(placements))
+            if route is not None:
+                local = self._local
+                if not local.requires_grad:
+                    return wrap(run_plan(local, route.plan), route.target)
+                if not torch.is_grad_enabled():
+                    return wrap(run_plan(local.detach(), route.plan), route.target)
+                return wrap(follow(route, local), route.target)
+        return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor on every rank, as a plain tensor."""
+        whole = self.redistribute(placements=[REPLICATE] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def plan(self, placements: Sequence[Placement]) -> Any:
+        """The collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its ``nbytes``."""
+        from phalanx.tensor.redistribute._plan import plan_redistribute
+
+        spec = self._spec
+        return plan_redistribute(
+            spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
+        )
+
+    # ---- layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.mesh
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._local
+
+    # ---- what every tensor tells about itself; plain properties, so that asking costs no dispatch
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # torch declares attributes as plain variables
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # see shape
+        return self._spec.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # see shape
+        return self._local.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # see shape
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    def size(self, dim: Any = None) -> Any:
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def numel(self) -> int:
+        return self._spec.num_elements
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]  # see shape
+        return self._local.is_meta
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # see shape
+        return self._local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # see shape
+        node = self._local.grad_fn
+        if self._lifted is None or node is None:
+            return node
+        from phalanx.tensor.patches._autograd_function import Node
+
+        return Node(node, self._lifted)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]  # see shape
+        return self._local._version
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The gradient, laid out as this tensor (Replicate where this tensor is partial)."""
+        local_grad = self._local.grad
+        if local_grad is None:
+            return None
+        known = self._grads
+        if known is None or known[0] is not local_grad:
+            spec = self._spec
+            shown = exposed_gradient(local_grad, spec)
+            grad = wrap(shown, spec.cotangent)
+            if average_parts(spec) > 1:
+                # A multiple of the local one: a copy, which backward will not keep up to date.
+                mark_copied_view(grad, wrap(local_grad, spec.cotangent), "grad")
+                return grad
+            known = self._grads = (local_grad, grad)
+        return known[1]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._grads = None
+        if value is None:
+            self._local.grad = None
+            return
+        value = _distributed("gradient", value)
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
+            )
+        if value._spec is self._spec.cotangent:
+            local = value._local
+        else:
+            from phalanx.tensor.dispatch._autograd import brought_gradient
+
+            with torch.no_grad():
+                local = brought_gradient("assigning .grad", value, self._spec)
+        self._local.grad = kept = entered_gradient(local, self._spec)
+        if kept is value._local:
+            self._grads = (local, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        spec = self._spec
+        if type(gradient) is DTensor and inputs is None and gradient._spec is spec and spec is spec.cotangent:
+            keep = create_graph if retain_graph is None else retain_graph
+            grads = (gradient._local,)
+            _run_backward(
+                (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+            return
+        from phalanx.tensor.dispatch._autograd import backward
+
+        backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
+
+    @property
+    def data(self) -> DTensor:
+        data = wrap(fresh(self).data, self._spec)
+        if self._stale is not None:
+            data._stale = self._stale.read_only()
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        value = _distributed("data", value)
+        self._local.data = fresh(value).detach()
+        self._spec = value._spec
+        self._alias = None  # it would keep the memory of before
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        spec = self._spec
+        return f"DTensor({spec.layout}, shape={tuple(spec.shape)}, local={self._local!r}, mesh={spec.mesh!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.full_tensor().item(), spec) if spec and not self.shape else repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+        return _rebuild, (fresh(self).detach(), self._spec, self.requires_grad and self.is_leaf, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
+        local = copy.deepcopy(fresh(self), memo)  # with its gradient; what shares its memory still does
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+        copied = memo[id(self)] = wrap(local, self._spec)
+        copied.__dict__.update(state)
+        return copied
+
+
+# Bound once: torch asks for them several times in every call, and a classmethod is bound anew for each.
+DTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]  # the same, bound
+DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-assign]  # the same, bound
+
+
+def wrap(local: Tensor, spec: Spec) -> DTensor:
+    """A DTensor of ``local``. The hot path of every operation."""
+    if local.dtype is not spec.dtype:
+        spec = spec.with_dtype(local.dtype)
+    result = _make_subclass(DTensor, spec.template)
+    result._local = local
+    result._spec = spec
+    result._stale = None
+    return result
+
+
+def _distributed(what: str, value: Any) -> DTensor:
+    if isinstance(value, DTensor):
+        return value
+    raise TypeError(
+        f"the {what} of a DTensor is a DTensor, got a plain {type(value).__name__}: make it one with "
+        f"distribute_tensor() or DTensor.from_local()"
+    )
+
+
+def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+    tensor = wrap(local.requires_grad_(requires_grad), spec)
+    tensor.__dict__.update(state)
+    return tensor
+
+
+# Filled by ``_handler.py``, which imports this module: what runs each torch function.
+_handlers: dict[Any, Any] = {}
+
+
+def _find_handler(func: Any) -> Any:
+    from phalanx.tensor.patches._handler import find_handler
+
+    return find_handler(func)
+
+
+def _redistribute(*args: Any) -> DTensor:
+    from phalanx.tensor.dispatch._distribute import redistribute
+
+    return redistribute(*args)
+
+
+__all__ = ["DTensor", "Partial", "Shard", "wrap"]

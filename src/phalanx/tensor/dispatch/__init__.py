@@ -1,0 +1,1 @@
+"""Dispatch: from a torch call on DTensors to the call on local tensors, with its decision remembered."""

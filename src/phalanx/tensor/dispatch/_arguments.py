@@ -1,0 +1,281 @@
+"""Arguments of a torch call: finding the DTensors in them, a key for the cache, and what to do with plain tensors.
+
+Owns ``flatten`` (call -> ``Structure``) and ``promote``. Plain tensors beside DTensors are an error unless they are 0-d
+or the user allowed implicit replicas; a tensor on a sub-mesh beside one on its root counts as replicated on the other
+axes.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor.core._copied_views import check_fresh, fresh
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._implicit_communication import moved_for
+from phalanx.tensor.core._modes import settings, user_line
+from phalanx.tensor.layout._placement import REPLICATE, Placement
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.ops._names import OpName
+
+# Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
+# out, or every step size of an optimizer would be a new decision.
+KEPT_FLOATS = frozenset({0.0, 1.0, math.inf, -math.inf})
+# Rules for functions that go element by element do not depend on whole numbers either. These few have an entry of their
+# own all the same, which is found sooner.
+KEPT_INTS = frozenset(range(-16, 17))
+
+
+class NeedsPromotion(Exception):  # a signal inside this package, not an error
+    """The arguments hold plain tensors, or DTensors on several meshes."""
+
+
+class _Slot:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Structure:
+    """The arguments of one call with numbered slots for DTensors."""
+
+    __slots__ = ("args", "key", "kwargs", "tensors")
+
+    def __init__(self) -> None:
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.tensors: list[DTensor] = []
+        self.key: list[Any] | None = []  # None: the arguments cannot be hashed
+
+    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``values`` in the slots."""
+        return _fill(self.args, values), _fill(self.kwargs, values)
+
+
+def _fill(node: Any, values: Sequence[Any]) -> Any:
+    kind = type(node)
+    if kind is _Slot:
+        return values[node.index]
+    if kind is tuple or kind is list:
+        return kind(_fill(item, values) for item in node)
+    if kind is dict:
+        return {key: _fill(item, values) for key, item in node.items()}
+    return node
+
+
+def flatten(args: Any, kwargs: Any) -> Structure:
+    """Find the DTensors. Raises ``NeedsPromotion`` if there is a plain tensor, or if the meshes differ."""
+    structure = Structure()
+    structure.args = _walk(tuple(args), structure)
+    structure.kwargs = _walk(dict(kwargs), structure)
+    tensors = structure.tensors
+    if tensors:
+        mesh = tensors[0]._spec.mesh
+        if any(t._spec.mesh is not mesh and t._spec.mesh != mesh for t in tensors):
+            raise NeedsPromotion
+    return structure
+
+
+def _walk(node: Any, structure: Structure) -> Any:
+    key = structure.key
+    if type(node) is DTensor:
+        if node._stale is not None:
+            check_fresh(node)
+        structure.tensors.append(node)
+        if key is not None:
+            key.append(node._spec)
+        return _Slot(len(structure.tensors) - 1)
+    if isinstance(node, Tensor):
+        raise NeedsPromotion
+    if isinstance(node, (list, tuple)):
+        if key is not None:
+            key.append((type(node).__name__, len(node)))
+        items = [_walk(item, structure) for item in node]
+        return items if isinstance(node, list) else tuple(items)
+    if isinstance(node, dict):
+        if key is not None:
+            key.append(("dict", tuple(node)))
+        return {name: _walk(item, structure) for name, item in node.items()}
+    if isinstance(node, slice):
+        if any(isinstance(part, Tensor) for part in (node.start, node.stop, node.step)):
+            node = slice(*(None if p is None else int(p) for p in (node.start, node.stop, node.step)))
+        if key is not None:
+            key.append(("slice", node.start, node.stop, node.step))
+        return node
+    if type(node) is float and node not in KEPT_FLOATS:
+        if key is not None:
+            key.append(float)
+        return node
+    if key is not None:
+        try:
+            hash(node)
+            key.append((type(node), node))
+        except TypeError:
+            structure.key = None
+    return node
+
+
+def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A key for these arguments that leaves out the values of numbers, except for what sums depend on: zero, infinity.
+
+    None if there are no numbers but such as have an entry of their own, or if some argument is not a plain value.
+    """
+    key: list[Any] = [*kwargs]
+    left_out = False
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is DTensor:
+            key.append(value._spec)
+        elif kind is int:
+            key.append((int, value == 0))
+            left_out = left_out or value not in KEPT_INTS
+        elif kind in _VALUES:
+            key.append((kind, value))
+        elif isinstance(value, Number):  # a float, complex, or numpy's
+            told: Any = value  # its type is
+            key.append((kind, told if told in KEPT_FLOATS or cmath.isinf(told) else None))
+            left_out = left_out or kind is not float
+        else:
+            return None
+    return tuple(key) if left_out else None
+
+
+_VALUES = frozenset({bool, str, type(None), torch.dtype, torch.device, torch.memory_format})
+
+
+def walk_tensors(node: Any, visit: Callable[[Tensor], Any]) -> Any:
+    """``node`` with every tensor in nested lists, tuples and dicts replaced by ``visit`` of it."""
+    if isinstance(node, Tensor):
+        return visit(node)
+    if isinstance(node, (list, tuple)):
+        items = [walk_tensors(item, visit) for item in node]
+        if hasattr(node, "_fields"):
+            return type(node)(*items)
+        if type(node).__module__ == "torch.return_types":
+            return type(node)(items)
+        return items if isinstance(node, list) else tuple(items)
+    if isinstance(node, dict):
+        return {name: walk_tensors(item, visit) for name, item in node.items()}
+    return node
+
+
+def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out.
+
+    A plain tensor that is written to takes 0-d DTensors as numbers (gradients are clipped so): it stays plain.
+    """
+    op = name.base
+    found: list[Tensor] = []
+    walk_tensors((args, kwargs), found.append)
+    distributed = [t for t in found if isinstance(t, DTensor)]
+    if (
+        name.in_place
+        and not isinstance(found[0], DTensor)
+        and not any(t.ndim for t in distributed)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in found))
+    ):
+        number = partial(_as_number, op)
+        return walk_tensors((tuple(args), dict(kwargs)), number)  # type: ignore[no-any-return]  # as they were
+    mesh = _common_mesh(op, distributed)
+
+    def lift(tensor: Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor if tensor._spec.mesh == mesh else _on_root(tensor, mesh)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError(
+                f"{op} inside torch.func or torch.vmap got a DTensor, at {user_line()}: that is not distributed. Use "
+                f"torch.autograd.grad and torch.autograd.functional, or d.full_tensor() outside of the function"
+            )
+        if tensor.dim() and not settings.implicit_replication and not _is_harmless(op, tensor):
+            position = next(i for i, other in enumerate(found) if other is tensor)
+            raise RuntimeError(
+                f"{op} got a plain tensor of shape {tuple(tensor.shape)} (tensor argument {position}) beside a "
+                f"DTensor, at {user_line()}; distribute it, or allow it with implicit_replication()"
+            )
+        return wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
+
+    return walk_tensors(tuple(args), lift), walk_tensors(dict(kwargs), lift)
+
+
+def _as_number(op: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
+
+
+# Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
+_MODULES_OWN = frozenset(
+    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+)
+
+
+def _is_harmless(op: str, tensor: Tensor) -> bool:
+    if op in _MODULES_OWN:
+        return not bool(tensor.any())
+    return op == "embedding_bag" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
+
+
+def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:
+    meshes = list({t._spec.mesh: None for t in tensors})
+    if len(meshes) == 1:
+        return meshes[0]
+    for root in meshes:
+        if all(mesh == root or _axes_in(mesh, root) is not None for mesh in meshes):
+            return root
+    raise ValueError(
+        f"{op} got DTensors on meshes that are not parts of one another: {meshes} (at {user_line()}); "
+        f"put them on one mesh first"
+    )
+
+
+def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
+    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
+    if mesh._root is not root._root:
+        return None
+    axes = root._layout.axes
+    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
+
+
+def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
+    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    axes = _axes_in(spec.mesh, root)
+    if axes is None:
+        return None
+    placements: list[Placement] = [REPLICATE] * root.ndim
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        placements[axis] = placement
+    return Spec.of(root, placements, spec.shape, spec.dtype)
+
+
+def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """Both layouts on the larger of their meshes."""
+    if source.mesh == target.mesh:
+        return source, target
+    lifted = on_root(source, target.mesh)
+    if lifted is not None:
+        return lifted, target
+    lifted = on_root(target, source.mesh)
+    if lifted is not None:
+        return source, lifted
+    raise ValueError(
+        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
+        f"another (at {user_line()}); put them on one mesh first"
+    )
+
+
+def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
+    spec = on_root(tensor._spec, root)
+    assert spec is not None, "the common mesh contains every other"
+    lifted = wrap(tensor._local, spec)
+    if tensor._stale is not None:
+        lifted._stale = tensor._stale.read_only()
+    return lifted

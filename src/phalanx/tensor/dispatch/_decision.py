@@ -1,0 +1,217 @@
+"""How a torch call on DTensors will run on local tensors: asking the rule, choosing layouts, preparing the call.
+
+Owns ``Decision`` and ``decide``, which ``_dispatch.py`` runs and remembers. A decision depends on nothing but the
+function, the specs of the DTensors and the other arguments. Where it matters whether gradients are needed, there are
+two, and the one without them knows the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.core._memory_order import OrderedCall, has_free_order
+from phalanx.tensor.core._strides import Aliasing
+from phalanx.tensor.dispatch._arguments import Structure, flatten
+from phalanx.tensor.dispatch._empty_shards import anchored, holds_nothing
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.ops._names import OpName, op_name
+from phalanx.tensor.ops._rule import Call, In, LocalRun, Sharding
+from phalanx.tensor.ops._select import select
+from phalanx.tensor.ops.rules import RULES
+from phalanx.tensor.redistribute._execute import Route, route_of
+from phalanx.tensor.redistribute._log import log_decision, log_no_layout
+from phalanx.tensor.redistribute._plan import plan_redistribute
+from phalanx.tensor.redistribute._sums import Hooks, summing_hooks
+
+# They return their argument itself if there is nothing to do.
+RETURNS_SELF = frozenset({
+    "to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat",
+    "cdouble", "chalf", "cpu", "cuda", "positive", "conj", "resolve_conj", "resolve_neg",
+})  # fmt: skip
+# These return it, a view of it, or a copy, as its strides say.
+COPIES_IF_NEEDED = frozenset({"contiguous", "reshape", "flatten", "ravel"})
+
+
+class Decision:
+    """How one call runs on locals."""
+
+    __slots__ = (
+        "aliasing", "call", "form", "graded", "is_new", "is_view", "moves", "name", "outputs", "plain",
+        "plain_write", "reductions",
+    )  # fmt: skip
+
+    def __init__(self, name: str, form: str, outputs: tuple[Spec, ...], call: Callable[..., Any]) -> None:
+        self.name = name
+        self.form = form  # "one" tensor, "many", "self" (in place); "replicated", "general": not decided here
+        self.outputs = outputs
+        self.call = call  # takes the caller's arguments with locals in place of DTensors
+        self.moves: tuple[tuple[int, Route], ...] = ()  # by position among the DTensors, as are reductions
+        self.reductions: tuple[
+            tuple[int, Hooks, tuple[int, ...]], ...
+        ] = ()  # of gradients that are not moved
+        self.is_view = False
+        self.is_new = True  # never the argument itself, nor a copy where the local call gives a view
+        self.aliasing: Aliasing | None = None  # of views, and of what may be one
+        self.plain: Spec | None = None  # of the result, if there is one and nothing but the call to be done
+        self.plain_write = False  # the same for a call in place
+        self.graded: Decision | None = None  # the decision where gradients are needed, if it is another one
+
+    def settled(self) -> Decision:
+        """Itself, with what follows from moves and reductions filled in."""
+        if not self.moves and not self.reductions:
+            self.plain = self.outputs[0] if self.form == "one" and self.is_new else None
+            self.plain_write = self.form == "self"
+        return self
+
+    def without_reductions(self) -> Decision:
+        """The same where no gradients are needed."""
+        other = Decision(self.name, self.form, self.outputs, self.call)
+        other.moves, other.is_view = self.moves, self.is_view
+        other.aliasing, other.is_new = self.aliasing, self.is_new
+        return other.settled()
+
+
+def _not_here(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a decision to run elsewhere has no local call")
+
+
+REPLICATED = Decision("", "replicated", (), _not_here)  # no rule for this call: ``_fallback.py``
+GENERAL = Decision("", "general", (), _not_here)  # DTensors of several meshes, which are promoted first
+
+
+def decide(
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], structure: Structure | None
+) -> Decision:
+    """Ask the rule and choose. The DTensors are on one mesh."""
+    name = op_name(func)
+    structure = structure or flatten(args, kwargs)
+    inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
+    call_args, call_kwargs = structure.rebuild(inputs)
+    call = Call(name.base, func, call_args, call_kwargs, inputs, True, name.in_place)
+    with unseen():
+        return _decide(call, name)
+
+
+def _decide(call: Call, name: OpName) -> Decision:
+    """With and without gradients."""
+    graded = _decide_one(call, name)
+    if call.asked_for_grad:
+        decision = _decide_one(dataclasses.replace(call, grad=False), name)
+        if decision is REPLICATED:  # one for all calls, so it cannot know another
+            return decision
+    elif graded.reductions:
+        decision = graded.without_reductions()
+    else:
+        return graded
+    decision.graded = graded
+    return decision
+
+
+def _decide_one(call: Call, name: OpName) -> Decision:
+    inputs = call.inputs
+    rule = RULES.get(name.base)  # None: it was taken away since the handler was found
+    if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
+        return REPLICATED
+    sharding = rule(call)
+    if sharding is None:
+        log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
+        return REPLICATED
+    keep = inputs[0].spec.placements if name.in_place else None
+    layouts = select(inputs, sharding, keep)
+    if layouts is None:
+        log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
+        return REPLICATED
+    decision = _make(call, name, sharding, layouts)
+    log_decision(name.base, inputs, decision, len(sharding.choices))
+    return decision
+
+
+def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decision:
+    ins, outs = layouts
+    targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
+    if name.in_place:
+        form = "self"
+        outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
+    else:
+        shapes = sharding.shapes or call.output_shapes()
+        form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
+        mesh, dtype = call.inputs[0].spec.mesh, call.inputs[0].dtype
+        assert len(shapes) == len(outs), (
+            f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
+        )
+        outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+        if sharding.local is None and sharding.bind is None:
+            _check_promise(call, targets, outputs)
+    run = _local_call(sharding, LocalRun(call.func, targets, outputs))
+    if not name.in_place and call.name not in COPIES_IF_NEEDED and has_free_order((*targets, *outputs)):
+        run = OrderedCall(run, call, targets, outputs, sharding)
+    decision = Decision(call.name, form, outputs, run)
+    decision.is_view = sharding.is_view
+    if sharding.is_view or call.name in COPIES_IF_NEEDED:
+        decision.aliasing = Aliasing(call)
+    decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
+    if (
+        call.grad
+        and form != "self"
+        and decision.aliasing is None
+        and decision.is_new
+        and holds_nothing((*targets, *outputs))
+    ):
+        decision.call = anchored(run, call, targets)
+    plans = [
+        (i, plan_redistribute(one.spec, target))
+        for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))
+        if target is not one.spec
+    ]
+    summed = dict(_summed_axes(targets, outs)) if call.grad else {}
+    decision.moves = tuple((i, route_of(plan, summed.pop(i, ()))) for i, plan in plans if not plan.is_relabel)
+    decision.reductions = tuple((i, summing_hooks(targets[i], axes), axes) for i, axes in summed.items())
+    return decision.settled()
+
+
+def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
+    source = targets[0]
+    if name not in COPIES_IF_NEEDED:
+        return name in RETURNS_SELF or (name == "mT.get" and not source.shape)
+    thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
+    return thin or outputs[0].shape == source.shape
+
+
+def _check_promise(call: Call, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
+    """A rule that misread the arguments must not go unnoticed: torch tells the shapes that the locals will have."""
+    found = call.local_shapes(targets)
+    assert found is None or found == [spec.local_shape for spec in outputs], (
+        f"rank {call.inputs[0].spec.mesh.get_rank()}: the rule for {call.name} promises {list(outputs)} of "
+        f"{list(targets)}, but torch makes local results of shapes {found}. The rule is wrong: please report this call"
+    )
+
+
+def _local_call(sharding: Sharding, run: LocalRun) -> Callable[..., Any]:
+    if sharding.bind is not None:
+        return sharding.bind(run)
+    local = sharding.local
+    if local is None:
+        return run.func  # type: ignore[no-any-return]  # a torch function
+    return lambda *args, **kwargs: local(run, args, kwargs)
+
+
+def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Replicas that meet sharded or partial work on an axis: their gradients must be summed over it."""
+    for index, target in enumerate(targets):
+        if not (target.dtype.is_floating_point or target.dtype.is_complex):
+            continue
+        axes = tuple(
+            axis
+            for axis, placement in enumerate(target.placements)
+            if placement.is_replicate()
+            and target.mesh.shape[axis] > 1
+            and any(not out[axis].is_replicate() for out in outs)
+        )
+        if axes:
+            yield index, axes

@@ -1,0 +1,228 @@
+"""From plain tensors to distributed ones, and from one layout to another: the user-facing moves.
+
+Owns ``distribute_tensor``, ``redistribute`` and ``distribute_module`` (``from_local`` is in ``_from_local.py``); the
+plans are ``_plan.py``'s and run in ``_execute.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import DeviceMesh
+from phalanx.comm.mesh._mesh import current_mesh
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._implicit_communication import moved_for
+from phalanx.tensor.core._memory_order import kept_order
+from phalanx.tensor.dispatch._local_shapes import Part, gathered_parts, listing
+from phalanx.tensor.dispatch._pending import pending
+from phalanx.tensor.dispatch._shared_parameters import keeping_ties
+from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._execute import move_as, redistribute_local, route_of, run_plan, start_plan
+from phalanx.tensor.redistribute._log import listening, log_collectives
+from phalanx.tensor.redistribute._plan import plan_redistribute
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    found = mesh if mesh is not None else current_mesh()
+    if found is None:
+        raise ValueError("no device mesh: pass one, or enter one with `with mesh:`")
+    if not isinstance(found, DeviceMesh):
+        raise TypeError(
+            f"expected a phalanx.comm.DeviceMesh (see init_device_mesh), got {found!r}, "
+            f"a {type(found).__module__}.{type(found).__qualname__}"
+        )
+    if found.get_coordinate() is None:
+        raise ValueError(
+            f"rank {found.get_rank()} is not part of {found!r} and holds nothing of a DTensor there: make DTensors on "
+            f"the ranks of the mesh only (mesh.get_coordinate() is None on the others)"
+        )
+    return found
+
+
+def check_plain(call: str, tensor: Any) -> None:
+    """A tensor that can be a part, or be cut into parts."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{call} takes a dense tensor, got one of shape {tuple(tensor.shape)} with layout {tensor.layout}: "
+            f"make it dense with to_dense()"
+        )
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
+
+    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank cuts its own
+    copy and nothing is sent.
+
+    >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
+    """
+    mesh = mesh_or_current(device_mesh)
+    check_plain("distribute_tensor", tensor)
+    wanted = one_for_each_axis(placements, mesh, tensor)
+    if isinstance(tensor, DTensor):
+        if tensor._spec.mesh != mesh or tensor.placements != wanted:
+            raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
+        return tensor
+    if any(isinstance(p, Partial) for p in wanted):
+        raise ValueError(
+            f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"distribute_tensor makes leaves, but got the result of {tensor.grad_fn!r}, which would get no gradient: "
+            f"use DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=...), or t.detach()"
+        )
+    spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
+    with listening() as heard:
+        if src_data_rank is not None:
+            _check_same(tensor, mesh, src_data_rank)
+        if tensor.is_meta:
+            local = tensor.new_empty(spec.local_shape)
+        elif src_data_rank is None:
+            local = redistribute_local(tensor.detach().to(mesh.device_type), spec.replicated, spec)
+            shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            local = local.clone(memory_format=torch.contiguous_format) if shared else local
+        else:
+            local = _spread(tensor.detach().to(mesh.device_type), spec, src_data_rank)
+    log_collectives("distribute_tensor to", spec, heard)
+    return wrap(local.requires_grad_(tensor.requires_grad), spec)
+
+
+def _check_same(tensor: Tensor, mesh: DeviceMesh, src: int) -> None:
+    own = Part.of(tensor, tensor.is_meta)
+    parts = gathered_parts(mesh, range(mesh.ndim), own, mesh.device_type)
+    if len(set(parts.values())) > 1:
+        raise ValueError(
+            f"rank {mesh.get_rank()}: distribute_tensor got {listing(mesh, parts)}; expected the same shape and dtype "
+            f"on every rank, and tensors on the meta device on all or none (only the data may differ: that of rank "
+            f"{src} counts)"
+        )
+
+
+def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
+    """Axis by axis: scatter chunks or broadcast copies from the rank at coordinate ``src``."""
+    mesh = spec.mesh
+    for axis, placement in enumerate(spec.placements):
+        group = mesh.get_group(axis)
+        if type(placement) is Shard:
+            sizes = chunk_sizes(local.shape[placement.dim], group.size)
+            parts = [part.contiguous() for part in torch.split(local, list(sizes), placement.dim)]
+            mine = torch.empty_like(parts[group.rank])
+            group.scatter(mine, parts if group.rank == src else None, src)
+            local = mine
+        else:
+            local = local.clone(memory_format=torch.contiguous_format)
+            group.broadcast(local, src)
+            if isinstance(placement, Shard):
+                before = [*spec.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
+                after = [*before[:axis], placement, *before[axis + 1 :]]
+                whole = Spec.of(mesh, before, spec.shape, spec.dtype)
+                local = redistribute_local(local, whole, whole.with_placements(after))
+    return local
+
+
+def one_for_each_axis(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, tensor: Tensor
+) -> tuple[Placement, ...]:
+    return normalize([REPLICATE] * mesh.ndim if placements is None else placements, mesh.ndim, tensor.dim())
+
+
+def redistribute(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> DTensor:
+    """See ``DTensor.redistribute``."""
+    spec = tensor._spec
+    if device_mesh is not None and device_mesh != spec.mesh:
+        raise ValueError(
+            f"redistribute keeps the mesh: the tensor is on {spec.mesh!r}, not on {device_mesh!r}"
+        )
+    if placements is None:
+        raise ValueError("redistribute needs placements")
+    local = tensor._local
+    if forward_dtype is not None:
+        spec = spec.with_dtype(forward_dtype)
+        if not (forward_dtype.is_floating_point or forward_dtype.is_complex):
+            local = local.detach()  # whole numbers have no gradient
+    target = spec.variants.get(tuple(placements))
+    if target is None:
+        target = spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
+    if target is spec and backward_dtype is None:
+        return tensor if spec is tensor._spec else wrap(local.to(spec.dtype), spec)
+    plan = plan_redistribute(spec, target)
+    route = route_of(plan)
+    if not route.is_relabel:
+        spec.routes[tuple(placements)] = route
+    elif target is not spec:  # on axes of one rank: a copy, as on longer ones
+        local = local.clone()
+    if async_op and plan.communicates:
+        return pending(target, start_plan(local, plan, backward_dtype))
+    if local.dtype == spec.dtype and backward_dtype is None:
+        return wrap(redistribute_local(local, spec, target), target)
+    if local.requires_grad and torch.is_grad_enabled():
+        return wrap(move_as(local, plan, backward_dtype), target)
+    return wrap(run_plan(local.to(spec.dtype), plan), target)
+
+
+def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
+    """The local of ``tensor`` laid out as ``target``, because an operation needs it so."""
+    if target is tensor._spec:
+        return tensor._local
+    return kept_order(moved_for(op, tensor._local, tensor._spec, target), target, tensor)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
+
+    Parameters that submodules share stay shared; those on the meta device stay there, cut: see ``Module.to_empty``.
+
+    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
+    what takes the place of the inputs or the outputs.
+    """
+    mesh = mesh_or_current(device_mesh)
+    with keeping_ties(module):
+        for name, part in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, part, mesh)
+            replicate_rest(part, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate the parameters and buffers of ``module`` itself that are plain tensors still."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            distributed = distribute_tensor(parameter.detach(), mesh)
+            module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+    for key, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[key] = distribute_tensor(buffer, mesh)

@@ -1,0 +1,186 @@
+"""Between each rank's own tensor and the distributed one: ``DTensor.from_local``, and gradients of ``to_local``.
+
+Owns their checks. Sizes are gathered along the axes that cut (along all of them with ``run_check``), and every rank
+that took part decides by the same numbers: parts that do not fit raise on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.dispatch._distribute import check_plain, mesh_or_current, one_for_each_axis
+from phalanx.tensor.dispatch._local_shapes import Coordinate, Part, coordinates, gathered_parts, listing
+from phalanx.tensor.layout._placement import Partial, Placement, Shard
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._execute import LINEAR_OPS, GradLayout
+from phalanx.tensor.redistribute._log import listening, log_collectives
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    """See ``DTensor.from_local``."""
+    mesh = mesh_or_current(device_mesh)
+    if isinstance(local, DTensor):
+        raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
+    check_plain("from_local", local)
+    wanted = one_for_each_axis(placements, mesh, local)
+    told = [
+        axis
+        for axis, p in enumerate(wanted)
+        if mesh.shape[axis] > 1 and (run_check or (shape is None and isinstance(p, Shard)))
+    ]
+    with listening() as heard:
+        spec = _fitting(local, mesh, wanted, shape, told)
+        if run_check:
+            local = _first_replica(local, spec)
+    log_collectives("from_local to", spec, heard)
+    if grad_placements is not None:
+        apply: Any = GradLayout.apply
+        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
+    return wrap(local.view_as(local), spec)
+
+
+def _fitting(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    axes: list[int],
+) -> Spec:
+    """The layout of which ``local`` is this rank's part; parts along ``axes`` are checked."""
+    if not axes:
+        spec = Spec.of(mesh, placements, local.shape if shape is None else tuple(shape), local.dtype)
+        if spec.local_shape != tuple(local.shape):
+            raise ValueError(
+                f"rank {mesh.get_rank()}: from_local got a local tensor of shape {tuple(local.shape)}, but {spec!r} "
+                f"gives this rank {spec.local_shape}; {_CHUNKS}, or pass the right shape="
+            )
+        return spec
+    own = Part.of(local, tuple(shape) if shape is not None else None)
+    device = mesh.device_type if local.is_meta else str(local.device)
+    parts = gathered_parts(mesh, axes, own, device)
+    if len({(len(part.shape), part.dtype, part.facts) for part in parts.values()}) > 1:
+        raise ValueError(
+            f"rank {mesh.get_rank()}: from_local got {listing(mesh, parts)}; expected the same number of dims and the "
+            f"same dtype (and the same shape=, if one is given) on every rank"
+        )
+    full = tuple(shape) if shape is not None else whole_shape(parts, placements, axes)
+    spec = Spec.of(mesh, placements, full, local.dtype)
+    if [part.shape for part in parts.values()] != _expected(spec, axes):
+        fitting = {where: Part(s, local.dtype) for where, s in zip(parts, _expected(spec, axes), strict=True)}
+        raise ValueError(
+            f"rank {mesh.get_rank()}: from_local got {listing(mesh, parts)}, but the parts of {spec!r} are "
+            f"{listing(mesh, fitting)}; {_CHUNKS}"
+        )
+    return spec
+
+
+_CHUNKS = (
+    "shards are cut as torch.chunk cuts, all of the rounded-up size, the last ones smaller, and replicas have one "
+    "shape. Move rows between ranks first"
+)
+
+
+def whole_shape(
+    parts: dict[Coordinate, Part], placements: Sequence[Placement], axes: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the tensor that ``parts`` make, if they fit: the rows of each dim, along the axes that cut it."""
+    shape = []
+    for dim in range(len(next(iter(parts.values())).shape)):
+        others = [axis for axis in axes if not placements[axis].is_shard(dim)]
+        rows = [part.shape[dim] for where, part in parts.items() if not any(where[a] for a in others)]
+        shape.append(sum(rows))
+    return tuple(shape)
+
+
+def _expected(spec: Spec, axes: Sequence[int]) -> list[tuple[int, ...]]:
+    key = ("parts", *axes)
+    found: list[tuple[int, ...]] | None = spec.variants.get(key)
+    if found is None:
+        found = [spec.shape_at(where) for where in coordinates(spec.mesh, axes)]
+        spec.variants[key] = found
+    return found
+
+
+def _first_replica(local: Tensor, spec: Spec) -> Tensor:
+    """What the first rank holds, along every axis of replicas."""
+    if not any(p.is_replicate() for p in spec.placements) or local.is_meta:
+        return local
+    copy = local.detach().clone(memory_format=torch.contiguous_format)
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            spec.mesh.get_group(axis).broadcast(copy, 0)
+    if not local.requires_grad:
+        return copy
+    apply: Any = _Replaced.apply
+    replaced: Tensor = apply(local, copy)
+    return replaced
+
+
+class _Replaced(torch.autograd.Function):
+    """``local`` with other values; its gradient is that of what takes its place."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def part_with_gradient(local: Tensor, spec: Spec, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """What ``to_local`` of a tensor laid out as ``spec`` returns where it will be differentiated."""
+    if torch.is_grad_enabled():
+        apply: Any
+        given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
+        if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
+            apply = _NoGradient.apply
+            return cast(Tensor, apply(local, spec))
+        if given is not spec.cotangent:
+            apply = GradLayout.apply
+            return cast(Tensor, apply(local, given, spec.cotangent))
+    return local.view_as(local) if local.is_leaf else local
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity, which raises when a gradient comes back: that of a contribution to a maximum is not that of it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"rank {ctx.spec.mesh.get_rank()}: backward through to_local() of {ctx.spec!r}, whose contributions have "
+            f"no gradient; redistribute it before (where no gradient is needed), or detach()"
+        )
+
+
+def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
+    """``given`` is that of a contiguous whole, or of one in the order of the local tensor; dims of one row may say
+    anything.
+    """
+    contiguous = torch.empty(tensor.shape, device="meta").stride()
+    counting = [d for d, size in enumerate(tensor.shape) if size > 1]
+    for expected in (contiguous, tensor.stride()):
+        if len(given) == tensor.ndim and all(given[d] == expected[d] for d in counting):
+            return
+    raise ValueError(
+        f"from_local got stride={given} for shape {tuple(tensor.shape)}, expected {tuple(tensor.stride())}: the memory "
+        f"of a DTensor has the order of its local tensor"
+    )

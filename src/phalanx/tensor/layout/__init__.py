@@ -1,0 +1,1 @@
+"""Layouts: placements and the spec of a distributed tensor, as pure values."""

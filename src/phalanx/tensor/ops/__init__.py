@@ -1,0 +1,1 @@
+"""Operators: their names, sharding rules, and the choice among the layouts that a rule allows."""

@@ -1,0 +1,163 @@
+"""Reductions: dims that stay keep their cut; a cut dim that is reduced leaves a partial result.
+
+Owns the rules for sum, mean, max, norm, argmax and their relatives. A maximum or product that is partial has no
+gradient (its reduction is not linear), so where one is needed only dims that stay may be cut. A cut dim of a mean
+is summed and divided by the whole count, which is right for uneven shards too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement, Shard, chunk_sizes
+from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated
+from phalanx.tensor.ops.rules._shape import along
+
+
+def _layout(
+    call: Call, dims: set[int], keepdim: bool, partial: Placement | None, num_outputs: int
+) -> list[Choice]:
+    one = call.inputs[0]
+    choices = []
+    for d in range(one.ndim):
+        shard = Shard(d)
+        if d not in dims:
+            onto = d if keepdim else d - sum(gone < d for gone in dims)
+            choices.append(Choice((shard,), (Shard(onto),) * num_outputs))
+        elif partial is not None:
+            choices.append(Choice((shard,), (partial,) * num_outputs))
+    choices.append(all_replicated(call, num_outputs))
+    return [c for c in choices if c.inputs[0] in one.spec.placements or c.inputs[0].is_replicate()] + [
+        c
+        for c in choices
+        if c.inputs[0].is_shard() and c.outputs[0].is_shard() and c.inputs[0] not in one.spec.placements
+    ]
+
+
+def _reduced(call: Call) -> tuple[set[int], bool]:
+    dims = call.arg(1, "dim")
+    if isinstance(dims, (list, tuple)) and not dims:
+        dims = None
+    given = set(range(call.inputs[0].ndim)) if dims is None else along(call, 1, "dim", dims)
+    return given, bool(call.arg(2, "keepdim", False))
+
+
+def sum_like(call: Call) -> Sharding | None:
+    """sum, nansum: linear, so a partial input stays partial."""
+    if len(call.inputs) != 1:
+        return None
+    dims, keepdim = _reduced(call)
+    choices = _layout(call, dims, keepdim, PARTIAL_SUM, 1)
+    if call.name == "sum":
+        choices += [
+            Choice((p,), (p,))
+            for p in dict.fromkeys(call.inputs[0].spec.placements)
+            if isinstance(p, Partial) and p.reduce_op in ("sum", "avg") and _inexact(call)
+        ]
+    return Sharding(choices)
+
+
+def _inexact(call: Call) -> bool:
+    return call.inputs[0].dtype.is_floating_point and call.meta().dtype.is_floating_point
+
+
+def mean(call: Call) -> Sharding | None:
+    if len(call.inputs) != 1:
+        return None
+    dims, keepdim = _reduced(call)
+    one = call.inputs[0]
+    choices = _layout(call, dims, keepdim, PARTIAL_SUM, 1)
+    choices += [
+        Choice((p,), (p,))
+        for p in dict.fromkeys(one.spec.placements)
+        if isinstance(p, Partial) and p.reduce_op in ("sum", "avg")
+    ]
+    count = math.prod(one.shape[d] for d in dims)
+    ordered = sorted(dims)
+
+    def bind(run: LocalRun) -> Callable[..., Any]:
+        part = math.prod(run.inputs[0].local_shape[d] for d in dims)
+        if part == count:
+            return run.func  # type: ignore[no-any-return]  # torch's own
+
+        def shared(x: Any, *args: Any, **kwargs: Any) -> Any:
+            dtype = kwargs.get("dtype") or x.dtype
+            if part and dtype in (torch.float16, torch.bfloat16):  # a sum may be too large for them
+                return run.func(x, *args, **kwargs) * (part / count)
+            return x.sum(ordered, keepdim=keepdim, dtype=dtype) / count
+
+        return shared
+
+    return Sharding(choices, bind=bind) if count else None
+
+
+def extreme(op: str) -> Callable[[Call], Sharding | None]:
+    """amax, amin, all, any, prod of values: partial by ``op`` where no gradient is needed and no shard is empty."""
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1:
+            return None
+        one = call.inputs[0]
+        dims, keepdim = _reduced(call)
+        allowed = (
+            not call.needs_grad
+            and call.name in ("amax", "amin", "max", "min", "prod")
+            and not one.dtype.is_complex
+        )
+        allowed = allowed and one.dtype is not torch.bool and all(_none_empty(call, d) for d in dims)
+        if one.dtype in (torch.float16, torch.bfloat16) and op == "product":
+            allowed = False
+        return Sharding(_layout(call, dims, keepdim, Partial(op) if allowed else None, 1))
+
+    return rule
+
+
+def _none_empty(call: Call, dim: int) -> bool:
+    parts = math.prod(call.axis_sizes)
+    return chunk_sizes(call.inputs[0].shape[dim], parts)[-1] > 0
+
+
+def max_or_min(call: Call) -> Sharding | None:
+    """``max(x)``, ``max(x, dim)`` (values and indices), ``max(x, y)`` (pointwise)."""
+    from phalanx.tensor.ops.rules._pointwise import pointwise
+
+    if len(call.inputs) == 2:
+        return pointwise(call)
+    if len(call.args) == 1 and not call.kwargs:
+        return extreme(call.name)(call)
+    dims, keepdim = _reduced(call)
+    return Sharding(_layout(call, dims, keepdim, None, 2))
+
+
+def staying_dims(num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
+    """Only dims that are not reduced may be cut: argmax, median, mode, std, logsumexp..."""
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1 or not call.inputs[0].ndim:
+            return None
+        dims, keepdim = _reduced(call)
+        count = num_outputs if num_outputs == 1 or "dim" in call.kwargs or len(call.args) > 1 else 1
+        if len(call.output_shapes()) != count:
+            return None
+        return Sharding(_layout(call, dims, keepdim, None, count))
+
+    return rule
+
+
+def variance(call: Call) -> Sharding | None:
+    """std, var and the pairs with mean; ``keepdim`` sits elsewhere among their overloads, so it is read off the
+    result.
+    """
+    if len(call.inputs) != 1:
+        return None
+    one = call.inputs[0]
+    given = call.arg(1, "dim")
+    if isinstance(given, bool) or "unbiased" in call.kwargs:
+        return None
+    dims = set(range(one.ndim)) if given is None else along(call, 1, "dim")
+    shapes = call.output_shapes()
+    return Sharding(_layout(call, dims, len(shapes[0]) == one.ndim, None, len(shapes)))

@@ -1,0 +1,235 @@
+"""Views and other changes of shape: a sharded dim that stays in one piece keeps its sharding.
+
+Owns the rules for view, reshape, permute and their relatives. Each is described by where every input dim goes; the
+local call gets the local sizes of the chosen layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.tensor.layout._placement import REDUCE_OPS, Partial, Placement, Shard
+from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated, norm_dim
+
+
+def dim_map(
+    call: Call,
+    mapping: dict[int, int],
+    *,
+    num_outputs: int = 1,
+    local: Callable[..., Any] | None = None,
+    is_view: bool = True,
+    even: dict[int, tuple[int, ...]] | None = None,
+    partial: Sequence[str] = REDUCE_OPS,
+    bind: Callable[[LocalRun], Callable[..., Any]] | None = None,
+) -> Sharding | None:
+    """Input dim i may be sharded for i in ``mapping``, and is output dim ``mapping[i]``.
+
+    Dims in ``even`` may only be cut into parts that divide the given sizes. What is partial by an operation in
+    ``partial`` stays so.
+    """
+    if len(call.inputs) != 1:
+        return None
+    spec = call.inputs[0].spec
+    choices: list[Choice] = []
+    for p in dict.fromkeys(spec.placements):
+        if isinstance(p, Shard) and p.dim in mapping:
+            choices.append(Choice((p,), (p.on_dim(mapping[p.dim]),) * num_outputs))
+        elif isinstance(p, Partial) and p.reduce_op in partial:
+            choices.append(Choice((p,), (p,) * num_outputs))
+    choices.append(all_replicated(call, num_outputs))
+    choices += [
+        Choice((Shard(i),), (Shard(o),) * num_outputs)
+        for i, o in mapping.items()
+        if Shard(i) not in spec.placements and spec.shape[i] > 1
+    ]
+
+    def valid(placements: Sequence[tuple[Placement, ...]]) -> bool:
+        for dim, sizes in (even or {}).items():
+            ways = [p for p in placements[0] if isinstance(p, Shard) and p.dim == dim]
+            if any(type(p) is not Shard for p in ways):
+                return False
+            parts = 1
+            for p, size in zip(placements[0], call.axis_sizes, strict=True):
+                parts *= size if isinstance(p, Shard) and p.dim == dim else 1
+            if parts > 1 and any(n % parts for n in sizes):
+                return False
+        return True
+
+    return Sharding(choices, local=local, valid=valid if even else None, is_view=is_view, bind=bind)
+
+
+def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
+    """Cut both shapes into runs of equal product: (input dims, output dims) of each.
+
+    >>> groups_of((2, 3, 4), (6, 4))
+    [([0, 1], [0]), ([2], [1])]
+    """
+    result: list[tuple[list[int], list[int]]] = []
+    i = o = 0
+    while i < len(before) or o < len(after):
+        ins, outs = [], []
+        left, right = 1, 1
+        if i < len(before):
+            left, i, ins = before[i], i + 1, [i]
+        if o < len(after):
+            right, o, outs = after[o], o + 1, [o]
+        while left != right:
+            if left < right and i < len(before):
+                left, i, ins = left * before[i], i + 1, [*ins, i]
+            elif right < left and o < len(after):
+                right, o, outs = right * after[o], o + 1, [*outs, o]
+            else:
+                return None
+        result.append((ins, outs))
+    return result
+
+
+def reshape(call: Call) -> Sharding | None:
+    """view, reshape, flatten, unflatten...: only the first dim of each run of dims can be cut, into equal parts."""
+    if len(call.inputs) != 1:
+        return None
+    before, after = call.inputs[0].shape, call.output_shapes()[0]
+    if 0 in before:
+        return None
+    groups = groups_of(before, after)
+    if groups is None:
+        return None
+    mapping: dict[int, int] = {}
+    leading: dict[int, tuple[int, ...]] = {}
+    for ins, outs in groups:
+        real_ins = [d for d in ins if before[d] > 1]
+        real_outs = [d for d in outs if after[d] > 1]
+        if not real_ins or not real_outs:
+            continue
+        first, onto = real_ins[0], real_outs[0]
+        mapping[first] = onto
+        if len(real_ins) > 1 or len(real_outs) > 1:
+            leading[first] = (before[first], after[onto])
+    is_view = call.name not in ("reshape", "flatten", "ravel")
+    return dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
+
+
+def _to_local_shape(run: LocalRun) -> Callable[..., Any]:
+    shape = run.outputs[0].local_shape
+    if run.func is torch.Tensor.view or run.func is torch.Tensor.view_as:
+        return lambda input, *args, **kwargs: input.view(shape)
+    return lambda input, *args, **kwargs: input.reshape(shape)
+
+
+def view(call: Call) -> Sharding | None:
+    """``view(dtype)`` reinterprets bits: only between dtypes of one size."""
+    target = call.arg(1, "dtype")
+    if isinstance(target, torch.dtype):
+        if target.itemsize != call.inputs[0].dtype.itemsize or call.inputs[0].is_partial:
+            return None
+        return dim_map(call, {d: d for d in range(call.inputs[0].ndim)})
+    if call.inputs[0].ndim == 0:
+        return None
+    return reshape(call)
+
+
+def permute(call: Call) -> Sharding | None:
+    """permute, transpose, movedim...: the order is found by permuting numbered dims."""
+    if len(call.inputs) != 1:
+        return None
+    one = call.inputs[0]
+    probe = torch.empty([d + 2 for d in range(one.ndim)], device="meta")
+    args = [probe if arg is one else arg for arg in call.args]
+    shape = list(call.func(*args, **call.kwargs).shape)
+    if sorted(shape) != list(probe.shape):
+        return None
+    return dim_map(call, {n - 2: o for o, n in enumerate(shape)})
+
+
+def squeeze(call: Call) -> Sharding | None:
+    one = call.inputs[0]
+    dims = call.arg(1, "dim")
+    chosen = range(one.ndim) if dims is None else [norm_dim(d, one.ndim) for d in _as_tuple(dims)]
+    gone = {d for d in chosen if one.ndim and one.shape[d] == 1}
+    kept = [d for d in range(one.ndim) if d not in gone]
+    return dim_map(call, {d: o for o, d in enumerate(kept)}, local=_squeeze_local(sorted(gone)))
+
+
+def _squeeze_local(gone: list[int]) -> Callable[..., Any]:
+    # by number: a local dim of size one may be a cut of a longer one, which must stay
+    return lambda run, args, kwargs: args[0].squeeze(gone)
+
+
+def unsqueeze(call: Call) -> Sharding | None:
+    one = call.inputs[0]
+    at = call.arg(1, "dim") % (one.ndim + 1)
+    return dim_map(call, {d: d + (d >= at) for d in range(one.ndim)})
+
+
+def expand(call: Call) -> Sharding | None:
+    """expand, expand_as, broadcast_to: dims of size one are repeated, the others keep their cut."""
+    one, out = call.inputs[0], call.output_shapes()[0]
+    if len(call.inputs) != 1:
+        return None
+    shift = len(out) - one.ndim
+    mapping = {d: d + shift for d in range(one.ndim) if one.shape[d] == out[d + shift]}
+    return dim_map(call, mapping, local=lambda run, args, kwargs: args[0].expand(run.outputs[0].local_shape))
+
+
+def along(call: Call, position: int, name: str, default: Any = None) -> set[int]:
+    """The dims that an argument names, non-negative; all of them for None."""
+    ndim = call.inputs[0].ndim
+    given = call.arg(position, name, default)
+    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in _as_tuple(given)}
+
+
+def narrow(call: Call) -> Sharding | None:
+    dim = along(call, 1, "dim")
+    return dim_map(call, {d: d for d in range(call.inputs[0].ndim) if d not in dim})
+
+
+def select(call: Call) -> Sharding | None:
+    (dim,) = along(call, 1, "dim")
+    return dim_map(call, {d: d - (d > dim) for d in range(call.inputs[0].ndim) if d != dim})
+
+
+def unbind(call: Call) -> Sharding | None:
+    one = call.inputs[0]
+    (dim,) = along(call, 1, "dim", 0)
+    mapping = {d: d - (d > dim) for d in range(one.ndim) if d != dim}
+    return dim_map(call, mapping, num_outputs=one.shape[dim])
+
+
+def split(call: Call) -> Sharding | None:
+    """split, chunk, tensor_split...: dims other than the one that is split keep their cut."""
+    if len(call.inputs) != 1:
+        return None
+    one = call.inputs[0]
+    dims = {"hsplit": 0 if one.ndim == 1 else 1, "vsplit": 0, "dsplit": 2}
+    dim = dims[call.name] if call.name in dims else norm_dim(call.arg(2, "dim", 0), one.ndim)
+    if not one.ndim:
+        return None
+    mapping = {d: d for d in range(one.ndim) if d != dim}
+    return dim_map(call, mapping, num_outputs=len(call.output_shapes()))
+
+
+def untouched_dims(
+    *names: tuple[int, str, Any], partial: Sequence[str] = (), num_outputs: int = 1
+) -> Callable[[Call], Sharding | None]:
+    """Dims that the named arguments do not mention keep their cut: flip, roll, cumulative sums..."""
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1 or not call.inputs[0].ndim:
+            return None
+        touched: set[int] = set()
+        for position, name, default in names:
+            touched |= along(call, position, name, default)
+        if names[-1][1] == "dims":  # ``x.flip(0, 1)``: each dim an argument of its own
+            touched |= {norm_dim(d, call.inputs[0].ndim) for d in call.args[names[-1][0] :] if type(d) is int}
+        keep = {d: d for d in range(call.inputs[0].ndim) if d not in touched}
+        return dim_map(call, keep, is_view=False, partial=partial, num_outputs=num_outputs)
+
+    return rule
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

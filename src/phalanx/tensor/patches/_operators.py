@@ -1,0 +1,96 @@
+"""Operators and methods of DTensors, ``a + b``, ``a.view(...)``, without the detour through torch's argument parser.
+
+Owns those that ``install`` puts on ``DTensor``. Each asks the handler that ``__torch_function__`` would ask. The
+inherited way is taken by an operator with anything but two DTensors, by a DTensor whose data is still on its way (a
+subclass), and by calls inside a torch function mode or dispatch mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.tensor.core._dtensor import DTensor, _find_handler, _handlers, _num_dispatch_modes
+from phalanx.tensor.dispatch._run import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
+
+_num_function_modes = torch._C._len_torch_function_stack
+
+# The operator, and the function as which torch reports it.
+_OPERATORS = {
+    "__add__": torch.Tensor.add,
+    "__sub__": torch.Tensor.sub,
+    "__mul__": torch.Tensor.mul,
+    "__truediv__": torch.Tensor.div,
+    "__matmul__": torch.Tensor.matmul,
+}
+
+
+# Methods that models call at every step and that have a rule, and one that torch does not report at all.
+_METHODS = (
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
+    "split", "contiguous", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh",
+    "sigmoid", "add", "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_",
+    "lerp_", "set_",
+)  # fmt: skip
+
+
+def install() -> None:
+    """Give ``DTensor`` its operators and methods."""
+    bound: Any = DTensor.__torch_function__
+    for call in (bound.__func__, DTensor.redistribute):
+        _hidden_from_compilers(call)
+    for name, func in _OPERATORS.items():
+        setattr(DTensor, name, _operator(func, getattr(torch.Tensor, name)))
+    for name in _METHODS:
+        setattr(DTensor, name, _method(getattr(torch.Tensor, name)))
+
+
+def _operator(func: Any, inherited: Any) -> Any:
+    def operator(self: DTensor, other: Any) -> Any:
+        if (
+            type(other) is not DTensor
+            or type(self) is not DTensor
+            or _num_function_modes()
+            or _num_dispatch_modes()
+        ):
+            return inherited(self, other)
+        try:
+            handler = _handlers[func]
+        except KeyError:
+            handler = _find_handler(func)
+        return run_pair(func, self, other) if handler is run_rule else handler(func, (self, other), None)
+
+    return _hidden_from_compilers(operator)
+
+
+def _method(func: Any) -> Any:
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
+            return func(self, *args, **kwargs)
+        try:
+            handler = _handlers[func]
+        except KeyError:
+            handler = _find_handler(func)
+        if handler is run_rule and not kwargs:
+            if not args:
+                return run_one(func, self)
+            if len(args) == 1:
+                kind = type(args[0])
+                if kind in SIMPLE:
+                    return run_first(func, self, args)
+                if kind is float:
+                    return run_scalar(func, self, args[0])
+            elif SIMPLE.issuperset(map(type, args)):
+                return run_first(func, self, args)
+        return handler(func, (self, *args), kwargs)
+
+    return functools.wraps(func)(_hidden_from_compilers(method))
+
+
+def _hidden_from_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Read by torch.compile: without it, tracing would go on in here and fail with a message that helps nobody.
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="tracing DTensors is not supported")
+    return call

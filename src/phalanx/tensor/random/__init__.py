@@ -1,0 +1,1 @@
+"""Random numbers that belong to elements, so that they do not depend on the layout."""

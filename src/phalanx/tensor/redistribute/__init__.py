@@ -1,0 +1,1 @@
+"""Redistribution: which collectives turn one layout into another, and running them differentiably."""

@@ -1,0 +1,287 @@
+"""Stopping workers that do not want to stop, without any process: the pool on a zygote that only pretends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.comm.stores import MemoryStore
+from phalanx.errors import StoreLost
+from phalanx.launch.agent._sources import AllDone, Sources
+from phalanx.launch.hang import _watch
+from phalanx.launch.hang._stacks import frames_of
+from phalanx.launch.hang._watch import HangWatch
+from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.system import _linux
+from phalanx.launch.telemetry._logs import DefaultLogsSpecs
+from phalanx.launch.workers import _pool
+from phalanx.launch.workers._environment import JobFacts, Place
+from phalanx.launch.workers._pool import PoolOptions, WorkerHandle, WorkerPool
+from phalanx.launch.workers._processes import WorkerProcess
+from phalanx.launch.workers._start import WorkerStart
+
+pytestmark = pytest.mark.fast
+
+JOB = JobFacts(run_id="j", role="r", restarts=0, max_restarts=0, on_failure="restart", use_agent_store=True)
+
+
+class StuckProcess(WorkerProcess):
+    """Takes signals and does not mind them, as one in uninterruptible sleep."""
+
+    def __init__(self, pid: int, dies_by: int | None) -> None:
+        ours, self.theirs = socket.socketpair()
+        super().__init__(pid, ours)
+        self.got: list[int] = []
+        self.dies_by = dies_by
+        self.pool: WorkerPool | None = None
+
+    def send_signal(self, signum: int, *, to_group: bool = True) -> None:
+        self.got.append(signum)
+        if signum == self.dies_by and self.exit_code is None:
+            self.end(-signum)
+            assert self.pool is not None
+            self.pool._on_exit(self)
+
+
+class PretendZygote:
+    def __init__(self, *processes: StuckProcess) -> None:
+        self._processes = list(processes)
+
+    def park(self) -> tuple[StuckProcess, bool]:
+        return self._processes.pop(0), True
+
+    def close(self) -> None:
+        pass
+
+
+def pool_of(tmp_path, *processes: StuckProcess) -> tuple[WorkerPool, list[str]]:
+    told: list[str] = []
+    options = PoolOptions(
+        plan=WorkerStart(entrypoint="cmd", args=(), method="exec"), logs_specs=DefaultLogsSpecs(str(tmp_path))
+    )
+    pool = WorkerPool(PretendZygote(*processes), options, lambda member: told.append(member.id))
+    for process in processes:
+        process.pool = pool
+    places = [
+        Place(
+            worker_id=f"w{n}", rank=n, local_rank=n, world_size=2, local_size=2, node_rank=0, num_nodes=1, generation=0,
+            master_addr="h", master_port=1, store_url="memory://x", role_rank=n, role_size=2,
+        )
+        for n in range(len(processes))
+    ]  # fmt: skip
+    pool.start(places, JOB)
+    return pool, told
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(_pool, "KILL_PATIENCE", 0.1)
+
+
+def test_a_worker_that_the_kernel_holds_is_named_and_left_behind(tmp_path, quick, caplog):
+    stuck, normal = StuckProcess(1, None), StuckProcess(2, signal.SIGTERM)
+    pool, told = pool_of(tmp_path, stuck, normal)
+    with caplog.at_level(logging.ERROR):
+        pool.stop(signal.SIGTERM, patience=0.1)
+    assert told == ["w1"]
+    assert signal.SIGKILL in stuck.got
+    assert "worker w0 (pid 1" in caplog.text
+    assert "does not die" in caplog.text
+    pool.close()
+    for process in (stuck, normal):
+        process.theirs.close()
+
+
+def test_hurry_shortens_the_patience(tmp_path, quick):
+    deaf = StuckProcess(1, signal.SIGKILL)
+    pool, told = pool_of(tmp_path, deaf)
+    pool.hurry()
+    pool.stop(signal.SIGINT, patience=3600)
+    assert deaf.got[0] == signal.SIGINT
+    assert told == ["w0"]
+    pool.close()
+    deaf.theirs.close()
+
+
+def test_an_exit_is_told_once_even_if_it_came_before_the_order(tmp_path, quick):
+    class Dying(StuckProcess):
+        def order(self, order, fds):
+            super().order(order, fds)
+            self.exit_code = 1
+            self.pool._on_exit(self)
+
+    dying = Dying(1, None)
+    pool, told = pool_of(tmp_path, dying)
+    assert told == ["w0"]
+    pool.close()
+    dying.theirs.close()
+
+
+def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_at(tmp_path):
+    """Else one that was killed would come after its peers' complaints about it, and not be named as the cause."""
+    killed = StuckProcess(1, signal.SIGKILL)
+    pool, told = pool_of(tmp_path, killed)
+    killed.ended_at = 5.0
+    killed.send_signal(signal.SIGKILL)
+    assert told == ["w0"]
+    assert pool.failure_of(pool.members["w0"]).timestamp == 5.0
+    pool.close()
+    killed.theirs.close()
+
+
+def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monkeypatch):
+    """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
+    monkeypatch.setattr(_watch, "_PATIENCE", 0.1)  # its own worker is only pretended, and will not write
+    store = MemoryStore()
+    silent = StuckProcess(1, signal.SIGKILL)
+    pool, _ = pool_of(tmp_path, silent)
+    info = SimpleNamespace(rank=0, world_size=2, store=store)
+    generation = SimpleNamespace(channel=AgentChannel(store), number=3, info=info)
+    written: list[str] = []
+
+    def other_node() -> None:
+        channel = AgentChannel(store.clone())
+        while not channel.read_requests(3, "node1")[1]:
+            time.sleep(0.005)
+        time.sleep(0.2)  # its workers take a while to write
+        written.append("stacks")
+        channel.say_done(3, 1, "stacks")
+
+    other = threading.Thread(target=other_node)
+    other.start()
+    watch = HangWatch(pool, timeout=10)
+    assert watch.check({"w0": b'{"step":3}'}, generation, now=0) is None
+    assert watch.check({"w0": b'{"step":4}'}, generation, now=0) is None
+    assert watch.check({"w0": b'{"step":4}'}, generation, now=11) is None  # they are being written
+    assert watch._dump.is_written.wait(60)
+    member, reason = watch.check({"w0": b'{"step":4}'}, generation, now=11)
+    assert written == ["stacks"]
+    assert member.id == "w0"
+    assert reason == "rank 0 made no progress for 10 s after step 4; it did not say what it does"
+    other.join()
+    pool.close()
+    silent.theirs.close()
+
+
+def test_a_store_that_is_gone_before_the_threads_have_begun_is_no_crash_of_theirs(monkeypatch):
+    """A job of milliseconds: it may be over, and its store closed, before the thread for requests runs at all."""
+
+    class ClosedStore(MemoryStore):
+        def clone(self):
+            raise StoreLost("closed by this client", address=self.address)
+
+    crashes: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", crashes.append)
+    watch = SimpleNamespace(wait=lambda timeout: None, close=lambda: None)
+    sources = Sources(SimpleNamespace(watch_generation=lambda generation: watch))
+    info = SimpleNamespace(store=ClosedStore(), generation=0, world_size=2)
+    before = set(threading.enumerate())
+    sources.follow(info, 0.0, list)
+    sources.wait_all_done(info, 60)
+    assert sources.next(60) == AllDone(0, "closed by this client")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    sources.leave_generation()
+    assert crashes == []
+
+
+WRITES_SLOWLY = """
+import os, signal, sys, time
+path = sys.argv[1]
+def write(*_):
+    for line in ("Current thread 0x1:", '  File "/a.py", line 1 in inner', '  File "/a.py", line 2 in outer'):
+        with open(path, "a") as file:
+            file.write(line + "\\n")
+        time.sleep(0.3)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.readline()
+import ctypes
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(write)
+ctypes.CDLL(None).signal(int(sys.argv[2]), handler)
+print("catches", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_none(tmp_path, monkeypatch):
+    """As a worker is held up between two lines of its stacks: the C handler of a signal, which blocks the signal."""
+    log, signum = tmp_path / "stacks.log", _linux.stack_signal()
+    command = [sys.executable, "-c", WRITES_SLOWLY, str(log), str(int(signum))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as slow:
+        try:
+            monkeypatch.setattr(_watch, "_PATIENCE", 100)
+            monkeypatch.setattr(WorkerProcess, "send_signal", lambda self, sent, **_: os.kill(self.pid, sent))
+            ours, theirs = socket.socketpair()
+            process = WorkerProcess(slow.pid, ours)
+            place = SimpleNamespace(rank=0, worker_id="w")
+            pool = SimpleNamespace(running=[WorkerHandle(place=place, process=process, stacks_file=str(log))])
+            assert slow.stdout.readline() == "ready\n"
+            monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
+            assert _watch.dump_stacks(pool.running, "of a test") == {"w": ""}  # does not catch it
+            slow.stdin.write("\n")
+            slow.stdin.flush()
+            assert slow.stdout.readline() == "catches\n"
+            monkeypatch.setattr(_linux, "stack_signal", lambda: signum)
+            found = _watch.dump_stacks(pool.running, "of a test")["w"]
+            assert [str(frame) for frame in frames_of(found)] == ["inner (a.py:1)", "outer (a.py:2)"]
+            process.discard()
+            theirs.close()
+        finally:
+            slow.kill()
+
+
+ASKED = "Current thread 0x1 (most recent call first):\n"
+WAITS = f'{ASKED}  File "/x/torch/distributed/distributed_c10d.py", line 9 in wait\n'
+SLEEPS = (
+    'Thread 0x2 (most recent call first):\n  File "/x/phalanx/comm/failure/_liveness.py", line 3 in run\n\n'
+    f'{ASKED}  File "/w/train.py", line 7 in load\n  File "/w/train.py", line 9 in main\n'
+)
+
+
+def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeypatch):
+    """Rank 0 waits and has been silent for longest; rank 1, which it waits for, is late a moment after it."""
+    dumps = []
+    monkeypatch.setattr(_watch, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
+    pool, _ = pool_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
+    store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
+    generation = SimpleNamespace(
+        channel=AgentChannel(store), number=0, info=SimpleNamespace(rank=0, world_size=1, store=store)
+    )
+    watch = HangWatch(pool, timeout=10)
+
+    def check(now: float):
+        found = watch.check(at, generation, now)
+        if watch._dump is not None and found is None:
+            assert watch._dump.is_written.wait(60)
+            found = watch.check(at, generation, now)
+        return found
+
+    at = {"w0": b'{"step":4}', "w1": b'{"step":3}'}
+    assert check(now=0) is None
+    at["w1"] = b'{"step":4}'
+    assert check(now=1) is None
+    assert check(now=10.5) is None  # only the one that waits is late
+    member, reason = check(now=11.5)
+    assert member.place.rank == 1
+    assert reason == (
+        "rank 1 made no progress for 10 s after step 4; it is in load (train.py:7), while rank 0 waits in a collective"
+    )
+    assert len(dumps) == 1
+    assert check(now=12) is None  # everybody has the full time again
+    stacks["w1"] = WAITS  # now both wait for each other: the exchange itself hangs
+    assert check(now=22) is None
+    assert check(now=32)[0].place.rank == 0
+    pool.close()
+    for process in processes:
+        process.theirs.close()
