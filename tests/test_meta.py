@@ -186,7 +186,7 @@ def imports_of_ours() -> list[Import]:
 def folder_of(module: str) -> tuple[str, ...]:
     """The package or sub-package whose file a module is; the sub-packages of a sub-package belong to it.
 
-    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.group._group")
+    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.faults")
     (('comm', 'stores'), ('comm',))
     """
     return tuple(module.split(".")[1:-1][:2])
