@@ -487,3 +487,17 @@ def test_nobody_draws_from_the_generators_of_the_training_script() -> None:
         for found in drawn.findall(path.read_text())
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_fixtures_are_typed() -> None:
+    """What a fixture takes and gives is what the reader of a test wants to know."""
+    wrong = []
+    for path in python_files(ROOT / "tests"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+                "fixture" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                if node.returns is None or any(a.annotation is None and a.arg != "self" for a in arguments):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not wrong, "\n".join(wrong)
