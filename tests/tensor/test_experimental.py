@@ -22,7 +22,7 @@ from phalanx.tensor import (
     fallback_counts,
     implicit_replication,
 )
-from phalanx.tensor.core._dtensor import _handlers
+from phalanx.tensor.core._dtensor import handlers as found_handlers
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.experimental import implicit_replication as exported
 from phalanx.tensor.experimental import local_map, register_sharding
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture(autouse=True)
 def _rules_as_before() -> Iterator[None]:
-    before, handlers = dict(RULES), dict(_handlers)
+    before, handlers = dict(RULES), dict(found_handlers)
     yield
-    for table, old in ((RULES, before), (_handlers, handlers)):
+    for table, old in ((RULES, before), (found_handlers, handlers)):
         table.clear()
         table.update(old)
 

@@ -16,7 +16,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor.core._dtensor import DTensor, _handlers
+from phalanx.tensor.core._dtensor import DTensor, handlers
 from phalanx.tensor.core._modes import implicit_replication
 from phalanx.tensor.dispatch._inline_python import through
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
@@ -161,9 +161,9 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
             RULES[op_name(one).base] = functools.partial(_ask, rule)
-            _handlers.pop(one, None)
+            handlers.pop(one, None)
             if one not in DIRECT_PYTHON and through(one) is not None:
-                _handlers[one] = run_rule  # its Python body need not run any more
+                handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule
 

@@ -22,7 +22,7 @@ from phalanx.tensor.redistribute._log import TRAFFIC, log_fallback, logger
 
 CommMode = Literal["auto", "warn", "explicit"]
 FallbackPolicy = Literal["auto", "warn", "error"]
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 class SurpriseCommunication(PhalanxError, RuntimeError):

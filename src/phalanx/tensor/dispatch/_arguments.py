@@ -22,8 +22,8 @@ from phalanx.tensor.core._copied_views import check_fresh, fresh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import settings, user_line
-from phalanx.tensor.layout._placement import REPLICATE, Placement
-from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.layout._placement import REPLICATE
+from phalanx.tensor.layout._spec import Spec, axes_in, on_root
 from phalanx.tensor.ops._names import OpName
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
@@ -229,46 +229,11 @@ def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:
     if len(meshes) == 1:
         return meshes[0]
     for root in meshes:
-        if all(mesh == root or _axes_in(mesh, root) is not None for mesh in meshes):
+        if all(mesh == root or axes_in(mesh, root) is not None for mesh in meshes):
             return root
     raise ValueError(
         f"{op} got DTensors on meshes that are not parts of one another: {meshes} (at {user_line()}); "
         f"put them on one mesh first"
-    )
-
-
-def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
-    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
-    if mesh._root is not root._root:
-        return None
-    axes = root._layout.axes
-    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
-
-
-def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
-    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
-    axes = _axes_in(spec.mesh, root)
-    if axes is None:
-        return None
-    placements: list[Placement] = [REPLICATE] * root.ndim
-    for axis, placement in zip(axes, spec.placements, strict=True):
-        placements[axis] = placement
-    return Spec.of(root, placements, spec.shape, spec.dtype)
-
-
-def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
-    """Both layouts on the larger of their meshes."""
-    if source.mesh == target.mesh:
-        return source, target
-    lifted = on_root(source, target.mesh)
-    if lifted is not None:
-        return lifted, target
-    lifted = on_root(target, source.mesh)
-    if lifted is not None:
-        return source, lifted
-    raise ValueError(
-        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
-        f"another (at {user_line()}); put them on one mesh first"
     )
 
 

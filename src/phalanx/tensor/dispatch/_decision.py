@@ -25,7 +25,7 @@ from phalanx.tensor.ops._rule import Call, In, LocalRun, Sharding
 from phalanx.tensor.ops._select import select
 from phalanx.tensor.ops.rules import RULES
 from phalanx.tensor.redistribute._execute import Route, route_of
-from phalanx.tensor.redistribute._log import log_decision, log_no_layout
+from phalanx.tensor.redistribute._log import EVERYTHING, TRAFFIC, logger
 from phalanx.tensor.redistribute._plan import plan_redistribute
 from phalanx.tensor.redistribute._sums import Hooks, summing_hooks
 
@@ -120,15 +120,15 @@ def _decide_one(call: Call, name: OpName) -> Decision:
         return REPLICATED
     sharding = rule(call)
     if sharding is None:
-        log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
+        _log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
         return REPLICATED
     keep = inputs[0].spec.placements if name.in_place else None
     layouts = select(inputs, sharding, keep)
     if layouts is None:
-        log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
+        _log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
         return REPLICATED
     decision = _make(call, name, sharding, layouts)
-    log_decision(name.base, inputs, decision, len(sharding.choices))
+    _log_decision(name.base, inputs, decision, len(sharding.choices))
     return decision
 
 
@@ -215,3 +215,32 @@ def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[i
         )
         if axes:
             yield index, axes
+
+
+def _log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
+    """What came in, what was chosen, what that moves, and why."""
+    if not logger.isEnabledFor(TRAFFIC):
+        return
+    call, outs = _call_text(name, inputs), ", ".join(out.layout for out in decision.outputs)
+    if decision.moves:
+        moved = "; ".join(f"input {i}: {route.plan!r}" for i, route in decision.moves)
+        logger.log(
+            TRAFFIC,
+            "%s -> %s, moves %s: the fewest bytes of %d choices an axis",
+            call,
+            outs,
+            moved,
+            num_choices,
+        )
+    else:
+        logger.log(EVERYTHING, "%s -> %s, moves nothing", call, outs)
+
+
+def _log_no_layout(name: str, inputs: Sequence[In], why: str) -> None:
+    if logger.isEnabledFor(TRAFFIC):
+        logger.log(TRAFFIC, "%s: %s", _call_text(name, inputs), why)
+
+
+def _call_text(name: str, inputs: Sequence[In]) -> str:
+    given = ", ".join(repr(one.spec) for one in inputs)
+    return f"rank {inputs[0].spec.mesh.get_rank()}: {name}({given})"

@@ -1,6 +1,6 @@
 """0-d tensors where torch takes a number: ``x[i]``, ``x.repeat(n, 1)``, ``torch.add(x, y, alpha=a)``.
 
-Owns ``with_numbers`` and ``value_of``. Of such a tensor torch takes the value, which may decide about the shape of the
+Owns ``with_numbers`` and ``number_of``. Of such a tensor torch takes the value, which may decide about the shape of the
 result or about which rank holds it: the whole value is read on every rank before anything is laid out. Where torch also
 takes a tensor in that place (``x + t``, ``x.clamp(t)``), it stays one.
 """
@@ -15,25 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.tensor.core._copied_views import fresh
-from phalanx.tensor.core._dtensor import DTensor
-from phalanx.tensor.core._implicit_communication import moved_for
-from phalanx.tensor.core._modes import user_line
+from phalanx.tensor.core._dtensor import number_of
 from phalanx.tensor.ops._names import op_name, torch_keywords
 
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 _POSITIONS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})  # bool and uint8 are masks
-
-
-def value_of(op: str, tensor: Tensor) -> Any:
-    """The number that a 0-d tensor is."""
-    if tensor.requires_grad:
-        raise TypeError(
-            f"{op} takes a number where it got a 0-d tensor that requires grad, at {user_line()}: detach() it"
-        )
-    if isinstance(tensor, DTensor):
-        tensor = moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
-    return tensor.item()
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,7 +28,7 @@ _Read = Callable[[str, Tensor], Any]
 
 def with_numbers(func: Any, args: Any, kwargs: Any) -> _Arguments | None:
     """The arguments with numbers in place of 0-d tensors that stand for them; None if there are none."""
-    return _replaced(func, args, kwargs, value_of)
+    return _replaced(func, args, kwargs, number_of)
 
 
 def has_numbers(func: Any, args: Any, kwargs: Any) -> bool:

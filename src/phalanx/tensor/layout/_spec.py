@@ -99,9 +99,6 @@ class Spec:
             found = self.variants[given] = Spec.of(self.mesh, given, self.shape, self.dtype)
         return found
 
-    def with_shape(self, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
-        return Spec.of(self.mesh, placements, shape, self.dtype)
-
     @property
     def replicated(self) -> Spec:
         return self.with_placements((REPLICATE,) * self.mesh.ndim)
@@ -217,3 +214,22 @@ def _rebuild(
 
 
 Spec.__hash__ = object.__hash__  # type: ignore[method-assign]  # interned: identity is equality
+
+
+def axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
+    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
+    if mesh._root is not root._root:
+        return None
+    axes = root._layout.axes
+    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
+
+
+def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
+    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    axes = axes_in(spec.mesh, root)
+    if axes is None:
+        return None
+    placements: list[Placement] = [REPLICATE] * root.ndim
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        placements[axis] = placement
+    return Spec.of(root, placements, spec.shape, spec.dtype)

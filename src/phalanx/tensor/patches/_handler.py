@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from phalanx.tensor.core._dtensor import _handlers
+from phalanx.tensor.core._dtensor import handlers
 from phalanx.tensor.dispatch._fallback import run_replicated
 from phalanx.tensor.dispatch._inline_python import run_through, through
 from phalanx.tensor.dispatch._run import run_rule
@@ -31,9 +31,9 @@ def find_handler(func: Any) -> Any:
             handler = run_rule
         else:
             handler = run_replicated
-    _handlers[func] = handler
+    handlers[func] = handler
     checked = while_tracing(handler)
     if checked is not None:
-        _handlers.pop(func, None)
+        handlers.pop(func, None)
         return checked
     return handler

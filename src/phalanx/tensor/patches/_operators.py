@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.core._dtensor import DTensor, _find_handler, _handlers, _num_dispatch_modes
+from phalanx.tensor.core._dtensor import DTensor, _num_dispatch_modes, above, handlers
 from phalanx.tensor.dispatch._run import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
 
 _num_function_modes = torch._C._len_torch_function_stack
@@ -58,9 +58,9 @@ def _operator(func: Any, inherited: Any) -> Any:
         ):
             return inherited(self, other)
         try:
-            handler = _handlers[func]
+            handler = handlers[func]
         except KeyError:
-            handler = _find_handler(func)
+            handler = above.find_handler(func)
         return run_pair(func, self, other) if handler is run_rule else handler(func, (self, other), None)
 
     return _hidden_from_compilers(operator)
@@ -71,9 +71,9 @@ def _method(func: Any) -> Any:
         if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
             return func(self, *args, **kwargs)
         try:
-            handler = _handlers[func]
+            handler = handlers[func]
         except KeyError:
-            handler = _find_handler(func)
+            handler = above.find_handler(func)
         if handler is run_rule and not kwargs:
             if not args:
                 return run_one(func, self)

@@ -7,6 +7,7 @@ torch's generators, whose values differ from rank to rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +220,36 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
         chosen = torch.searchsorted(totals / totals[..., -1:], draw, right=True)
     spec = Spec.of(mesh, everywhere.placements, chosen.shape, chosen.dtype)
     return wrap(chosen.clamp_max(whole.shape[-1] - 1).to(local.device), spec)
+
+
+def sparse_(tensor: DTensor, sparsity: float, std: float = 0.01, generator: Any = None) -> DTensor:
+    """Draw normal values of which each column loses the same number, in random rows: ``nn.init.sparse_``.
+
+    torch's own draws the rows from the rank's generator, so that replicas would differ; the other functions of
+    ``nn.init`` are made of random functions on tensors and need nothing.
+    """
+    check_generator({"generator": generator})
+    if tensor.ndim != 2:
+        raise ValueError(f"sparse_ on a DTensor needs 2 dims, got {tuple(tensor.shape)}")
+    values = drawn(tensor, NORMAL.of(tensor.dtype, (tensor, 0.0, std)))
+    spec = tensor._spec.cotangent
+    rows, columns = spec.shape
+    ranking = _philox.words(next_stream(spec.mesh), 0, rows * columns).reshape(rows, columns).argsort(axis=0)
+    is_zero = torch.zeros(rows, columns, dtype=torch.bool)
+    is_zero.scatter_(0, torch.from_numpy(ranking)[: math.ceil(sparsity * rows)], True)
+    for dim in range(2):
+        is_zero = is_zero.index_select(dim, torch.tensor(spec.local_indices(dim), dtype=torch.int64))
+    with torch.no_grad():
+        return write(tensor, values.masked_fill_(is_zero.to(values.device), 0), "sparse_")
+
+
+def sparse_init(plain: Any) -> Any:
+    """Have ``nn.init.sparse_`` take DTensors."""
+
+    def sparse(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (sparse_ if isinstance(tensor, DTensor) else plain)(tensor, *args, **kwargs)  # type: ignore[arg-type]  # a DTensor for the first
+
+    return sparse
 
 
 def _with_out(handler: Handler) -> Handler:
