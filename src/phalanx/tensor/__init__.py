@@ -21,7 +21,7 @@ from phalanx.tensor.dispatch._distribute import distribute_module, distribute_te
 from phalanx.tensor.dispatch._from_local import from_local
 from phalanx.tensor.layout._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from phalanx.tensor.patches import _install
-from phalanx.tensor.patches._handler import find_handler
+from phalanx.tensor.patches._handlers import find_handler
 from phalanx.tensor.random._state import get_rng_state, manual_seed, set_rng_state
 from phalanx.tensor.redistribute import _log
 

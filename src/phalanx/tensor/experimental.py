@@ -22,9 +22,8 @@ from phalanx.tensor.dispatch._inline_python import through
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._registry import give_rule, is_functional, op_name, operator_of
 from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
-from phalanx.tensor.ops.rules import DIRECT_PYTHON, RULES
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 
@@ -160,9 +159,10 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
-            RULES[op_name(one).base] = functools.partial(_ask, rule)
+            name = op_name(one).base
+            give_rule(name, functools.partial(_ask, rule))
             handlers.pop(one, None)
-            if one not in DIRECT_PYTHON and through(one) is not None:
+            if not is_functional(one, operator_of(name)) and through(one) is not None:
                 handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule

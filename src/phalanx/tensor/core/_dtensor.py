@@ -26,7 +26,7 @@ from phalanx.tensor.core._modes import user_line
 from phalanx.tensor.core._refusals import refuse_below, refuse_tracing
 from phalanx.tensor.layout._placement import REPLICATE, Placement, normalize
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import first_by_position
+from phalanx.tensor.ops._signatures import first_by_position
 from phalanx.tensor.redistribute._execute import (
     average_parts,
     entered_gradient,

@@ -24,7 +24,7 @@ from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import settings, user_line
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec, axes_in, on_root
-from phalanx.tensor.ops._names import OpName
+from phalanx.tensor.ops._registry import OpName, operator_of
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
@@ -212,16 +212,12 @@ def _as_number(op: str, tensor: Tensor) -> Tensor:
     return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
 
 
-# Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
-_MODULES_OWN = frozenset(
-    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-)
-
-
 def _is_harmless(op: str, tensor: Tensor) -> bool:
-    if op in _MODULES_OWN:
+    """Whether modules make such a tensor themselves: an initial state of zeros, the offsets of bags."""
+    made = operator_of(op).module_makes
+    if made == "states":
         return not bool(tensor.any())
-    return op == "embedding_bag" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
+    return made == "offsets" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
 
 
 def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:

@@ -20,22 +20,13 @@ from phalanx.tensor.dispatch._arguments import Structure, flatten
 from phalanx.tensor.dispatch._empty_shards import anchored, holds_nothing
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
-from phalanx.tensor.ops._names import OpName, op_name
-from phalanx.tensor.ops._rule import Call, In, LocalRun, Sharding
+from phalanx.tensor.ops._registry import OpName, op_name, operator_of
+from phalanx.tensor.ops._rule import Call, In, LocalRun, Operator, Sharding
 from phalanx.tensor.ops._select import select
-from phalanx.tensor.ops.rules import RULES
 from phalanx.tensor.redistribute._execute import Route, route_of
 from phalanx.tensor.redistribute._log import EVERYTHING, TRAFFIC, logger
 from phalanx.tensor.redistribute._plan import plan_redistribute
 from phalanx.tensor.redistribute._sums import Hooks, summing_hooks
-
-# They return their argument itself if there is nothing to do.
-RETURNS_SELF = frozenset({
-    "to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat",
-    "cdouble", "chalf", "cpu", "cuda", "positive", "conj", "resolve_conj", "resolve_neg",
-})  # fmt: skip
-# These return it, a view of it, or a copy, as its strides say.
-COPIES_IF_NEEDED = frozenset({"contiguous", "reshape", "flatten", "ravel"})
 
 
 class Decision:
@@ -93,7 +84,7 @@ def decide(
     structure = structure or flatten(args, kwargs)
     inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
     call_args, call_kwargs = structure.rebuild(inputs)
-    call = Call(name.base, func, call_args, call_kwargs, inputs, True, name.in_place)
+    call = Call(operator_of(name.base), func, call_args, call_kwargs, inputs, True, name.in_place)
     with unseen():
         return _decide(call, name)
 
@@ -115,7 +106,7 @@ def _decide(call: Call, name: OpName) -> Decision:
 
 def _decide_one(call: Call, name: OpName) -> Decision:
     inputs = call.inputs
-    rule = RULES.get(name.base)  # None: it was taken away since the handler was found
+    rule = call.op.rule  # None: it was taken away since the handler was found
     if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
         return REPLICATED
     sharding = rule(call)
@@ -149,13 +140,13 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         if sharding.local is None and sharding.bind is None:
             _check_promise(call, targets, outputs)
     run = _local_call(sharding, LocalRun(call.func, targets, outputs))
-    if not name.in_place and call.name not in COPIES_IF_NEEDED and has_free_order((*targets, *outputs)):
+    if not name.in_place and call.op.aliasing != "if_needed" and has_free_order((*targets, *outputs)):
         run = OrderedCall(run, call, targets, outputs, sharding)
     decision = Decision(call.name, form, outputs, run)
     decision.is_view = sharding.is_view
-    if sharding.is_view or call.name in COPIES_IF_NEEDED:
+    if sharding.is_view or call.op.aliasing == "if_needed":
         decision.aliasing = Aliasing(call)
-    decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
+    decision.is_new = name.in_place or not _may_be_old(call.op, targets, outputs)
     if (
         call.grad
         and form != "self"
@@ -175,10 +166,10 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     return decision.settled()
 
 
-def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
+def _may_be_old(op: Operator, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
     source = targets[0]
-    if name not in COPIES_IF_NEEDED:
-        return name in RETURNS_SELF or (name == "mT.get" and not source.shape)
+    if op.aliasing != "if_needed":
+        return op.aliasing == "self" or (op.name == "mT.get" and not source.shape)
     thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
     return thin or outputs[0].shape == source.shape
 

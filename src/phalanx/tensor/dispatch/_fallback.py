@@ -19,13 +19,7 @@ from phalanx.tensor.dispatch._arguments import NeedsPromotion, flatten, promote,
 from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name
-
-# They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
-WRITES_UNSEEN = {
-    "batch_norm": (3, 4), "native_batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
-    "apply": (0,), "map": (0,), "map2": (0,),
-}  # fmt: skip
+from phalanx.tensor.ops._registry import op_name, operator_of
 
 
 def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,7 +42,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     local_args, local_kwargs = structure.rebuild(wholes)
     result = func(*local_args, **local_kwargs)
     written = {i for i, whole in enumerate(wholes) if _version(whole) != versions[i]}
-    written |= _unseen_writes(name.base, args, tensors)
+    written |= _silent_writes(name.base, args, tensors)
     for index in written:
         write_back(tensors[index], wholes[index], name.base)
     mesh = tensors[0]._spec.mesh
@@ -71,11 +65,11 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _unseen_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
-    positions = WRITES_UNSEEN.get(name, ())
+def _silent_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
+    """Which of ``tensors`` the operator wrote to without raising their version."""
     return {
         index
-        for position in positions
+        for position in operator_of(name).writes
         if position < len(args)
         for index, tensor in enumerate(tensors)
         if args[position] is tensor

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor.core._dtensor import number_of
-from phalanx.tensor.ops._names import op_name, torch_keywords
+from phalanx.tensor.ops._registry import op_name, operator_of
+from phalanx.tensor.ops._rule import torch_keywords
 
-_INDEXING = frozenset({"__getitem__", "__setitem__"})
 _POSITIONS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})  # bool and uint8 are masks
 
 
@@ -38,7 +38,7 @@ def has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _replaced(func: Any, args: Any, kwargs: Any, read: _Read) -> _Arguments | None:
     name = op_name(func).base
-    if name in _INDEXING:
+    if operator_of(name).indexes:
         key = _plain_key(name, args[1], read)
         return None if key is args[1] else ((args[0], key, *args[2:]), kwargs)
     places = _tensor_places(name)

@@ -41,9 +41,8 @@ from phalanx.tensor.dispatch._fallback import run_replicated, write_out
 from phalanx.tensor.dispatch._numbers import has_numbers, with_numbers
 from phalanx.tensor.dispatch._results import finish
 from phalanx.tensor.dispatch._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
-from phalanx.tensor.ops._names import in_signature_order, op_name
-from phalanx.tensor.ops.rules import RULES
-from phalanx.tensor.ops.rules._pointwise import BINARY, UNARY, pointwise
+from phalanx.tensor.ops._registry import op_name, operator_of
+from phalanx.tensor.ops._signatures import in_signature_order
 from phalanx.tensor.redistribute._execute import move, run_plan
 from phalanx.tensor.redistribute._sums import reduce_gradient
 
@@ -59,8 +58,6 @@ SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are eq
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
-# Numbers among the arguments are operands: not devices, nor the ``reduction`` of a loss.
-_ANY_NUMBERS = frozenset((*UNARY, *BINARY)) - {"to", "type", "cpu", "cuda"}
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
@@ -277,8 +274,7 @@ def _learn(
     structure: Structure | None = None,
 ) -> Decision:
     """Decide and remember: for any numbers, where these change nothing."""
-    name = op_name(func).base
-    if name in _ANY_NUMBERS and RULES.get(name) is pointwise:
+    if operator_of(op_name(func).base).numbers:
         general = key_of_any_numbers(args, kwargs)
         if general is not None:
             found = (func, general)

@@ -2,15 +2,15 @@
 
 Owns ``Call`` (one torch call, its DTensor arguments replaced by ``In``), ``Choice`` (what one mesh axis may do) and
 ``Sharding`` (a rule's answer). Rules are pure functions from ``Call`` to ``Sharding`` or None (no rule for this
-call: it is computed replicated). They are listed in ``rules/__init__.py``; ``_select.py`` picks among choices by
-bytes.
+call: it is computed replicated). They are listed in ``_registry.py``; ``_select.py`` picks among choices by bytes.
+Owns ``Operator`` too, what that table says of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,29 +19,75 @@ from torch.autograd.graph import get_gradient_edge
 from phalanx.tensor.layout._placement import REPLICATE, Placement
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
-from phalanx.tensor.ops._names import torch_keywords
+
+Rule = Callable[["Call"], "Sharding | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One row of the table of operators (``_registry.py``): how it runs on DTensors, its forms, what it promises.
+
+    A handler is named ``module.function``; ``patches/_handlers.py`` knows the modules. It takes (func, args, kwargs) as
+    torch gave them. Names of several forms are separated by spaces.
+    """
+
+    name: str
+    rule: Rule | None = None
+    handler: str = ""  # runs it in place of the rule, or leaves some calls to the rule
+    functional: str = (
+        ""  # handler of ``torch.nn.functional``'s Python function of this name, whose body does not run
+    )
+    in_place: str = ""  # handler of the form that writes to its first argument
+    refused: str = ""  # why it raises
+    in_place_refused: str = ""
+    # ---- forms
+    dunders: str = ""  # Python operators that are this one; those with an ``i`` in front write in place
+    quick: str = (
+        ""  # methods and operators that DTensor has without the detour through torch's argument parser
+    )
+    foreach: Literal["", "locals", "contributions"] = (
+        ""  # ``_foreach_<name>`` runs on the locals, also partial ones
+    )
+    sharded: str = ""  # for ShardedTensor: "metadata", "shards" (element by element), or its handler's name
+    # ---- promises
+    numbers: bool = False  # numbers among its arguments are operands: a decision holds for all of them
+    linear: Linear = ""  # which tensors may be partial sums, with a result that is one too
+    cast: torch.dtype | Literal["", "given"] = ""  # the dtype of the result
+    aliasing: Literal["", "view", "self", "if_needed"] = ""  # what it may return besides a new tensor
+    makes_anew: bool = False  # of its first argument it takes no values
+    indexes: bool = False  # its second argument is an index
+    reduction_at: int = -1  # position of a loss's reduction
+    writes: tuple[int, ...] = ()  # arguments that it writes to without raising their version
+    module_makes: Literal["", "states", "offsets"] = ""  # plain tensors that modules give it
+
+
+Linear = Literal["", "first", "identity", "dividend", "either", "both", "values"]
+"""``first``: the first; ``identity``: that, whatever its reduction; ``dividend``: the first, divided by no zero;
+``either``: one of two; ``both``: two together; ``values``: those of three that are no condition."""
+
+
+# torch takes numpy's names for these arguments too, in every function.
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def torch_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` under torch's names.
+
+    >>> torch_keywords({"axis": 0, "keepdims": True})
+    {'dim': 0, 'keepdim': True}
+    """
+    return {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
 
 
 class In:
     """Stands for a DTensor argument inside a ``Call``."""
 
-    __slots__ = ("index", "spec")
+    __slots__ = ("dtype", "index", "ndim", "shape", "spec")
 
     def __init__(self, index: int, spec: Spec) -> None:
         self.index = index
         self.spec = spec
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.spec.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.spec.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
+        self.shape, self.ndim, self.dtype = spec.shape, len(spec.shape), spec.dtype
 
     @property
     def sharded_dims(self) -> set[int]:
@@ -103,17 +149,19 @@ class Call:
     place of numpy's.
     """
 
-    name: str
+    op: Operator
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[In]
     grad: bool
     in_place: bool = False
+    name: str = field(init=False)
     _meta: Any = field(default=None, repr=False)
     asked_for_grad: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.name = self.op.name
         self.kwargs = torch_keywords(self.kwargs)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
@@ -273,9 +321,6 @@ def none_thin(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
 
 def _laid_out(call: Call, placements: Sequence[tuple[Placement, ...]]) -> list[Spec]:
     return [one.spec.with_placements(given) for one, given in zip(call.inputs, placements, strict=True)]
-
-
-Rule = Callable[[Call], "Sharding | None"]
 
 
 def only_if(good: Callable[[Call, Sequence[tuple[Placement, ...]]], bool], rule: Rule) -> Rule:
