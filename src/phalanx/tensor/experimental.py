@@ -22,8 +22,9 @@ from phalanx.tensor.dispatch._inline_python import through
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._registry import give_rule, is_functional, op_name, operator_of
+from phalanx.tensor.ops._registry import OPERATORS, give_rule, op_name
 from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
+from phalanx.tensor.patches._handlers import is_functional
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 
@@ -162,7 +163,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
             name = op_name(one).base
             give_rule(name, functools.partial(_ask, rule))
             handlers.pop(one, None)
-            if not is_functional(one, operator_of(name)) and through(one) is not None:
+            if not is_functional(one, OPERATORS[name]) and through(one) is not None:
                 handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule

@@ -20,7 +20,7 @@ def held_boxes(spec: Spec, local: Tensor) -> list[HeldBox]:
     >>> held_boxes(spec, local)   # doctest: +SKIP
     [HeldBox(offsets=(4, 0), sizes=(4, 3), tensor=...)]
     """
-    if spec.mesh.get_coordinate() is None:
+    if spec.is_outside:
         return []
     if spec.num_elements == 0:
         return [HeldBox((0,) * len(spec.shape), tuple(spec.shape), local.new_empty(spec.shape))]

@@ -22,7 +22,7 @@ from phalanx.tensor.dispatch._inline_python import run_through, through
 from phalanx.tensor.dispatch._run import run_first, run_first_two, run_mixed, run_rule
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._registry import op_name, operator_of
+from phalanx.tensor.ops._registry import OPERATORS, op_name
 from phalanx.tensor.ops._rule import torch_keywords
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
@@ -96,7 +96,7 @@ def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
 
 def elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Element by element where the elements are; then their mean or sum, which is a reduction like any other."""
-    place, options = operator_of(op_name(func).base).reduction_at, dict(kwargs or {})
+    place, options = OPERATORS[op_name(func).base].reduction_at, dict(kwargs or {})
     if len(args) > place:
         reduction = args[place]
         args = (*args[:place], _NONE, *args[place + 1 :])

@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.tensor.core._dtensor import DTensor
-from phalanx.tensor.core._memory_order import OrderedCall, has_free_order
+from phalanx.tensor.core._memory_order import OrderedCall
 from phalanx.tensor.core._strides import Aliasing
 from phalanx.tensor.dispatch._arguments import Structure, flatten
-from phalanx.tensor.dispatch._empty_shards import anchored, holds_nothing
+from phalanx.tensor.dispatch._empty_shards import anchored
+from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
-from phalanx.tensor.ops._registry import OpName, op_name, operator_of
+from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
 from phalanx.tensor.ops._rule import Call, In, LocalRun, Operator, Sharding
 from phalanx.tensor.ops._select import select
 from phalanx.tensor.redistribute._execute import Route, route_of
@@ -82,9 +83,12 @@ def decide(
     """Ask the rule and choose. The DTensors are on one mesh."""
     name = op_name(func)
     structure = structure or flatten(args, kwargs)
-    inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
+    inputs = []
+    for i, tensor in enumerate(tensors):
+        spec = tensor._spec
+        inputs.append(In(i, spec, spec.shape, len(spec.shape), spec.dtype))
     call_args, call_kwargs = structure.rebuild(inputs)
-    call = Call(operator_of(name.base), func, call_args, call_kwargs, inputs, True, name.in_place)
+    call = Call(OPERATORS[name.base], func, call_args, call_kwargs, inputs, True, name.in_place)
     with unseen():
         return _decide(call, name)
 
@@ -107,7 +111,7 @@ def _decide(call: Call, name: OpName) -> Decision:
 def _decide_one(call: Call, name: OpName) -> Decision:
     inputs = call.inputs
     rule = call.op.rule  # None: it was taken away since the handler was found
-    if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
+    if rule is None or not inputs or inputs[0].spec.is_outside:
         return REPLICATED
     sharding = rule(call)
     if sharding is None:
@@ -125,22 +129,31 @@ def _decide_one(call: Call, name: OpName) -> Decision:
 
 def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decision:
     ins, outs = layouts
-    targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
+    targets = tuple(
+        one.spec if p == one.spec.placements else one.spec.with_placements(p)
+        for one, p in zip(call.inputs, ins, strict=True)
+    )
     if name.in_place:
         form = "self"
         outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
     else:
         shapes = sharding.shapes or call.output_shapes()
         form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
-        mesh, dtype = call.inputs[0].spec.mesh, call.inputs[0].dtype
+        first = call.inputs[0].spec
         assert len(shapes) == len(outs), (
             f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
         )
-        outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+        outputs = tuple(
+            first
+            if p == first.placements and shape == first.shape
+            else Spec.of(first.mesh, p, shape, first.dtype)
+            for p, shape in zip(outs, shapes, strict=True)
+        )
         if sharding.local is None and sharding.bind is None:
             _check_promise(call, targets, outputs)
     run = _local_call(sharding, LocalRun(call.func, targets, outputs))
-    if not name.in_place and call.op.aliasing != "if_needed" and has_free_order((*targets, *outputs)):
+    specs = {*targets, *outputs}
+    if not name.in_place and call.op.aliasing != "if_needed" and any(spec.has_free_order for spec in specs):
         run = OrderedCall(run, call, targets, outputs, sharding)
     decision = Decision(call.name, form, outputs, run)
     decision.is_view = sharding.is_view
@@ -152,7 +165,7 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         and form != "self"
         and decision.aliasing is None
         and decision.is_new
-        and holds_nothing((*targets, *outputs))
+        and any(0 in spec.local_shape and spec.num_elements for spec in specs)  # this rank holds nothing
     ):
         decision.call = anchored(run, call, targets)
     plans = [
@@ -200,9 +213,9 @@ def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[i
         axes = tuple(
             axis
             for axis, placement in enumerate(target.placements)
-            if placement.is_replicate()
+            if placement is REPLICATE
             and target.mesh.shape[axis] > 1
-            and any(not out[axis].is_replicate() for out in outs)
+            and any(out[axis] is not REPLICATE for out in outs)
         )
         if axes:
             yield index, axes

@@ -18,16 +18,14 @@ from phalanx.tensor.core._copied_views import check_writable, fresh, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import check_collective, moved_for
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._registry import operator_of
+from phalanx.tensor.ops._registry import OPERATORS
 
-_PREFIX = "_foreach_"
+PREFIX = "_foreach_"
 
 
-def list_handler(base: str) -> Callable[[Any, Any, Any], Any] | None:
-    """Find the handler of ``_foreach_*``, by its name without the ``_`` of writing in place; None: it is none."""
-    if not base.startswith(_PREFIX):
-        return None
-    return foreach if operator_of(base.removeprefix(_PREFIX)).foreach else _each
+def list_handler(base: str) -> Callable[[Any, Any, Any], Any]:
+    """Find the handler of ``_foreach_*``, by its name without the ``_`` of writing in place."""
+    return foreach if OPERATORS[base.removeprefix(PREFIX)].foreach else _each
 
 
 def foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -81,7 +79,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     specs = [t._spec for t in first]
     odd = (
         any(spec.is_partial for spec in specs)
-        and operator_of(base.removeprefix(_PREFIX)).foreach != "contributions"
+        and OPERATORS[base.removeprefix(PREFIX)].foreach != "contributions"
     )
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _each(func, args, kwargs)
@@ -196,7 +194,7 @@ def _place(values: Iterable[Any], place: int) -> list[Any]:
 
 def _single(name: str) -> Any:
     """The function of one tensor that ``name`` applies to each of a list."""
-    method = name.removeprefix(_PREFIX)
+    method = name.removeprefix(PREFIX)
     found: Any = getattr(_OfOne, method, None)
     if found is None:
         found = getattr(Tensor, method, None) if method.endswith("_") else getattr(torch, method, None)

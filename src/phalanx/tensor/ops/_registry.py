@@ -16,7 +16,6 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from phalanx.tensor.ops._rule import Operator, Rule, none_empty, none_thin, only_if
 from phalanx.tensor.ops.rules import (
@@ -360,8 +359,15 @@ _ROWS: tuple[Iterable[Operator], ...] = (
 )  # fmt: skip
 
 
-def _table(rows: Iterable[Iterable[Operator]]) -> dict[str, Operator]:
-    table: dict[str, Operator] = {}
+class _Table(dict[str, Operator]):
+    """By name; an operator without a row has one that says nothing."""
+
+    def __missing__(self, name: str) -> Operator:
+        return Operator(name)
+
+
+def _table(rows: Iterable[Iterable[Operator]]) -> _Table:
+    table = _Table()
     for operator in itertools.chain.from_iterable(rows):
         assert operator.name not in table, f"{operator.name} has two rows"
         table[operator.name] = operator
@@ -371,14 +377,9 @@ def _table(rows: Iterable[Iterable[Operator]]) -> dict[str, Operator]:
 OPERATORS = _table(_ROWS)
 
 
-def operator_of(name: str) -> Operator:
-    """Look up a row; one that says nothing but the name for an operator that has none."""
-    return OPERATORS.get(name) or Operator(name)
-
-
 def give_rule(name: str, rule: Rule) -> None:
     """Replace the rule of an operator by a user's, of whose numbers nothing is known."""
-    OPERATORS[name] = dataclasses.replace(operator_of(name), rule=rule, numbers=False)
+    OPERATORS[name] = dataclasses.replace(OPERATORS[name], rule=rule, numbers=False)
 
 
 class OpName(NamedTuple):
@@ -395,18 +396,12 @@ _DUNDERS = {
 }
 
 
-def is_functional(func: Any, operator: Operator) -> bool:
-    """Whether ``func`` is the function of ``torch.nn.functional`` that has a handler of its own there."""
-    return bool(operator.functional) and func is getattr(F, operator.name, None)
-
-
 @cache
 def op_name(func: Any) -> OpName:
     """
-        >>> import torch
-    import torch.nn.functional as F
+    >>> import torch
         >>> op_name(torch.Tensor.__iadd__), op_name(torch.relu)
-        (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
+    (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
     """
     schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")
     if schema and not schema.startswith(

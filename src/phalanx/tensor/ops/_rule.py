@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from phalanx.tensor.layout._placement import REPLICATE, Placement
+from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
 
@@ -79,26 +79,23 @@ def torch_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
 
 
+@dataclass(slots=True)
 class In:
     """Stands for a DTensor argument inside a ``Call``."""
 
-    __slots__ = ("dtype", "index", "ndim", "shape", "spec")
-
-    def __init__(self, index: int, spec: Spec) -> None:
-        self.index = index
-        self.spec = spec
-        self.shape, self.ndim, self.dtype = spec.shape, len(spec.shape), spec.dtype
+    index: int
+    spec: Spec
+    shape: torch.Size
+    ndim: int
+    dtype: torch.dtype
 
     @property
     def sharded_dims(self) -> set[int]:
-        return {p.dim for p in self.spec.placements if p.is_shard()}  # type: ignore[attr-defined]  # is_shard
+        return {p.dim for p in self.spec.placements if isinstance(p, Shard)}
 
     @property
     def is_partial(self) -> bool:
-        return any(p.is_partial() for p in self.spec.placements)
-
-    def __repr__(self) -> str:
-        return f"In({self.index}, {self.spec!r})"
+        return self.spec.is_partial
 
 
 @dataclass(frozen=True)
@@ -132,21 +129,19 @@ class Sharding:
     bind: Callable[[LocalRun], Callable[..., Any]] | None = None
 
 
+@dataclass(slots=True)
 class LocalRun:
     """What a rule's ``local`` may ask when it runs: the function, and the layouts that were chosen."""
 
-    __slots__ = ("func", "inputs", "outputs")
-
-    def __init__(self, func: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
-        self.func = func
-        self.inputs = inputs
-        self.outputs = outputs
+    func: Any
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
 
 
 @dataclass
 class Call:
     """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors and torch's names in
-    place of numpy's.
+    place of numpy's. What it computes on meta tensors it computes without the user's modes: ``decide`` sees to that.
     """
 
     op: Operator
@@ -188,7 +183,7 @@ class Call:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
-                self._meta = (self.on(self._papers()),)
+                self._meta = (self.on(self._meta_tensors()),)
             except AssertionError as error:  # torch's way to refuse arguments on meta tensors
                 raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
@@ -196,12 +191,16 @@ class Call:
     def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
         """The first input as a meta tensor with these strides, and what the call returns for it."""
         first, *others = self.inputs
-        papers = [_paper(first, first.shape, strides), *(_paper(one, one.shape) for one in others)]
-        return papers[0], self.on(papers)
+        with unseen():
+            tensors = [
+                _meta_tensor(first, first.shape, strides),
+                *(_meta_tensor(one, one.shape) for one in others),
+            ]
+            return tensors[0], self.on(tensors)
 
     def on(self, tensors: Sequence[Tensor]) -> Any:
         """What the call returns for these tensors, which are on one device, in place of its inputs."""
-        with torch.no_grad(), unseen():
+        with torch.no_grad():
             return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
@@ -211,7 +210,7 @@ class Call:
         """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
         try:
             result = self.on(
-                [_paper(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
+                [_meta_tensor(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
             )
         except CANNOT_TELL:
             return None
@@ -223,11 +222,11 @@ class Call:
         """For each tensor that the call returns, which inputs get a gradient through it; None if meta tensors cannot
         tell.
         """
-        return self._reached(self.func, self._papers())
+        return self._reached(self.func, self._meta_tensors())
 
     def reached_here(self, run: Callable[..., Any], specs: Sequence[Spec]) -> list[frozenset[int]] | None:
         """The same of ``run``, the local call of a rank that holds nothing, by running it."""
-        with unseen(), torch.inference_mode(False):
+        with torch.inference_mode(False):
             parts = [
                 torch.zeros(spec.local_shape, dtype=one.dtype, device=spec.mesh.device_type)
                 for one, spec in zip(self.inputs, specs, strict=True)
@@ -238,15 +237,15 @@ class Call:
         for tensor in tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         try:
-            with torch.inference_mode(False), torch.enable_grad(), unseen():
+            with torch.inference_mode(False), torch.enable_grad():
                 made = run(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
         except CANNOT_TELL:
             return None
         results = tensors_in(made)
         return [frozenset(i for i, leaf in enumerate(tensors) if _leads_to(one, leaf)) for one in results]
 
-    def _papers(self) -> list[Tensor]:
-        return [_paper(one, one.shape) for one in self.inputs]
+    def _meta_tensors(self) -> list[Tensor]:
+        return [_meta_tensor(one, one.shape) for one in self.inputs]
 
 
 # What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
@@ -254,9 +253,9 @@ CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 _DEVICES = ("cpu", "cuda")
 
 
-def _paper(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
+def _meta_tensor(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
     """A meta tensor in place of an input; row-major without ``strides``."""
-    with unseen(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         if strides is None:
             return torch.empty(shape, dtype=one.dtype, device="meta")
         return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")

@@ -1,76 +1,27 @@
 """Wrappers of torch's functions that take a DTensor without asking its class, and would see an empty tensor.
 
 Owns the wrappers, which refuse or do right; calls without DTensors pass straight on. ``_install.py`` lists what each is
-put around. A tracer records what happens to this rank's local tensor, so inside ``torch.jit.trace`` every operation on
-a DTensor raises, and every collective (which no trace can hold). Calls outside of a trace pay nothing for that: the
-remembered handlers are dropped when a trace begins, and those found meanwhile look for it (``find_handler``).
+put around.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-import torch.utils.dlpack
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx import comm
 from phalanx.comm.torch_interop._dcp import Spread
-from phalanx.tensor.core._dtensor import DTensor, handlers, wrap
+from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._modes import under_these_modes
-
-_lock = threading.Lock()
-_num_traces = 0  # of all threads: while there are some, handlers are not remembered
-
-
-def while_tracing(handler: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any] | None:
-    """What to call in place of ``handler`` while some thread is inside ``torch.jit.trace``; None if none is."""
-    if not _num_traces:
-        return None
-
-    def check(func: Any, args: Any, kwargs: Any) -> Any:
-        if torch._C._get_tracing_state() is not None:
-            _refuse_trace(f"{getattr(func, '__name__', func)} on a DTensor")
-        return handler(func, args, kwargs)
-
-    return check
-
-
-def _refuse_trace(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{what} inside torch.jit: it would record this rank's part. "
-        f"Trace or script the plain module before it is distributed, or give it full_tensor()"
-    )
-
-
-def _refuse_collective(event: comm.CommEvent) -> None:
-    if torch._C._get_tracing_state() is not None:
-        _refuse_trace(f"{event.name} of {event.nbytes} B")
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    global _num_traces
-    with _lock:
-        _num_traces += 1
-    handlers.clear()
-    try:
-        with comm.observe(_refuse_collective):
-            yield
-    finally:
-        with _lock:
-            _num_traces -= 1
+from phalanx.tensor.patches._handlers import refuse_trace, tracing
 
 
 def tracer(plain: Any) -> Any:
     def trace(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
-            _refuse_trace("a DTensor as example input")
-        with _tracing():
+            refuse_trace("a DTensor as example input")
+        with tracing():
             return plain(*args, **kwargs)
 
     return trace
@@ -82,7 +33,7 @@ def module_compiler(plain: Any) -> Any:
     def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for name, tensor in (*nn_module.named_parameters(), *nn_module.named_buffers()):
             if isinstance(tensor, DTensor):
-                _refuse_trace(f"{name}, a DTensor, in {type(nn_module).__name__}")
+                refuse_trace(f"{name}, a DTensor, in {type(nn_module).__name__}")
         return plain(nn_module, *args, **kwargs)
 
     return create_script_module

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard
-from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
+from phalanx.tensor.ops._rule import Call, Choice, Sharding, all_replicated
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -33,9 +33,13 @@ def pointwise(call: Call) -> Sharding | None:
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
         return None  # it gives indices
     choices = [all_replicated(call, 1)]
-    dims = sorted(
-        {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
-    )
+    found = {
+        p.dim + len(out) - one.ndim
+        for one in call.inputs
+        for p in one.spec.placements
+        if isinstance(p, Shard)
+    }
+    dims = sorted(d for d in found if out[d] > 1 or len(shapes) == 1)
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
     choices += _linear_choices(call)
     if call.op.makes_anew:
@@ -49,10 +53,6 @@ def pointwise(call: Call) -> Sharding | None:
     return Sharding(choices, shapes=made, is_view=call.op.aliasing == "view", elementwise=True)
 
 
-def _out_dims(one: In, ndim: int) -> set[int]:
-    return {d + ndim - one.ndim for d in one.sharded_dims}
-
-
 def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> list[Choice]:
     """All inputs cut along output dim ``dim``; whole where they have no such dim or broadcast it.
 
@@ -62,16 +62,17 @@ def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> li
     for one in call.inputs:
         for p in one.spec.placements:
             if isinstance(p, Shard) and p.dim + len(out) - one.ndim == dim:
-                ways[p.on_dim(dim)] = None
+                ways[p if p.dim == dim else p.on_dim(dim)] = None
     result = []
     for way in ways or {Shard(dim): None}:
         assert isinstance(way, Shard), "only shards were collected"
         inputs: list[Placement] = []
         for one in call.inputs:
             own = dim - (len(out) - one.ndim)
-            inputs.append(
-                REPLICATE if own < 0 or (one.shape[own] == 1 and out[dim] != 1) else way.on_dim(own)
-            )
+            if own < 0 or (one.shape[own] == 1 and out[dim] != 1):
+                inputs.append(REPLICATE)
+            else:
+                inputs.append(way if own == dim else way.on_dim(own))
         result.append(Choice(tuple(inputs), (way,) * num_outputs))
     return result
 
