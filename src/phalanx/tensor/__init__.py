@@ -6,12 +6,14 @@ Importing this package changes torch from outside, so that users' Functions, act
 
 from __future__ import annotations
 
+import warnings
+
 from phalanx.comm import DeviceMesh, init_device_mesh
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
 from phalanx.tensor.core._dtensor import DTensor, above
 from phalanx.tensor.core._modes import (
+    ImplicitCommunicationError,
     NoShardingRule,
-    SurpriseCommunication,
     communication_mode,
     fallback_counts,
     fallback_policy,
@@ -35,6 +37,7 @@ _log.configure()
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "ImplicitCommunicationError",
     "MaskPartial",
     "NoShardingRule",
     "Partial",
@@ -42,7 +45,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
-    "SurpriseCommunication",
     "arange",
     "communication_mode",
     "distribute_module",
@@ -62,3 +64,15 @@ __all__ = [
     "set_rng_state",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Find ``SurpriseCommunication``, which this release still knows as ``ImplicitCommunicationError``."""
+    if name != "SurpriseCommunication":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "phalanx.tensor.SurpriseCommunication is ImplicitCommunicationError now; the next release drops the old name",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return ImplicitCommunicationError

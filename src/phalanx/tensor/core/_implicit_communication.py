@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from phalanx.tensor.core._modes import SurpriseCommunication, settings, user_line
+from phalanx.tensor.core._modes import ImplicitCommunicationError, settings, user_line
 from phalanx.tensor.layout._spec import Spec, on_root
 from phalanx.tensor.redistribute._execute import Route, move, route_of, run_plan, turn_back
 from phalanx.tensor.redistribute._plan import plan_redistribute
@@ -74,5 +74,5 @@ def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
 def _object(what: str) -> None:
     message = f"{what}; called at {user_line()}. Redistribute by hand where you want it"
     if settings.comm == "explicit":
-        raise SurpriseCommunication(message)
+        raise ImplicitCommunicationError(message)
     warnings.warn(message, stacklevel=2)
