@@ -48,11 +48,22 @@ LAYERS = {
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
 # above, the package's own `__init__` on top.
-SUBLAYERS: dict[str, list[str]] = {}
+SUBLAYERS: dict[str, list[str]] = {
+    "comm": [
+        *("_background", "_sockets", "stores", "failure", "transports", "group", "simulation", "mesh"),
+        *("torch_interop", "faults"),
+    ],
+    "data": [
+        *("_permutation", "_order", "_wrapped_orders", "_source", "_partition", "_padding", "_cursor"),
+        *("_state", "_ranks", "_batches", "_sampler"),
+    ],
+    "ddp": ["buckets", "hooks", "reducer", "wrapper"],
+    "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
+}
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()
-TANGLED = {"comm", "launch", "tensor", "shard"}
-UNEXPLAINED = {"__main__", "_torch_hook", "comm", "ddp", "data", "elastic", "launch", "shard", "tensor"}
+TANGLED = {"launch", "tensor"}
+UNEXPLAINED = {"__main__", "_torch_hook", "elastic", "launch", "tensor"}
 WHY_LATE = re.compile("start-up|optional|platform")
 FORBIDDEN = re.compile(
     r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"

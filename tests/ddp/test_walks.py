@@ -27,14 +27,15 @@ def walk_of_one_backward(group: Group) -> Walk:
 @pytest.mark.fast
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_backward_changes_files_at_most_27_times(world_size: int) -> None:
-    for walk in simulate(world_size).run(walk_of_one_backward):
-        assert walk.switches <= 27, "\n".join(walk.files)
+    """On the rank that comes last and need not wait: how simulated ranks take turns is no part of a backward."""
+    walk = simulate(world_size).run(walk_of_one_backward)[-1]
+    assert walk.switches <= 27, "\n".join(walk.files)
 
 
 @pytest.mark.fast
 def test_the_files_of_one_backward_are_those_of_the_tour() -> None:
     """The reducer, what it calls, and one collective: a new file belongs into the tour."""
-    walk = simulate(2).run(walk_of_one_backward)[0]
+    walk = simulate(2).run(walk_of_one_backward)[-1]
     assert sorted({file for file in walk.files if file.startswith("ddp/")}) == [
         "ddp/buckets/_flat_buffer.py",
         "ddp/reducer/_exchange.py",

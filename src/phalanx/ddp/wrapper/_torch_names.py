@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import scatter_gather
+from torch.nn.parallel.scatter_gather import gather as gather_outputs
+from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from phalanx import comm
 from phalanx._torch_faults import check_fused_tensors
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def scatter(ddp: DistributedDataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-    return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=ddp.dim)
+    return scatter_kwargs(inputs, kwargs, device_ids, dim=ddp.dim)
 
 
 def gather(ddp: DistributedDataParallel, outputs: Any, output_device: Any) -> Any:
-    return scatter_gather.gather(outputs, output_device, dim=ddp.dim)
+    return gather_outputs(outputs, output_device, dim=ddp.dim)
 
 
 def to_kwargs(ddp: DistributedDataParallel, inputs: Any, kwargs: Any, device_id: int) -> Any:
