@@ -51,12 +51,12 @@ LAYERS = {
 # above, the package's own `__init__` on top.
 SUBLAYERS: dict[str, list[str]] = {
     "comm": [
-        "_background", "stores", "failure", "transports", "group", "simulation", "mesh",
+        "_background", "_sockets", "stores", "failure", "transports", "group", "simulation", "mesh",
         "torch_interop", "faults",
     ],
     "data": [
         "_permutation", "_order", "_wrapped_orders", "_source", "_partition", "_padding", "_cursor",
-        "_state", "_ranks", "_slot_batches", "_batches", "_sampler",
+        "_state", "_ranks", "_batches", "_sampler",
     ],
     "launch": [
         "system", "numa", "events", "metrics", "failures", "telemetry", "rendezvous", "config",
