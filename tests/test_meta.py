@@ -48,11 +48,20 @@ LAYERS = {
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
 # above, the package's own `__init__` on top.
-SUBLAYERS: dict[str, list[str]] = {}
+SUBLAYERS: dict[str, list[str]] = {
+    "launch": [
+        "system", "numa", "events", "metrics", "failures", "telemetry", "rendezvous", "config", "workers", "recovery",
+        "hang", "agent", "cli",
+    ],
+    "launch.rendezvous": [
+        "_interface", "_settings", "_records", "_runs", "_own_secret", "_order", "_decide", "_waiting", "_leader",
+        "_participant", "_handler", "_backends", "_static", "_registry",
+    ],
+}  # fmt: skip
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()
-TANGLED = {"comm", "launch", "tensor", "shard"}
-UNEXPLAINED = {"__main__", "_torch_hook", "comm", "ddp", "data", "elastic", "launch", "shard", "tensor"}
+TANGLED = {"comm", "tensor", "shard"}
+UNEXPLAINED = {"__main__", "_torch_hook", "comm", "ddp", "data", "elastic", "shard", "tensor"}
 WHY_LATE = re.compile("start-up|optional|platform")
 FORBIDDEN = re.compile(
     r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"
