@@ -444,7 +444,7 @@ class Agent:
 
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
-            self._hang.answer(self._generation, request.stacks)
+            self._hang.answer(self._generation.info, request.stacks)
         self._count_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
@@ -490,7 +490,7 @@ class Agent:
                     member.process.send_signal(signal.SIGTERM, to_group=False)
 
     def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
-        found = self._hang.check(progress, self._generation, time.monotonic())
+        found = self._hang.check(progress, self._generation.info, time.monotonic())
         if found is not None:
             member, reason = found
             log.error("%s; it is killed", reason)

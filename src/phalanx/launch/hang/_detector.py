@@ -125,7 +125,7 @@ class _Reporter:
     """A worker's connection for progress reports; made at the first report, one per process."""
 
     def __init__(self) -> None:
-        from phalanx.comm.stores import connect, job_store
+        from phalanx.comm.stores import connect, job_store  # start-up speed: scripts import this module
 
         self.pid = os.getpid()
         self.lock = threading.Lock()
