@@ -231,6 +231,22 @@ def test_everything_in_a_verdict_travels_to_the_other_agents():
     assert channel.recovery_before(5) == sent
 
 
+def test_what_an_agent_said_for_good_is_written_again_when_it_is_gone():
+    store, lasting = MemoryStore(), {}
+    channel = AgentChannel(store, lasting)
+    channel.say_done(4, 1, "done")
+    channel.say_ended("w")
+    said = store.items()
+    assert lasting == said
+    for key in said:
+        store.delete(key)
+    AgentChannel(store).put_right({**lasting, "other": b"1"})
+    assert store.items() == {**said, "other": b"1"}
+    store.set("other", b"2")
+    AgentChannel(store).put_right({"other": b"1"})
+    assert store.get("other") == b"2"
+
+
 @pytest.mark.parametrize("garbage", [b'{"v":1}', b'{"v":1,"action":"heal","restarts":[]}', b"[]"])
 def test_a_verdict_that_is_none_is_refused(garbage):
     store = MemoryStore()

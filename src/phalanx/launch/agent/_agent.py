@@ -160,7 +160,7 @@ class Agent:
         self._is_joining = False
         if self.current:
             self.current.close()
-        self.current = generation = Generation(info, self._handler)
+        self.current = generation = Generation(info, self._handler, self._sources.lasting)
         try:
             generation.serve_bootstrap(self.spec.master_addr)
         except PortTaken as taken:
