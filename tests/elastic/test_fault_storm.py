@@ -257,7 +257,7 @@ def two_nodes(directory: Path, namespace: Namespace) -> tuple[Node, Node]:
         script_flags=("--machine=here", f"--over={data.device}"),
     )
     there = Node(
-        prefix=tuple(namespace.inside()),
+        prefix=tuple(namespace.inside("env", "RES_OPTIONS=timeout:1 attempts:1")),  # no name server there
         flags=(*flags, f"--local-addr={control.there}"),
         script_flags=("--machine=there", f"--over={data.device_there}"),
     )

@@ -212,6 +212,18 @@ def test_a_worker_that_says_that_it_computes_has_started():
     assert hang.limit("w") == 10
 
 
+def test_time_in_which_nobody_looked_is_not_held_against_a_worker():
+    """All processes of a job were stopped and continued: then the last report is old, and nobody hangs."""
+    hang = HangDetector(10, interval=0.5)
+    hang.observe({"w": b"1", "v": b"1"}, now=0, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1001, stopped={"v"})
+    assert hang.hanging(now=1001) == []
+    for now in range(1002, 1011):
+        hang.observe({"w": b"1", "v": b"2"}, now=now)
+    assert hang.hanging(now=1010) == ["w"]
+
+
 def test_every_generation_has_one_verdict():
     channel = AgentChannel(MemoryStore())
     first = Recovery(action=Action.RESTART, restarts=1, reason="rank 1")
