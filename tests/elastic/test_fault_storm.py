@@ -332,7 +332,7 @@ def tell(survived: Sequence[Survived]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Steps, digest and score of the storm's script in one process, without a launcher."""
     directory = tmp_path_factory.mktemp("quiet")
     for folder in ("faults", "struck"):

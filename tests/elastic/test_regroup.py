@@ -4,6 +4,7 @@ matters, forced by the script. Real processes and real agents are in ``test_faul
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from scripted_world import Die, Rows, World
@@ -19,12 +20,12 @@ pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         world = World(tmp_path_factory.mktemp("alone"), patch)
         world.agree(0, "a")
