@@ -41,8 +41,7 @@ TELL_AFTER = 0.1
 BREAK_AFTER = 3.0
 """Seconds after which, should the agents not have done so, a worker breaks the generation for the others."""
 STALE_AFTER = 10.0
-"""Seconds after which a worker without a seat takes a generation that has a successor for over, though nobody says so:
-that record may be one that a stranger has written over."""
+"""Seconds after which a generation that has a successor is over for one without a seat, though no record says so."""
 KEEPS_AFTER = 5.0
 """Seconds in which a worker whose script has ended, if its process lives, says that it keeps the final state."""
 LEAVE_AFTER = 2.0
@@ -279,7 +278,7 @@ class StoreRoster:
     def _declare(self, generation: int, mine: Ready) -> None:
         if (
             mine.is_veteran
-        ):  # what it has committed since its last report counts as progress, should workers die again
+        ):  # what it has committed since its last report is progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
