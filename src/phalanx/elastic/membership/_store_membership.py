@@ -300,11 +300,8 @@ class StoreRoster:
     def _make_sure_broken(
         self, seat: Seat, cause: CommError, step: int = -1, *, evaluating: bool = False
     ) -> None:
-        """Agents break a generation when they see a death. What only workers can see, they have to tell.
-
-        Agents hear it and break the generation. Where they cannot, since they form the next one already, this worker
-        tells the others by itself.
-        """
+        """Agents break a generation when they see a death. What only workers see they tell the agents, which break it;
+        where these cannot, since they form the next one already, this worker tells the others by itself."""
         key = protocol.broken_key(seat.generation)
         began, has_told = time.monotonic(), False
         while (waited := time.monotonic() - began) < BREAK_AFTER:
