@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -43,12 +44,17 @@ class _Dump:
 
 
 class HangWatch:
-    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
+    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node.
 
-    def __init__(self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0) -> None:
+    ``interval``: how often ``check`` is called.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0, interval: float = math.inf
+    ) -> None:
         self.timeout = timeout
         self._pool = pool
-        self._detector = HangDetector(timeout, start_timeout)
+        self._detector = HangDetector(timeout, start_timeout, interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False
