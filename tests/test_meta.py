@@ -41,7 +41,7 @@ LAYERS = {
     "tensor": VALUES | {"comm"},
     "shard": VALUES | {"comm", "tensor"},
     "ddp": VALUES | {"comm"},
-    "elastic": VALUES | {"comm", "data", "ddp"},
+    "elastic": VALUES | {"comm", "data"},
     "_torch_hook": {"_after_import", "comm"},
     "__init__": VALUES
     | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
