@@ -6,7 +6,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 
-.PHONY: demo test check bench soak coverage format files tables release clean
+.PHONY: demo test check interop bench soak coverage format files tables release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -19,6 +19,10 @@ check: $(DEV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -m fast -n 2
+
+# Programs of torch's own libraries, on gloo and on our backend, compared.
+interop: $(DEV)
+	$(PY) -m pytest tests/interop
 
 # Stores what it measured under benchmarks/results; `python -m benchmarks.compare` shows what moved.
 bench: $(DEV)
