@@ -17,9 +17,9 @@ from phalanx.comm.mesh._mesh import current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
-from phalanx.tensor.dispatch._local_shapes import Part, gathered_parts, listing
+from phalanx.tensor.dispatch._local_shapes import LocalShape, gathered_shapes, listing
 from phalanx.tensor.dispatch._pending import pending
-from phalanx.tensor.dispatch._shared_parameters import keeping_ties
+from phalanx.tensor.dispatch._shared_parameters import keeping_shared_parameters
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import move_as, redistribute_local, route_of, run_plan, start_plan
@@ -45,7 +45,7 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def check_plain(call: str, tensor: Any) -> None:
-    """A tensor that can be a part, or be cut into parts."""
+    """Check that a tensor can be a local tensor, or be sharded."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
@@ -66,7 +66,7 @@ def distribute_tensor(
 ) -> DTensor:
     """A leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
 
-    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank cuts its own
+    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank shards its own
     copy and nothing is sent.
 
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
@@ -104,8 +104,8 @@ def distribute_tensor(
 
 
 def _check_same(tensor: Tensor, mesh: DeviceMesh, src: int) -> None:
-    own = Part.of(tensor, tensor.is_meta)
-    parts = gathered_parts(mesh, range(mesh.ndim), own, mesh.device_type)
+    own = LocalShape.of(tensor, tensor.is_meta)
+    parts = gathered_shapes(mesh, range(mesh.ndim), own, mesh.device_type)
     if len(set(parts.values())) > 1:
         raise ValueError(
             f"rank {mesh.get_rank()}: distribute_tensor got {listing(mesh, parts)}; expected the same shape and dtype "
@@ -131,8 +131,8 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
             if isinstance(placement, Shard):
                 before = [*spec.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
                 after = [*before[:axis], placement, *before[axis + 1 :]]
-                whole = Spec.of(mesh, before, spec.shape, spec.dtype)
-                local = redistribute_local(local, whole, whole.with_placements(after))
+                replicated = Spec.of(mesh, before, spec.shape, spec.dtype)
+                local = redistribute_local(local, replicated, replicated.with_placements(after))
     return local
 
 
@@ -199,13 +199,13 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
-    Parameters that submodules share stay shared; those on the meta device stay there, cut: see ``Module.to_empty``.
+    Parameters that submodules share stay shared; those on the meta device stay there, sharded: see ``Module.to_empty``.
 
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
     what takes the place of the inputs or the outputs.
     """
     mesh = mesh_or_current(device_mesh)
-    with keeping_ties(module):
+    with keeping_shared_parameters(module):
         for name, part in module.named_modules():
             if partition_fn is not None:
                 partition_fn(name, part, mesh)

@@ -53,6 +53,6 @@ def pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
     """A DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
     result = torch.Tensor._make_subclass(_Pending, spec.template)
     result._spec = spec
-    result._stale = None
+    result._copied_view = None
     result.__dict__["_complete"] = complete
     return result

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.core._copied_views import check_fresh, check_writable
+from phalanx.tensor.core._copied_views import check_up_to_date, check_writable
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import check_move, check_reduction
 from phalanx.tensor.core._memory_order import kept_order
@@ -215,10 +215,10 @@ def _run(
         elsewhere = run_replicated if decision is REPLICATED else _run_general
         return elsewhere(func, *_split(given, names))
     for i in positions:
-        if given[i]._stale is not None:
-            check_fresh(given[i])
+        if given[i]._copied_view is not None:
+            check_up_to_date(given[i])
     first = given[positions[0]]
-    if decision.form == "self" and first._stale is not None:
+    if decision.form == "self" and first._copied_view is not None:
         check_writable(first, decision.name)
     if decision.moves or decision.reductions:
         _move_inputs(decision, given, values, positions)
@@ -274,7 +274,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
         decision = decision.graded
     if decision is REPLICATED:
         return run_replicated(func, args, kwargs)
-    if decision.form == "self" and tensors[0]._stale is not None:
+    if decision.form == "self" and tensors[0]._copied_view is not None:
         check_writable(tensors[0], decision.name)
     values: list[Any] = [t._local for t in tensors]
     if decision.moves or decision.reductions:

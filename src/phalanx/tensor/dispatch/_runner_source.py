@@ -52,7 +52,7 @@ def runner_source(roles: Sequence[str], names: Sequence[str] = (), *, is_direct:
         f"    if decision.graded is not None and grad_enabled() and "
         f"({' or '.join(f'a{i}.requires_grad' for i in tensors)}):",
         "        decision = decision.graded",
-        f"    if {' and '.join(f'v{i}._stale is None' for i in tensors)}:",
+        f"    if {' and '.join(f'v{i}._copied_view is None' for i in tensors)}:",
         "        if decision.plain is not None:",
         f"            return wrap(decision.call({', '.join(call)}), decision.plain)",
         "        if decision.plain_write:",

@@ -186,7 +186,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("matmul", _matmul.matmul, dunders="matmul", quick="__matmul__ matmul"),
     _ops("rmatmul", _matmul.matmul, dunders="rmatmul"),
     _ops("linear", _matmul.linear),
-    _ops("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty part torch drops the graph
+    _ops("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty shard torch drops the graph
     _ops("mm", _matmul.product("mk,kn", "mn")),
     _ops("bmm", _matmul.product("bmk,bkn", "bmn")),
     _ops("mv", _matmul.product("mk,k", "m")),
@@ -313,7 +313,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("register_post_accumulate_grad_hook", handler="autograd.register_post_accumulate_grad_hook"),
     _ops("retain_grad", handler="autograd.retain_grad"),
     _ops("_make_dual _unpack_dual", refused=_NO_DUAL),
-    # ---- what tensors tell about themselves; the local tensor knows what is true of a part if it is true of the whole
+    # ---- what tensors tell about themselves; the local tensor knows what is true of all of them
     _ops(
         "element_size get_device has_names is_conj is_cpu.get is_cuda.get is_floating_point is_hpu.get is_inference "
         "is_ipu.get is_maia.get is_mkldnn.get is_mps.get is_mtia.get is_neg is_nested.get is_quantized.get is_shared "

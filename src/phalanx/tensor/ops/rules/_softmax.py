@@ -1,6 +1,6 @@
-"""Functions of whole rows: any dim but the row's own may be cut.
+"""Functions of rows: any dim but the row's own may be sharded.
 
-Owns the rules for softmax and its relatives, and for sorting. A tensor cut along the row is re-cut along another
+Owns the rules for softmax and its relatives, and for sorting. A tensor sharded along the row is resharded along another
 dim (one exchange) rather than gathered.
 """
 
