@@ -1,9 +1,9 @@
 """DTensor: a tensor with a global shape whose data is spread over a device mesh.
 
 Owns the wrapper class and its methods. A DTensor *holds* this rank's local tensor; autograd runs on local tensors, and
-every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips
-past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta
-tensor).
+every torch function on a DTensor comes to ``__torch_function__`` (handlers: ``patches/_handlers.py``), above autograd.
+What slips past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a
+meta tensor).
 
 Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` has the local's dtype.
 """
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
@@ -28,7 +29,6 @@ from phalanx.tensor.core._copied_views import (
 )
 from phalanx.tensor.core._implicit_communication import moved_for, on_one_mesh
 from phalanx.tensor.core._modes import user_line
-from phalanx.tensor.core._refusals import refuse_below, refuse_tracing
 from phalanx.tensor.layout._placement import REPLICATE, Placement, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._signatures import first_by_position
@@ -59,17 +59,17 @@ class DTensor(torch.Tensor, Spread):
 
     _local: Tensor
     _spec: Spec
-    _copied_view: Any  # None, or what ``_views.py`` says about a view that had to be copied
+    _copied_view: Any  # None, or what ``_copied_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
     _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
-    _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
+    _lifted: Any = None  # set on results of a user's autograd.Function; see ``patches/_autograd_function.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _num_dispatch_modes():
-            refuse_tracing(func)
+            _refuse_tracing(func)
         if not args:
             args, kwargs = first_by_position(func, kwargs)
         try:
@@ -84,7 +84,7 @@ class DTensor(torch.Tensor, Spread):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
             return number_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
-        return refuse_below(func)
+        return _refuse_below(func)
 
     # ---- making and unmaking
 
@@ -138,7 +138,7 @@ class DTensor(torch.Tensor, Spread):
         """
         spec = self._spec
         if _num_dispatch_modes():
-            refuse_tracing("redistribute")
+            _refuse_tracing("redistribute")
         if self._copied_view is not None:
             check_up_to_date(self)
         if (
@@ -397,6 +397,30 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result._spec = spec
     result._copied_view = None
     return result
+
+
+def _refuse_tracing(func: Any) -> None:
+    """Raise inside a tracer: what it records would be wrong on every other rank and for every other input."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
+                f"tracing DTensors is not supported. Trace the plain module before it is distributed"
+            )
+
+
+def _refuse_below(func: Any) -> NoReturn:
+    """Raise for ``func`` that reached a DTensor below autograd: the wrapper has no data there."""
+    reached = f"{func} reached a DTensor below autograd, where it is not distributed. "
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        raise RuntimeError(
+            f"{reached}Functions of torch.distributed take plain tensors: use d.redistribute() or d.full_tensor(), "
+            f"or give them d.to_local()"
+        )
+    raise RuntimeError(
+        f"{reached}Constructors such as torch.tensor(d) take plain tensors: use d.full_tensor() or d.to_local(). "
+        f"In place of torch.func use torch.autograd.grad and torch.autograd.functional"
+    )
 
 
 def number_of(op: str, tensor: Tensor) -> Any:

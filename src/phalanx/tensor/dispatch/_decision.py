@@ -1,6 +1,6 @@
 """How a torch call on DTensors will run on local tensors: asking the rule, choosing layouts, preparing the call.
 
-Owns ``Decision`` and ``decide``, which ``_dispatch.py`` runs and remembers. A decision depends on nothing but the
+Owns ``Decision`` and ``decide``, which ``_run.py`` runs and remembers. A decision depends on nothing but the
 function, the specs of the DTensors and the other arguments. Where it matters whether gradients are needed, there are
 two, and the one without them knows the other.
 """

@@ -17,8 +17,8 @@ from phalanx.comm.mesh._mesh import current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
+from phalanx.tensor.dispatch._arguments import walk_tensors
 from phalanx.tensor.dispatch._local_shapes import LocalShape, gathered_shapes, listing
-from phalanx.tensor.dispatch._pending import pending
 from phalanx.tensor.dispatch._shared_parameters import keeping_shared_parameters
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor.layout._spec import Spec
@@ -175,12 +175,53 @@ def redistribute(
     elif target is not spec:  # on axes of one rank: a copy, as on longer ones
         local = local.clone()
     if async_op and plan.communicates:
-        return pending(target, start_plan(local, plan, backward_dtype))
+        return _pending(target, start_plan(local, plan, backward_dtype))
     if local.dtype == spec.dtype and backward_dtype is None:
         return wrap(redistribute_local(local, spec, target), target)
     if local.requires_grad and torch.is_grad_enabled():
         return wrap(move_as(local, plan, backward_dtype), target)
     return wrap(run_plan(local.to(spec.dtype), plan), target)
+
+
+class _Pending(DTensor):
+    """A DTensor with no ``_local`` yet. Becomes a ``DTensor`` when asked for it."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_local" or "_complete" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        local = self.__dict__.pop("_complete")()
+        self.__class__ = DTensor  # type: ignore[assignment]  # the same slots; from here on it is one
+        self._local = local
+        return local
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _look(self)
+        return DTensor.__reduce_ex__(self, protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        _look(self)
+        return DTensor.__deepcopy__(self, memo)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        walk_tensors((args, kwargs or {}), _look)
+        return DTensor.__torch_function__(func, types, args, kwargs)
+
+
+def _look(tensor: Tensor) -> None:
+    if isinstance(tensor, _Pending):
+        tensor._local  # noqa: B018  # looking is what completes it
+
+
+def _pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
+    """A DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
+    result = torch.Tensor._make_subclass(_Pending, spec.template)
+    result._spec = spec
+    result._copied_view = None
+    result.__dict__["_complete"] = complete
+    return result
 
 
 def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:

@@ -1,7 +1,7 @@
 """From what a local call returned to what the caller gets: a DTensor of it, or the argument itself.
 
 Owns ``finish``. What aliases what is as on one device (``_strides.py`` says it of functions that copy if they must);
-where that needs memory which no rank has, the result is marked as a copied view (``_views.py``).
+where that needs memory which no rank has, the result is marked as a copied view (``core/_copied_views.py``).
 """
 
 from __future__ import annotations

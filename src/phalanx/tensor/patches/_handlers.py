@@ -39,7 +39,7 @@ _MODULES: dict[str, Any] = {
     "dropout": _dropout,
     "extremes": _extremes,
     "foreach": _foreach,
-    "metadata": _attributes,
+    "attributes": _attributes,
     "random": _ops,
 }
 _RANDOM = (_dropout, _ops)

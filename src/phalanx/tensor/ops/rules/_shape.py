@@ -235,5 +235,30 @@ def untouched_dims(
     return rule
 
 
+def rows(
+    position: int, name: str, default: Any = -1, num_outputs: int = 1
+) -> Callable[[Call], Sharding | None]:
+    """Make the rule of softmax, sorting and others of rows: any dim but the row's own, which an argument names, may be
+    sharded. A tensor sharded along the row is resharded along another dim (one exchange) rather than gathered.
+    """
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1 or not call.inputs[0].ndim:
+            return None
+        one = call.inputs[0]
+        given = call.arg(position, name, default)
+        if given is None or not isinstance(given, int) or isinstance(given, bool):
+            return None
+        row = along(call, position, name, default)
+        choices = [
+            Choice((Shard(d),), (Shard(d),) * num_outputs)
+            for d in sorted(range(one.ndim), key=lambda d: Shard(d) not in one.spec.placements)
+            if d not in row
+        ]
+        return Sharding([*choices, all_replicated(call, num_outputs)])
+
+    return rule
+
+
 def _as_tuple(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
