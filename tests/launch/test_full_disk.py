@@ -15,10 +15,11 @@ import pytest
 
 from phalanx.launch import DefaultLogsSpecs, Std
 from phalanx.launch.events import EventLog, ShutDown, read_events
+from phalanx.launch.failures._error_file import EXIT_INCURABLE, write_error_file
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.launch.failures._record import EXIT_INCURABLE, record_exception, write_error_file
+from phalanx.launch.failures._record import record_exception
 from phalanx.launch.telemetry._pump import Sinks, deliver, finish
-from phalanx.launch.workers._output import Output
+from phalanx.launch.workers._fresh import Output
 from phalanx.launch.workers._pool import _open_log
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -70,7 +71,7 @@ def test_a_log_directory_that_fills_up_and_goes_away_ends_nothing(tmp_path):
 
 
 @pytest.fixture
-def nowhere(tmp_path):
+def nowhere(tmp_path: Path) -> Path:
     """A path under which nothing can be made, not even by root."""
     (tmp_path / "file").write_text("")
     return tmp_path / "file" / "logs"

@@ -22,7 +22,7 @@ from phalanx.shard.ops._per_rank import run_per_rank
 from phalanx.shard.ops._plain import check_equal, current_policy, plain_tensors
 from phalanx.shard.ops._registry import custom_implementation
 from phalanx.shard.tensor._tensor import ShardedTensor, check_format, same_layout
-from phalanx.tensor.dispatch._raw_memory import NAMES as RAW_NAMES
+from phalanx.tensor.ops._registry import OPERATORS
 
 # Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
 _METADATA_TEXT = """
@@ -200,7 +200,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "_has_compatible_shallow_copy_type": lambda a, b: (
         isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
     ),
-    **{name: _no_memory(name) for name in RAW_NAMES},
+    **{name: _no_memory(name) for name, row in OPERATORS.items() if row.sharded == "no_memory"},
     "embedding": embedding,
     "embedding_bag": embedding_bag,
 }
