@@ -1,4 +1,4 @@
-"""The agent of a node: one loop that takes events one by one, asks the policy, and acts.
+"""Runs a node in one loop that takes events one by one, asks the policy, and acts.
 
 Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
 exit is acted upon when it happens, not at a polling interval; every generation ends by one recovery that all agents
@@ -34,8 +34,8 @@ from phalanx.launch.agent._sources import (
     Sources,
 )
 from phalanx.launch.agent._worker_ids import WorkerIds
-from phalanx.launch.config._options import AgentOptions
-from phalanx.launch.config._spec import RunResult, WorkerSpec, WorkerState
+from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._watch import HangWatch
 from phalanx.launch.recovery import _policy
@@ -45,6 +45,7 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
+    RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
 )
@@ -66,26 +67,30 @@ STARTS_ANEW = (
 
 
 class Agent:
-    """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
+    """Runs the workers of a node to their end. ``observer`` hears of every change."""
 
     def __init__(
-        self, spec: WorkerSpec, pool: WorkerPool, sources: Sources, options: AgentOptions, observer: Observer
+        self,
+        config: LaunchConfig,
+        handler: RendezvousHandler,
+        pool: WorkerPool,
+        sources: Sources,
+        observer: Observer,
     ) -> None:
-        self.spec = spec
+        self.config = config
         self.state = WorkerState.INIT
         self.is_in_exit_barrier = False
         self.alive_at = time.time()
         self.current: Generation | None = None
-        self._handler = spec.rdzv_handler
+        self._handler = handler
         self._pool = pool
         self._sources = sources
-        self._options = options
         self._observer = observer
-        self._heals = options.on_failure == "heal"
+        self._heals = config.on_failure == "heal"
         self._is_joining = False
-        self._size = spec.local_world_size
+        self._size = config.nproc_per_node
         """How many workers this node starts with when all start anew."""
-        self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", spec.local_world_size)
+        self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", config.nproc_per_node)
         self._running_on = -1
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
@@ -93,7 +98,7 @@ class Agent:
         self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._hang = HangWatch(pool, options.hang_timeout, options.start_timeout)
+        self._hang = HangWatch(config, pool)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -102,7 +107,7 @@ class Agent:
             self._join()
             while self._result is None:
                 self.alive_at = time.time()
-                event = self._sources.next(self.spec.monitor_interval)
+                event = self._sources.next(self.config.monitor_interval)
                 if event is not None:
                     self._take(event)
             return self._result
@@ -111,7 +116,7 @@ class Agent:
             raise RendezvousConnectionError.lost("this node", run_id, error) from error
         finally:
             self._sources.leave_generation()
-            self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
+            self._pool.stop()
             if self.current:
                 self.current.close()
 
@@ -152,7 +157,7 @@ class Agent:
         """Ask for the next generation with the workers of this node; fork those that are new meanwhile."""
         self._is_joining = True
         self._observer.joining()
-        self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.spec.role)
+        self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.config.role)
         self._sources.join()
         self._pool.prepare(sum(worker_id not in self._pool.members for worker_id in self._worker_ids.ids))
 
@@ -160,22 +165,22 @@ class Agent:
         self._is_joining = False
         if self.current:
             self.current.close()
-        self.current = generation = Generation(info, self._handler)
+        self.current = generation = Generation(self.config, info, self._handler)
         try:
-            generation.serve_bootstrap(self.spec.master_addr)
+            generation.serve_bootstrap()
         except PortTaken as taken:
             self._on_port_taken(str(taken))
             return
-        places = generation.places(self.spec.master_addr)
+        assignments = generation.assignments()
         self._observer.generation_formed(info)
-        new = [place for place in places if place.worker_id not in self._pool.members]
-        for member in self._pool.start(new, generation.job_facts(self.spec, self._options.on_failure)):
+        new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.members]
+        for member in self._pool.start(new, generation.job_facts()):
             self._observer.worker_started(member)
-        for place in places:
-            self._pool.members[place.worker_id].place = place
+        for assignment in assignments:
+            self._pool.members[assignment.worker_id].assignment = assignment
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
-        interval = max(self.spec.monitor_interval, REQUEST_INTERVAL)
+        interval = max(self.config.monitor_interval, REQUEST_INTERVAL)
         self._sources.follow(info, interval, self._hang.watched_ids)
         self._judge_early_exits()
 
@@ -240,7 +245,7 @@ class Agent:
         """Note that a worker has ended well, with its value; False when it has not."""
         if not (member.has_succeeded and self._pool.fetch_value(member)):
             return False
-        self._results.values[member.place.rank] = member.value
+        self._results.values[member.assignment.rank] = member.value
         if self._heals:  # others may wait for the end of its script, of which it need not have told
             self._generation.channel.say_ended(member.id)
         return True
@@ -279,7 +284,7 @@ class Agent:
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
-        return self._generation.situation(self.spec, self._options.on_failure, survivors)
+        return self._generation.situation(survivors)
 
     # -- the end of a generation ---------------------------------------------------------------------------------
 
@@ -305,7 +310,7 @@ class Agent:
         log.warning(
             "generation %d is over (%s): %s", self._generation.number, recovery.action.value, recovery.reason
         )
-        self._observer.generation_ended(self._generation.number, recovery, self.spec.max_restarts)
+        self._observer.generation_ended(self._generation.number, recovery, self.config.max_restarts)
         self.is_in_exit_barrier = False
         if recovery.action is Action.FAIL:
             self._fail(recovery.reason)
@@ -349,7 +354,7 @@ class Agent:
     def _stop_all(self) -> list[ProcessFailure]:
         """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
         told_at = time.time()
-        self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
+        self._pool.stop()
         unheard = self._pool.failures_before(told_at)
         for failure in unheard:
             self._observer.worker_failed(failure)
@@ -398,7 +403,7 @@ class Agent:
         if self._generation.info.world_size == 1:
             self._on_all_done(AllDone(self._generation.number, ""))
         else:
-            self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
+            self._sources.wait_all_done(self._generation.info, self.config.exit_barrier_timeout)
 
     def _on_all_done(self, event: AllDone) -> None:
         if event.is_late and self._generation.is_serving:
@@ -437,7 +442,7 @@ class Agent:
         log.warning("got %s: stopping the workers", signum.name)
         self._observer.shut_down(f"got {signum.name}", succeeded=False)
         self.state = WorkerState.STOPPED
-        self._pool.stop(signum, self._options.shutdown_timeout)
+        self._pool.stop(signum)
         raise SignalException(f"agent {os.getpid()} got {signum.name}", sigval=signum)
 
     # -- requests through the store, hangs -----------------------------------------------------------------------
@@ -467,7 +472,7 @@ class Agent:
             self._end_generation(change)
             return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
-        self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
+        self._observer.generation_ended(self._generation.number, change, self.config.max_restarts)
         self._running_on = self._generation.number
         self._join()
 
@@ -494,6 +499,6 @@ class Agent:
         if found is not None:
             member, reason = found
             log.error("%s; it is killed", reason)
-            self._observer.worker_hung(member, self._options.hang_timeout)
+            self._observer.worker_hung(member, self.config.hang_timeout)
             member.note = f"{reason}; all stacks are in the logs"
             member.process.send_signal(signal.SIGKILL)

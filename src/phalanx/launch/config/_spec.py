@@ -1,6 +1,7 @@
-"""Values that describe workers: what to run, how many, what became of them.
+"""Describes workers as users of the elastic API do: what to run, how many, what became of them.
 
-Owns ``WorkerSpec``, ``Script``, ``Worker``, ``WorkerGroup``, ``WorkerState`` and ``RunResult``; starts nothing.
+Owns ``WorkerSpec``, ``AgentOptions``, ``Script``, ``Worker``, ``WorkerGroup``, ``WorkerState`` and ``RunResult``;
+starts nothing.
 """
 
 from __future__ import annotations
@@ -94,6 +95,25 @@ class WorkerSpec:
         if isinstance(self.entrypoint, str):
             return os.path.basename(self.entrypoint)
         return str(getattr(self.entrypoint, "__qualname__", repr(self.entrypoint)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Says how an agent treats its workers, where ``LocalElasticAgent`` is made by hand."""
+
+    on_failure: str = "restart"
+    shutdown_timeout: float = 30.0
+    exit_barrier_timeout: float = 300.0
+    hang_timeout: float = 0.0
+    """0: no detection."""
+    start_timeout: float = 600.0
+    """The same until a worker has made its first step."""
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in ("restart", "heal"):
+            raise ValueError(f"on_failure is {self.on_failure!r}; expected restart or heal")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; expected 0 or more seconds")
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
-"""Workers that hang: which one, and the stacks of all of them in the logs.
+"""Finds the worker that hangs, and writes the stacks of all to the logs.
 
-Owns ``HangWatch`` (the rule is ``_hang``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
+Owns ``HangWatch`` (the rule is ``_detector``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
 writes its stacks to ``stacks.log`` beside its other logs when it gets a signal (``_child`` arranged that), also when it
 is stuck in native code; the agent copies them to its own log. All nodes write before anybody is killed: a kill changes
 what the others do. Whoever writes slowly or not at all is waited for in a thread: the agent's loop never is.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from phalanx.comm import _background as background
 from phalanx.errors import StoreError
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang._detector import HangDetector
 from phalanx.launch.hang._stacks import frames_of, is_in_collective
 from phalanx.launch.recovery._channel import AgentChannel
@@ -43,12 +44,12 @@ class _Dump:
 
 
 class HangWatch:
-    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
+    """Finds the worker of this node that hangs. ``hang_timeout`` 0: it never looks, but answers another node."""
 
-    def __init__(self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0) -> None:
-        self.timeout = timeout
+    def __init__(self, config: LaunchConfig, pool: WorkerPool) -> None:
+        self.timeout = config.hang_timeout
         self._pool = pool
-        self._detector = HangDetector(timeout, start_timeout)
+        self._detector = HangDetector(config.hang_timeout, config.start_timeout)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False
@@ -84,7 +85,9 @@ class HangWatch:
             self._dump = None
             return None
         if self._dump is None:
-            reason = f"rank {late[0].place.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            reason = (
+                f"rank {late[0].assignment.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            )
             log.error("%s; writing all stacks", reason)
             self._dump = self._write(info, reason, everywhere=True)
         if not self._dump.is_written.is_set():
@@ -128,7 +131,7 @@ class HangWatch:
         self, member: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
     ) -> str:
         limit = self._detector.limit(member.id)
-        text = f"rank {member.place.rank} made no progress for {limit:g} s{_step_of(report)}"
+        text = f"rank {member.assignment.rank} made no progress for {limit:g} s{_step_of(report)}"
         frames = frames_of(stacks.get(member.id, ""))
         if frames:
             text += f"; it is in {frames[0]}"
@@ -136,7 +139,9 @@ class HangWatch:
             text += "; it is stopped (by SIGSTOP, or a debugger)"
         else:
             text += "; it did not say what it does"
-        ranks = sorted(self._pool.members[each].place.rank for each in waiting if each in self._pool.members)
+        ranks = sorted(
+            self._pool.members[each].assignment.rank for each in waiting if each in self._pool.members
+        )
         if ranks:
             text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
         return text
@@ -155,7 +160,7 @@ def dump_stacks(members: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
         found[member.id] = _wait_for_dump(member, before[member.id], deaf[member.id], until)
         log.error(
             "stacks of rank %d (pid %d), because %s:\n%s",
-            member.place.rank,
+            member.assignment.rank,
             member.process.pid,
             reason,
             found[member.id]
