@@ -95,7 +95,6 @@ class Agent:
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
         self._hang = HangWatch(config, pool)
@@ -353,14 +352,10 @@ class Agent:
 
     def _stop_all(self) -> list[ProcessFailure]:
         """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
-        told_at = time.time()
-        self._pool.stop()
-        unheard = self._pool.failures_before(told_at)
+        unheard = self._pool.end_all()
         for failure in unheard:
             self._observer.worker_failed(failure)
         self.state = WorkerState.STOPPED
-        for worker_id in list(self._pool.members):
-            self._pool.forget(worker_id)
         return unheard
 
     def _fail(self, reason: str) -> None:
@@ -430,10 +425,10 @@ class Agent:
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
         try:
-            self._count_setbacks(self._generation.channel.setbacks())
+            self._note_setbacks(self._generation.channel.setbacks())
         except StoreError:
             pass  # it went with the node that served it: what was heard of before counts
-        result.num_setbacks = self._setbacks.count
+        result.num_setbacks = self._results.setbacks.count
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -450,7 +445,7 @@ class Agent:
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
             self._hang.answer(self._generation.info, request.stacks)
-        self._count_setbacks(request.setbacks)
+        self._note_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -459,10 +454,10 @@ class Agent:
             if request.wish != self._worker_ids.size:
                 self._resize(request.wish)
 
-    def _count_setbacks(self, setbacks: Setbacks) -> None:
-        if setbacks.count > self._setbacks.count:
-            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
-            self._setbacks = setbacks
+    def _note_setbacks(self, setbacks: Setbacks) -> None:
+        before, self._results.setbacks = self._results.setbacks, setbacks
+        if setbacks.count > before.count:
+            self._observer.went_back(self._generation.number, before, setbacks)
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""

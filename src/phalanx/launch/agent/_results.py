@@ -1,4 +1,4 @@
-"""What a run has brought so far on this node: values and failures, and the result that is made of them."""
+"""Collects what a run has brought on this node, values and failures, and makes the result of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from phalanx.errors import StoreError
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.config._spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.protocol import Setbacks
 
 OTHERS_PATIENCE = 30.0
 """Seconds that a job which has failed waits for the other nodes to say what failed there."""
@@ -20,6 +21,8 @@ class Results:
 
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
+        self.setbacks = Setbacks()
+        """How often workers that were all new began with an earlier step."""
         self._failures: dict[str, ProcessFailure] = {}
 
     def add_failure(self, failure: ProcessFailure, generation: Generation) -> None:

@@ -290,7 +290,7 @@ class WorkerPool:
             failure.message, failure.is_incurable = member.problem, True
         return failure
 
-    def failures_before(self, moment: float) -> list[ProcessFailure]:
+    def _failures_before(self, moment: float) -> list[ProcessFailure]:
         """Of those who were stopped or whose end nobody has dealt with: who had failed by itself before ``moment``.
 
         Its end may have been on its way here when it was told to stop because of another's.
@@ -322,6 +322,15 @@ class WorkerPool:
         """Stop all workers: the signal to their process groups, after ``shutdown_timeout`` seconds SIGKILL."""
         assert self.config.shutdown_timeout is not None, "a resolved config has a shutdown_timeout"
         self._stop(self.running, signum, self.config.shutdown_timeout)
+
+    def end_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; return the failures of those that had failed before, which nobody has told."""
+        told_at = time.time()
+        self.stop()
+        unheard = self._failures_before(told_at)
+        for worker_id in list(self.members):
+            self.forget(worker_id)
+        return unheard
 
     def stopped_ids(self) -> list[str]:
         """Workers that SIGSTOP or a debugger holds."""
