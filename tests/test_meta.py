@@ -64,7 +64,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "launch.rendezvous": [
         "_interface", "_settings", "_records", "_runs", "_own_secret", "_order", "_decide",
-        "_waiting", "_leader", "_participant", "_handler", "_backends", "_static", "_registry",
+        "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
     ],
     "tensor": [
         "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",

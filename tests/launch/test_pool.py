@@ -19,8 +19,7 @@ from phalanx.errors import StoreLost
 from phalanx.launch.agent._sources import AllDone, Sources
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang import _watch
-from phalanx.launch.hang._stacks import frames_of
-from phalanx.launch.hang._watch import HangWatch
+from phalanx.launch.hang._watch import HangWatch, frames_of
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs

@@ -1,4 +1,4 @@
-"""Start, watch, heal and stop the workers of a job: what torchrun's users know, and a little more.
+"""Starts, watches, heals and stops the workers of a job: what torchrun's users know, and a little more.
 
 Names are loaded on first use: the command line answers a wrong flag at once, and a worker's interpreter does not pay
 for the agent.

@@ -120,7 +120,7 @@ class Agent:
                 self.current.close()
 
     def observe_last_exits(self) -> None:
-        """After ``run``, when the pool is closed: who was stopped at the very end has exited too, one event each."""
+        """Write the exits of those who were stopped at the very end; after ``run``, when the pool is closed."""
         while (event := self._sources.next(0)) is not None:
             if isinstance(event, Exited):
                 self._observer.worker_exited(event.member)
@@ -194,7 +194,7 @@ class Agent:
         self._apply(recovery)
 
     def _judge_early_exits(self) -> None:
-        """Who died while the generation was being agreed upon."""
+        """Deal with those who died while the generation was being agreed upon."""
         for worker_id in list(self._worker_ids.ids):
             member = self._pool.members.get(worker_id)
             if self._is_joining or self._result is not None:
@@ -250,7 +250,7 @@ class Agent:
         return True
 
     def _has_left(self, member: WorkerHandle) -> bool:
-        """Whether its end was agreed: it was asked to go, or said that it would."""
+        """Return whether its end was agreed: it was asked to go, or said that it would."""
         if member.is_asked_to_leave:
             return True
         channel, number = self._generation.channel, self._generation.number
@@ -325,7 +325,7 @@ class Agent:
             self._join()
 
     def _on_parted(self, event: Parted) -> None:
-        """Workers lost contact, and nobody died of it: whoever is to blame is replaced, the others regroup."""
+        """Deal with workers that lost contact while nobody died: who is to blame is replaced, the others regroup."""
         if not self._heals:
             return  # they cannot regroup: what they raise ends them, and that is dealt with
         judgement = self._generation.judge_lost_contact(event.words, self._pool.stopped_ids())
@@ -376,7 +376,7 @@ class Agent:
             self._finish(self._results.closed(self._generation, reason))
 
     def _on_lost(self, reason: str) -> None:
-        """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
+        """Join again: the store is out of reach, or this node was taken for dead, and its workers are in no group."""
         if self.is_in_exit_barrier:
             log.warning("the store went away while waiting for other nodes to finish: %s", reason)
             self._finish(self._results.succeeded())

@@ -53,7 +53,7 @@ class Generation:
         self._bootstrap: stores.TCPStore | None = None
 
     def serve_bootstrap(self) -> None:
-        """On the first node: serve the store for ``init_process_group("env://")``, or raise ``PortTaken``.
+        """Serve, on the first node, the store for ``init_process_group("env://")``, or raise ``PortTaken``.
 
         It listens where workers will look for it: at ``master_addr``, or at this node's own address.
         torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
@@ -147,7 +147,7 @@ class Generation:
         )
 
     def can_regroup(self) -> bool:
-        """Whether the scripts of all roles have said, through some worker, that they can."""
+        """Return whether the scripts of all roles have said, through some worker, that they can."""
         by_role: dict[str, list[str]] = {}
         for node in self.info.nodes:
             by_role.setdefault(node.role, []).extend(node.worker_ids)
@@ -158,7 +158,7 @@ class Generation:
         return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
     def death_of(self, member: WorkerHandle, failure: ProcessFailure) -> Death:
-        """What counts about a worker's end when deaths in a row are counted."""
+        """Return what counts about a worker's end when deaths in a row are counted."""
         steps = {
             w: reported_step(data) for w, data in self.channel.read_progress(list(self.worker_ids)).items()
         }
@@ -172,7 +172,7 @@ class Generation:
         )
 
     def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
-        """Whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
+        """Return whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
         return judge(words, self.worker_ids, before=self._before.lost_contact, stopped=stopped)
 
     def end(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> Recovery:

@@ -107,7 +107,8 @@ class Observer:
             self._metrics.count("workers.succeeded")
 
     def worker_failed(self, failure: ProcessFailure) -> None:
-        """A worker ended by itself though it should not have; those that were stopped because of it have not failed.
+        """Count a worker that ended by itself though it should not have; those that were stopped because of it have
+        not failed.
 
         One failure counts once: what a worker dies of because another was lost is counted apart, a process never twice.
         """

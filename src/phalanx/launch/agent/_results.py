@@ -17,7 +17,7 @@ OTHERS_PATIENCE = 30.0
 
 
 class Results:
-    """Collects, by global rank."""
+    """Collects values and failures by global rank."""
 
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
@@ -37,7 +37,7 @@ class Results:
     def failed(
         self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()
     ) -> RunResult:
-        """All failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
+        """Return all failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
 
         Waits for the other nodes: the first to notice is seldom the one where it began.
         """
@@ -61,7 +61,7 @@ class Results:
         return RunResult(WorkerState.FAILED, failures={**found, **mine})
 
     def closed(self, generation: Generation, reason: str) -> RunResult:
-        """Somebody closed the rendezvous while workers of this node ran."""
+        """Make the result when somebody closed the rendezvous while workers of this node ran."""
         message = (
             f"the rendezvous was closed while this node's workers ran, and the job has not finished: {reason}. See the "
             "other nodes' output, or who else can write to the job's store (a job secret keeps strangers out)"
@@ -69,13 +69,13 @@ class Results:
         return RunResult(WorkerState.FAILED, failures=_unexplained(generation, message))
 
     def node_is_empty(self) -> RunResult:
-        """No worker is left on this node, while the job may go on elsewhere."""
+        """Make the result when no worker is left on this node, while the job may go on elsewhere."""
         if self._failures:
             return RunResult(WorkerState.FAILED, failures={f.rank: f for f in self._failures.values()})
         return self.succeeded()
 
 
 def _unexplained(generation: Generation, reason: str) -> dict[int, ProcessFailure]:
-    """A failure of no worker in particular, in the place of this node's first."""
+    """Return a failure of no worker in particular, in the place of this node's first."""
     failure = ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())
     return {generation.info.node.base_rank: failure}

@@ -51,7 +51,7 @@ FLAGS = (
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """The flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
+    """Return the flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
     _check_names(argv)
     parser = _Parser(prog="phalanx run", description="Run a script on the workers of a job.")
     for flag in FLAGS:

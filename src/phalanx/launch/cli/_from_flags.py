@@ -80,7 +80,7 @@ def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
 
 
 def entrypoint_from_args(args: argparse.Namespace) -> tuple[Entrypoint, list[str]]:
-    """What the workers run, and with which arguments."""
+    """Return what the workers run, and with which arguments."""
     words = list(args.training_script_args)
     if args.no_python and not args.run_path:
         return args.training_script, words

@@ -1,4 +1,4 @@
-"""``phalanx run``: from flags to a launched job, from its end to an exit code.
+"""Runs ``phalanx run``: from flags to a launched job, from its end to an exit code.
 
 Owns the order of things that makes the start fast. Flags are read before anything heavy is imported; then torch's
 native library is loaded beside (``_head_start``) while the agent's modules are imported, none of which needs torch;
@@ -88,7 +88,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
 
 
 def local_world_size(text: str) -> int:
-    """The number of workers of this node; ``auto``, ``cpu``, ``gpu`` and ``xpu`` look at the machine."""
+    """Return the number of workers of this node; ``auto``, ``cpu``, ``gpu`` and ``xpu`` look at the machine."""
     if text.isdigit():
         count = int(text)
         if count < 1:

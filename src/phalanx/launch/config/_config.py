@@ -172,7 +172,8 @@ class LaunchConfig:
 
 
 def _own_logs(specs: LogsSpecs | None) -> LogsSpecs:
-    """The specs of one launch: ours remember the directory of their run, which is the launch's, not the config's."""
+    """Return the specs of one launch: ours remember the directory of their run, which is the launch's, not the
+    config's."""
     from phalanx.launch.telemetry._logs import DefaultLogsSpecs  # start-up, as above
 
     if specs is None:

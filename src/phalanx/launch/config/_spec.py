@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file, or a module's dotted name, to be run as ``__main__`` with its own arguments.
+    """Names a Python file, or a module's dotted name, to be run as ``__main__`` with its own arguments.
 
     >>> Script("train.py").name, Script("my.train", is_module=True).name
     ('train.py', 'my.train')
@@ -39,7 +39,7 @@ Entrypoint = Callable[..., Any] | str | Script
 
 
 class WorkerState(str, Enum):
-    """What a group of workers is doing."""
+    """Says what a group of workers is doing."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -51,13 +51,13 @@ class WorkerState(str, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether its processes exist, healthy or not."""
+        """Return whether its processes exist, healthy or not."""
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
 @dataclass(kw_only=True)
 class WorkerSpec:
-    """What one node runs, and through which rendezvous it finds the others."""
+    """Says what one node runs, and through which rendezvous it finds the others."""
 
     role: str
     local_world_size: int
@@ -89,7 +89,7 @@ class WorkerSpec:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
 
     def get_entrypoint_name(self) -> str:
-        """A short name for reports."""
+        """Return a short name for reports."""
         if isinstance(self.entrypoint, Script):
             return self.entrypoint.name
         if isinstance(self.entrypoint, str):
@@ -118,7 +118,7 @@ class AgentOptions:
 
 @dataclass(kw_only=True)
 class Worker:
-    """One worker as others may see it. ``id`` is its pid."""
+    """Describes one worker as others may see it. ``id`` is its pid."""
 
     local_rank: int
     global_rank: int = -1
@@ -130,7 +130,7 @@ class Worker:
 
 @dataclass(kw_only=True)
 class WorkerGroup:
-    """The workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
+    """Describes the workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
 
     spec: WorkerSpec
     workers: list[Worker]
@@ -143,7 +143,7 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """How a run ended on this node: values or failures, by global rank."""
+    """Says how a run ended on this node: values or failures, by global rank."""
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from phalanx.launch.config._config import LaunchConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """Where one worker stands in one generation."""
+    """Says where one worker stands in one generation."""
 
     worker_id: str
     rank: int
@@ -35,7 +35,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What only the rendezvous knows about the job that workers are started for."""
+    """Holds what only the rendezvous knows about the job that workers are started for."""
 
     run_id: str
     restarts: int
@@ -91,7 +91,7 @@ def resolver_defaults(outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_defaults(local_size: int, outer: Mapping[str, str]) -> dict[str, str]:
-    """One computing thread per worker when several share a machine and nobody said otherwise."""
+    """Set one computing thread per worker when several share a machine and nobody said otherwise."""
     if local_size > 1 and "OMP_NUM_THREADS" not in outer:
         return {"OMP_NUM_THREADS": "1"}
     return {}

@@ -131,7 +131,8 @@ class WorkerPool:
         return [self._start_one(assignment, envs[assignment.local_rank], dest) for assignment in assignments]
 
     def _reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Where the output goes: to the console when a full disk keeps the user's own scheme from finding a place."""
+        """Find where the output goes: to the console when a full disk keeps the user's own scheme from finding a
+        place."""
         assert self.config.logs_specs is not None, "a resolved config has logs_specs"
         try:
             return self.config.logs_specs.reify(envs)
@@ -268,7 +269,7 @@ class WorkerPool:
         return True
 
     def failure_of(self, member: WorkerHandle) -> ProcessFailure:
-        """What is known about a worker that died."""
+        """Return what is known about a worker that died."""
         exit_code = member.process.exit_code
         assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
         failure = ProcessFailure.observe(
@@ -333,7 +334,7 @@ class WorkerPool:
         return unheard
 
     def stopped_ids(self) -> list[str]:
-        """Workers that SIGSTOP or a debugger holds."""
+        """Return workers that SIGSTOP or a debugger holds."""
         return [m.id for m in self.running if _linux.process_state(m.process.pid) in ("T", "t")]
 
     def kill_all(self, worker_ids: Collection[str], reason: str) -> list[ProcessFailure]:
@@ -394,7 +395,7 @@ class WorkerPool:
 
 
 def _open_log(path: str) -> int:
-    """A descriptor; -1, and a line in the log, when the disk does not take another file."""
+    """Return a descriptor; -1, and a line in the log, when the disk does not take another file."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:

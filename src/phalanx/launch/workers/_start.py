@@ -82,7 +82,6 @@ class WorkerStart:
         """Return the order and the descriptors that go with it (the caller closes them after sending)."""
         order: dict[str, Any] = {
             "env": dict(env),
-            "unset": [],
             "cpus": [],
             "cwd": os.getcwd(),
             "name": "python",
@@ -131,7 +130,8 @@ def _interpreter(script: Script, words: list[str]) -> list[str]:
 
 
 def method_that_works(fn: Callable[..., Any], args: tuple[Any, ...], method: str) -> str:
-    """``method``, or ``fork`` (and a line that says so) where nothing else can bring the function to its workers."""
+    """Return ``method``, or ``fork`` (and a line that says so) where nothing else can bring the function to its
+    workers."""
     why = "" if method == "fork" else why_only_here(fn, args)
     if not why:
         return method
@@ -146,7 +146,8 @@ def method_that_works(fn: Callable[..., Any], args: tuple[Any, ...], method: str
 
 
 def why_only_here(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Why a fresh interpreter could not find the function or its arguments; "" when it can, or pickle itself refuses.
+    """Return why a fresh interpreter could not find the function or its arguments; "" when it can, or pickle itself
+    refuses.
 
     >>> why_only_here(os.getcwd, ())
     ''

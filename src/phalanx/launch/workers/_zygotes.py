@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 5
 
 
 class Zygotes:
-    """``make(is_warm)`` starts a successor; None: there is none."""
+    """Holds a zygote and its successors. ``make(is_warm)`` starts one; None: there is none."""
 
     @classmethod
     def of(cls, config: LaunchConfig, start: WorkerStart, first: Zygote) -> Zygotes:
@@ -45,7 +45,6 @@ class Zygotes:
         self, first: Zygote, make: Callable[[bool], Zygote] | None = None, *, is_warm: bool = False
     ) -> None:
         self._make = make
-        self._is_warm = is_warm
         self._lock = threading.Lock()
         self._warm: Zygote | None = first if is_warm else None
         self._cold: Zygote | None = None if is_warm else first
@@ -64,7 +63,7 @@ class Zygotes:
         first.wait_ready()
 
     def park(self) -> tuple[WorkerProcess, bool]:
-        """A new process that waits for its order, and whether it has what the first zygote had imported."""
+        """Fork a new process that waits for its order, and whether it has what the first zygote had imported."""
         for _ in range(MAX_ATTEMPTS):
             zygote, is_warm = self._next()
             try:
