@@ -65,7 +65,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "launch.rendezvous": [
         "_interface", "_settings", "_records", "_runs", "_own_secret", "_order", "_decide",
-        "_waiting", "_leader", "_participant", "_handler", "_backends", "_static", "_registry",
+        "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
     ],
     "tensor": [
         "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",
@@ -88,7 +88,6 @@ UNEXPLAINED: dict[str, int] = {
     "data": 1,
     "ddp": 1,
     "elastic": 7,
-    "launch": 49,
     "shard": 10,
     "tensor": 2,
 }
