@@ -144,8 +144,7 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
     store = MemoryStore()
     silent = StuckProcess(1, signal.SIGKILL)
     pool, _ = pool_of(tmp_path, silent)
-    info = SimpleNamespace(rank=0, world_size=2, store=store)
-    generation = SimpleNamespace(channel=AgentChannel(store), number=3, info=info)
+    info = SimpleNamespace(generation=3, rank=0, world_size=2, store=store)
     written: list[str] = []
 
     def other_node() -> None:
@@ -159,11 +158,11 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
     other = threading.Thread(target=other_node)
     other.start()
     watch = HangWatch(pool, timeout=10)
-    assert watch.check({"w0": b'{"step":3}'}, generation, now=0) is None
-    assert watch.check({"w0": b'{"step":4}'}, generation, now=0) is None
-    assert watch.check({"w0": b'{"step":4}'}, generation, now=11) is None  # they are being written
+    assert watch.check({"w0": b'{"step":3}'}, info, now=0) is None
+    assert watch.check({"w0": b'{"step":4}'}, info, now=0) is None
+    assert watch.check({"w0": b'{"step":4}'}, info, now=11) is None  # they are being written
     assert watch._dump.is_written.wait(60)
-    member, reason = watch.check({"w0": b'{"step":4}'}, generation, now=11)
+    member, reason = watch.check({"w0": b'{"step":4}'}, info, now=11)
     assert written == ["stacks"]
     assert member.id == "w0"
     assert reason == "rank 0 made no progress for 10 s after step 4; it did not say what it does"
@@ -255,16 +254,14 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     monkeypatch.setattr(_watch, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
     pool, _ = pool_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
     store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
-    generation = SimpleNamespace(
-        channel=AgentChannel(store), number=0, info=SimpleNamespace(rank=0, world_size=1, store=store)
-    )
+    info = SimpleNamespace(generation=0, rank=0, world_size=1, store=store)
     watch = HangWatch(pool, timeout=10)
 
     def check(now: float):
-        found = watch.check(at, generation, now)
+        found = watch.check(at, info, now)
         if watch._dump is not None and found is None:
             assert watch._dump.is_written.wait(60)
-            found = watch.check(at, generation, now)
+            found = watch.check(at, info, now)
         return found
 
     at = {"w0": b'{"step":4}', "w1": b'{"step":3}'}

@@ -267,7 +267,7 @@ def get_event_handler(name: str) -> EventHandler | None:
     ``phalanx.events``."""
     if name in HANDLERS:
         return HANDLERS[name]
-    from importlib.metadata import entry_points
+    from importlib.metadata import entry_points  # start-up speed: few ask for it
 
     for entry in entry_points(group="phalanx.events", name=name):
         handler: EventHandler = entry.load()

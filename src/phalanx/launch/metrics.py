@@ -96,7 +96,7 @@ class PrometheusMetricHandler(MetricHandler):
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         try:
-            import prometheus_client
+            import prometheus_client  # optional package
         except ImportError as error:
             raise ValueError("the prometheus metrics handler needs the package prometheus-client") from error
         self._client = prometheus_client

@@ -93,7 +93,8 @@ class Agent:
         self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._hang = HangWatch(pool, options.hang_timeout, options.start_timeout)
+        self._interval = max(spec.monitor_interval, REQUEST_INTERVAL)
+        self._hang = HangWatch(pool, options.hang_timeout, options.start_timeout, self._interval)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -160,7 +161,7 @@ class Agent:
         self._is_joining = False
         if self.current:
             self.current.close()
-        self.current = generation = Generation(info, self._handler)
+        self.current = generation = Generation(info, self._handler, self._sources.lasting)
         try:
             generation.serve_bootstrap(self.spec.master_addr)
         except PortTaken as taken:
@@ -175,8 +176,7 @@ class Agent:
             self._pool.members[place.worker_id].place = place
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
-        interval = max(self.spec.monitor_interval, REQUEST_INTERVAL)
-        self._sources.follow(info, interval, self._hang.watched_ids)
+        self._sources.follow(info, self._interval, self._hang.watched_ids)
         self._judge_early_exits()
 
     def _on_port_taken(self, reason: str) -> None:
@@ -444,7 +444,7 @@ class Agent:
 
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
-            self._hang.answer(self._generation, request.stacks)
+            self._hang.answer(self._generation.info, request.stacks)
         self._count_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
@@ -490,7 +490,7 @@ class Agent:
                     member.process.send_signal(signal.SIGTERM, to_group=False)
 
     def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
-        found = self._hang.check(progress, self._generation, time.monotonic())
+        found = self._hang.check(progress, self._generation.info, time.monotonic())
         if found is not None:
             member, reason = found
             log.error("%s; it is killed", reason)

@@ -15,6 +15,7 @@ from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._options import AgentOptions
 from phalanx.launch.config._spec import Entrypoint, Script, WorkerSpec
 from phalanx.launch.failures._process_failure import ChildFailedError
+from phalanx.launch.rendezvous import get_rendezvous_handler
 from phalanx.launch.rendezvous._interface import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -137,8 +138,6 @@ def _make_agent(
 
 
 def _make_handler(config: LaunchConfig) -> RendezvousHandler:
-    from phalanx.launch.rendezvous import get_rendezvous_handler
-
     return get_rendezvous_handler(_rendezvous_parameters(config))
 
 

@@ -39,12 +39,12 @@ class PortTaken(Exception):
 
 
 class Generation:
-    """A formed generation."""
+    """A formed generation; ``lasting`` collects what this node says to the others for good."""
 
-    def __init__(self, info: RendezvousInfo, handler: RendezvousHandler) -> None:
+    def __init__(self, info: RendezvousInfo, handler: RendezvousHandler, lasting: dict[str, bytes]) -> None:
         self.info = info
         self.number = info.generation
-        self.channel = AgentChannel(info.store)
+        self.channel = AgentChannel(info.store, lasting)
         self._before = self.channel.recovery_before(info.generation)
         self.restarts = self._before.restarts
         self.worker_ids = tuple(worker_id for node in info.nodes for worker_id in node.worker_ids)

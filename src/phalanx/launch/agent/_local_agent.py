@@ -208,7 +208,7 @@ def successor_maker(
 def _binding(spec: WorkerSpec) -> Callable[[int, int], Sequence[int]]:
     if spec.numa_options is None:
         return lambda local_rank, local_size: ()
-    from phalanx.launch import numa
+    from phalanx.launch import numa  # start-up speed: few ask for it
 
     options = spec.numa_options
     return lambda local_rank, local_size: sorted(numa.cpus_for(options, local_rank, local_size))

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 SLOW_LOOKUP = 0.5
 MIN_SHARED_MEMORY = 1 << 30
@@ -220,9 +221,7 @@ def check_files() -> Iterator[Finding]:
 
 
 def check_numa() -> Iterator[Finding]:
-    from pathlib import Path
-
-    from phalanx.launch.numa import NumaError, read_topology
+    from phalanx.launch.numa import NumaError, read_topology  # start-up speed
 
     try:
         allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
@@ -267,7 +266,7 @@ def check_two_workers() -> Iterator[Finding]:
 
 
 def check_endpoint(backend: str, endpoint: str) -> Iterator[Finding]:
-    from phalanx.comm.stores import connect
+    from phalanx.comm.stores import connect  # start-up speed: it imports torch
     from phalanx.errors import StoreError
     from phalanx.launch.cli._scale import store_url
 

@@ -150,7 +150,7 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
 
 
 def _plugin(name: str) -> type[LogsSpecs]:
-    from importlib.metadata import entry_points
+    from importlib.metadata import entry_points  # start-up speed: few ask for it
 
     for group in ("phalanx.logs_specs", "torchrun.logs_specs"):
         for point in entry_points(group=group, name=name):
@@ -162,6 +162,6 @@ def _plugin(name: str) -> type[LogsSpecs]:
 def _numa_options(name: str | None) -> Any:
     if name is None:
         return None
-    from phalanx.launch.numa import AffinityMode, NumaOptions
+    from phalanx.launch.numa import AffinityMode, NumaOptions  # start-up speed: few ask for it
 
     return NumaOptions(affinity_mode=AffinityMode(name))

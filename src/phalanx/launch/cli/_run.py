@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         # Before OpenMP is loaded and the first name resolved: they look only then.
         os.environ.update(thread_defaults(local_size, os.environ) | resolver_defaults(os.environ))
         wait_loaded = begin_to_load(find_library())
-        from phalanx.launch.cli._from_flags import config_from_args
+        from phalanx.launch.cli._from_flags import config_from_args  # start-up: while the library loads
 
         config = config_from_args(args, local_size)
     except (ValueError, NotADirectoryError) as error:
@@ -44,12 +44,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callable[[], None]) -> int:
-    from phalanx.launch.workers._zygote import quiet_imports
+    from phalanx.launch.workers._zygote import quiet_imports  # start-up: while the library loads
 
     try:
         with quiet_imports():
-            import logging
+            import logging  # start-up: this and what follows while the library loads
 
+            # start-up: none of them needs torch
             from phalanx.launch.agent._api import launch_agent
             from phalanx.launch.agent._local_agent import WARM_IMPORTS
             from phalanx.launch.cli._from_flags import entrypoint_from_args
@@ -110,7 +111,7 @@ def _usable_cpus() -> int:
 
 def _count_devices(kind: str) -> int:
     """Asked in another process: a process that has touched a device driver must not fork workers."""
-    import subprocess
+    import subprocess  # start-up speed: seldom needed
 
     module = {"gpu": "torch.cuda", "xpu": "torch.xpu", "auto": "torch.accelerator"}[kind]
     question = f"import torch; print({module}.device_count() if {module}.is_available() else 0)"
@@ -125,7 +126,7 @@ def _check_script(args: argparse.Namespace) -> None:
     if args.module and args.no_python:
         raise UsageError("--module and --no-python exclude each other")
     if args.no_python and not args.run_path:
-        import shutil
+        import shutil  # start-up speed: seldom needed
 
         if shutil.which(script) is None:
             raise UsageError(f"command {script!r} was not found or may not be executed")

@@ -95,7 +95,7 @@ def store_url(backend: str, endpoint: str) -> str:
 
 def scale(url: str, run_id: str, size: int, node: str = "", *, secret_file: str = "") -> list[str]:
     """Ask the nodes of a job for ``size`` workers each; the ids of those that were asked."""
-    from phalanx.comm.stores import connect
+    from phalanx.comm.stores import connect  # start-up: wrong flags are answered before torch is imported
     from phalanx.comm.stores._sealed import SealedStore
     from phalanx.comm.stores._signing import Signer, read_secret
     from phalanx.launch.rendezvous._backends import secret_here

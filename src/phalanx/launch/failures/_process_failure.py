@@ -1,4 +1,4 @@
-"""What a failed worker looks like to its agent, and the report that a person reads in the end.
+"""Describes a failed worker to its agent, and writes the report that a person reads in the end.
 
 Owns ``ProcessFailure`` (a value that travels between agents as JSON) and ``ChildFailedError``. The root cause is the
 earliest failure of all nodes; the others mostly follow from it. One that only complains of a lost peer comes after all
@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.failures._record import EXIT_ENDS_JOB, EXIT_INCURABLE, read_error_file
+from phalanx.launch.failures._error_file import EXIT_ENDS_JOB, EXIT_INCURABLE, read_error_file
 
 TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
@@ -126,14 +126,10 @@ class ProcessFailure:
 
     def to_record(self) -> dict[str, Any]:
         """As JSON for other agents."""
-        record = {key: value for key, value in asdict_shallow(self).items() if key != "exception"}
+        # Not dataclasses.asdict: it would deep-copy the exception, which may not be possible.
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "exception"}
         record["stderr_tail"] = list(self.stderr_tail)
         return record
-
-
-def asdict_shallow(value: ProcessFailure) -> dict[str, Any]:
-    """The fields as they are: ``dataclasses.asdict`` would deep-copy an exception, which may not be possible."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def _read(data: Mapping[str, Any]) -> tuple[str, str, float]:

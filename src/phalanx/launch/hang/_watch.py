@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field
 
 from phalanx.comm import _background as background
 from phalanx.errors import StoreError
-from phalanx.launch.agent._generation import Generation
 from phalanx.launch.hang._detector import HangDetector
 from phalanx.launch.hang._stacks import frames_of, is_in_collective
 from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
 
@@ -43,12 +44,17 @@ class _Dump:
 
 
 class HangWatch:
-    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node."""
+    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node.
 
-    def __init__(self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0) -> None:
+    ``interval``: how often ``check`` is called.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0, interval: float = math.inf
+    ) -> None:
         self.timeout = timeout
         self._pool = pool
-        self._detector = HangDetector(timeout, start_timeout)
+        self._detector = HangDetector(timeout, start_timeout, interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False
@@ -63,13 +69,13 @@ class HangWatch:
         """Whose reports ``check`` wants to see."""
         return [member.id for member in self._pool.running] if self.timeout > 0 else []
 
-    def answer(self, generation: Generation, reason: str) -> None:
+    def answer(self, info: RendezvousInfo, reason: str) -> None:
         """Another node asks for stacks; once for a generation."""
         if not self._has_answered and self._dump is None:
-            self._dump = self._write(generation, reason, everywhere=False)
+            self._dump = self._write(info, reason, everywhere=False)
 
     def check(
-        self, progress: Mapping[str, bytes | None], generation: Generation, now: float
+        self, progress: Mapping[str, bytes | None], info: RendezvousInfo, now: float
     ) -> tuple[WorkerHandle, str] | None:
         """The worker to blame and why: then all get the full time again. None while nobody hangs, or it is not clear
         who, or not all stacks are written. Never blocks."""
@@ -86,7 +92,7 @@ class HangWatch:
         if self._dump is None:
             reason = f"rank {late[0].place.rank} made no progress for {self._detector.limit(late[0].id):g} s"
             log.error("%s; writing all stacks", reason)
-            self._dump = self._write(generation, reason, everywhere=True)
+            self._dump = self._write(info, reason, everywhere=True)
         if not self._dump.is_written.is_set():
             return None
         waiting = {each for each, text in self._dump.stacks.items() if is_in_collective(frames_of(text))}
@@ -97,11 +103,11 @@ class HangWatch:
         self._detector.reset(now)
         return member, text
 
-    def _write(self, generation: Generation, reason: str, *, everywhere: bool) -> _Dump:
+    def _write(self, info: RendezvousInfo, reason: str, *, everywhere: bool) -> _Dump:
         """Begin to write the stacks of this node's workers; ``everywhere``: all nodes shall, and are waited for."""
         self._has_answered = True
         dump, members = _Dump(), self._pool.running
-        number, info = generation.number, generation.info
+        number = info.generation
 
         def write() -> None:
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from phalanx.comm.stores._interface import Change, Store
 from phalanx.comm.stores._sealed import SealedStore
@@ -21,13 +21,25 @@ from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, 
 from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.protocol import Broken, RecordError, broken_key, members_key, wanted_key
 
-if TYPE_CHECKING:
-    from phalanx.launch.rendezvous._participant import Facts
-
 log = logging.getLogger(__name__)
 
 KEEP = 8
 """How many past generations keep their records, for agents and workers that are slow to move on."""
+
+
+@dataclass
+class Facts:
+    """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
+    change."""
+
+    latest: GenerationRecord | None = None
+    ends: dict[int, GenerationEnd] = field(default_factory=dict)
+    closed: str = ""
+    """Why the job is over, or ""."""
+    outcome: str = ""
+    """How it ended, if who closed it said so: ``succeeded`` or ``failed``."""
+    evicted: bool = False
+    """This node's lease ran out; it has to register again."""
 
 
 def ring(store: Store, signer: Signer) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
@@ -30,7 +30,7 @@ from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Leader, ring
+from phalanx.launch.rendezvous._leader import Facts, Leader, ring
 from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.protocol import Broken, RecordError
 
@@ -40,21 +40,6 @@ log = logging.getLogger(__name__)
 
 FIRST = (records.FORMED, records.LEADER)
 """What a node reads of a job that it comes to."""
-
-
-@dataclass
-class Facts:
-    """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
-    change."""
-
-    latest: GenerationRecord | None = None
-    ends: dict[int, GenerationEnd] = field(default_factory=dict)
-    closed: str = ""
-    """Why the job is over, or ""."""
-    outcome: str = ""
-    """How it ended, if who closed it said so: ``succeeded`` or ``failed``."""
-    evicted: bool = False
-    """This node's lease ran out; it has to register again."""
 
 
 class Participant:

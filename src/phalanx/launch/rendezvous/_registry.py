@@ -58,6 +58,7 @@ class RendezvousHandlerRegistry:
 
 
 def _built_in() -> RendezvousHandlerRegistry:
+    # start-up speed: the stores behind the backends
     from phalanx.launch.rendezvous._backends import (
         create_c10d_handler,
         create_etcd_handler,

@@ -1,4 +1,4 @@
-"""Function workers: call, and bring the value or the exception home whole.
+"""Calls the function of a function worker, and brings its value or exception home whole.
 
 Owns the result file: a descriptor that the agent opened and only its own child writes (an anonymous file, so that
 large values need nobody to read along). Pickle is used here and nowhere else, and only between an agent and the
@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx import protocol
 from phalanx.launch.failures._record import record_exception
+from phalanx.launch.workers._fresh import prepare_python
 
 
 def open_anonymous() -> int:
@@ -109,8 +110,6 @@ def read_result(fd: int) -> tuple[str, Any] | None:
 
 def main() -> None:
     """Entry of a function worker in a fresh interpreter (start_method ``spawn``)."""
-    from phalanx.launch.workers._child import prepare_python
-
     payload = int(os.environ.pop("PHALANX_PAYLOAD_FD"))
     result = int(os.environ.pop("PHALANX_RESULT_FD"))
     for fd in (payload, result):

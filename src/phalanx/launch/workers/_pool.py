@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -380,6 +381,4 @@ def _open_log(path: str) -> int:
 
 
 def _host() -> str:
-    import socket
-
     return socket.gethostname()

@@ -3,7 +3,7 @@
 Guarantees: one message for every fork and every exit; a worker's whole process group is killed before the worker is
 reaped, so its number cannot have been given to anybody else; when the agent's end of the socket closes, however the
 agent died, every worker and everything that they started is killed, then the zygote ends. When the zygote itself is
-killed, its workers live on (``_orphans``), and die with the agent all the same (``_linux.die_with_peer``).
+killed, its workers live on (``_processes``), and die with the agent all the same (``_linux.die_with_peer``).
 Assumptions: single-threaded (a fork copies locks that other threads hold); a worker that is forked but has no order
 yet is *parked* and waits on its own socket (see ``_child``).
 Rejected: forking from the agent (its store and log threads may hold locks: seen to deadlock); PR_SET_PDEATHSIG with
@@ -31,7 +31,7 @@ from phalanx.launch.workers._messages import receive_message, send_message
 
 LATER_IMPORTS = (
     "phalanx.comm.group._init",
-    "phalanx.comm.transports._create",
+    "phalanx.comm.transports._creation",
     "phalanx.comm.mesh._mesh",
     "phalanx.comm.stores._tcp",
     "sympy",
