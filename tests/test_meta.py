@@ -81,16 +81,7 @@ STILL_CIRCLING: dict[str, int] = {"elastic": 7}
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()
 # Imports inside functions that do not say yet why, by package: these numbers only fall.
-UNEXPLAINED: dict[str, int] = {
-    "__main__": 2,
-    "_torch_hook": 1,
-    "comm": 21,
-    "data": 1,
-    "ddp": 1,
-    "elastic": 7,
-    "shard": 10,
-    "tensor": 2,
-}
+UNEXPLAINED: dict[str, int] = {"elastic": 7}
 WHY_LATE = re.compile("start-up|optional|platform")
 FORBIDDEN = re.compile(
     r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"
