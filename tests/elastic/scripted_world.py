@@ -54,13 +54,8 @@ class World:
         monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
 
     def agree(self, generation: int, *workers: str) -> None:
-        members = tuple(
-            ms.Member(id=w, rank=i, node_rank=0, local_rank=i, local_size=len(workers), host="h")
-            for i, w in enumerate(workers)
-        )
-        record = ms.Members(
-            generation=generation, workers=members, num_nodes=1, master_addr="", master_port=0
-        )
+        node = ms.MemberNode("n", 1, "h", "", 0, len(workers), worker_ids=workers)
+        record = ms.Members(generation, (node,))
         self.keys.set(ms.members_key(generation), record.to_json())
 
     def break_(self, generation: int, *lost: str) -> None:

@@ -29,11 +29,11 @@ from phalanx.comm.stores import Store
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json
 from phalanx.elastic.checkpoint._stream import receive_state, send_encoded
-from phalanx.elastic.membership._finish import Finish, find_vacant, prefer
+from phalanx.elastic.membership._finish import find_vacant, prefer
 from phalanx.elastic.membership._interface import NothingLeft, ResultLost
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._store_monitor import PROGRESS_EVERY, TICK, report_progress
+from phalanx.elastic.membership._store_monitor import report_progress
 from phalanx.errors import CommError, PeerLost, StoreError
+from phalanx.protocol import PRESENT, Finish, JobKeys, dump_count, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Contact:
 
     store: Store
     root: Store
-    keys: Keys
+    keys: JobKeys
     job: str
     worker_id: str
     timeout: float
@@ -125,7 +125,9 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     problems: dict[str, str] = {}
     while True:
         found = at.store.get_many([at.keys.keeps(generation, worker) for worker in members])
-        keepers = [w for w, data in zip(members, found, strict=True) if data == b"1" and w not in problems]
+        keepers = [
+            w for w, data in zip(members, found, strict=True) if data == dump_count(1) and w not in problems
+        ]
         for source in keepers:
             try:
                 state = _fetch(at, source, generation)
@@ -161,7 +163,7 @@ def _claim(at: Contact, finish: Finish, members: Mapping[str, str]) -> int:
 
 
 def _fetch(at: Contact, source: str, generation: int) -> State:
-    at.store.set(at.keys.ask(generation, source, at.worker_id), b"1")
+    at.store.set(at.keys.ask(generation, source, at.worker_id), PRESENT)
     group = at.meet(source, at.worker_id, generation)
     try:
         return receive_state(group, 0)
@@ -201,7 +203,7 @@ class Keeper:
     # -- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK):
+        while not self._stop.wait(timeouts.WATCH_INTERVAL):
             try:
                 self._follow()
                 self._answer()
@@ -223,8 +225,8 @@ class Keeper:
         self.generation = generation
         self._members = self._at.members(generation) or {}
         self._answered.clear()
-        value = b"0" if self._state is None else b"1"
-        self._at.store.set(self._at.keys.keeps(generation, self._at.worker_id), value)
+        keeps = dump_count(self._state is not None)
+        self._at.store.set(self._at.keys.keeps(generation, self._at.worker_id), keeps)
 
     def _answer(self) -> None:
         newcomers = [worker for worker in self._members if worker not in self._finish.workers]
@@ -243,7 +245,7 @@ class Keeper:
 
     def _report(self) -> None:
         """To the hang detector: what a script does after its steps may take as long as it likes."""
-        if time.monotonic() - self._reported > PROGRESS_EVERY:
+        if time.monotonic() - self._reported > timeouts.PROGRESS_INTERVAL:
             self._reported = time.monotonic()
             self._num_reports += 1
             report_progress(self._at.store, self._at.worker_id, self._finish.step, 0, -self._num_reports)
@@ -257,7 +259,7 @@ class Keeper:
         """
         with self._at.store.clone() as store:
             at = replace(self._at, store=store)
-            store.set(protocol.ended_key(at.worker_id), b"1")
+            store.set(protocol.ended_key(at.worker_id), PRESENT)
             pending = [rank for rank in range(len(self._finish.workers)) if rank != self._rank]
             began = time.monotonic()
             vacant_since: dict[int, float] = {}

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from phalanx.comm import Group
 from phalanx.elastic.membership._committed_steps import Ledger
-from phalanx.elastic.membership._finish import Finish
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._rounds import Ready, Seat
+from phalanx.elastic.membership._finish import finish_of
+from phalanx.elastic.membership._rounds import Seat
 from phalanx.elastic.membership._store_monitor import Signals
 from phalanx.errors import CommError, JobStopped, PhalanxError
+from phalanx.protocol import Finish, JobKeys, Ready
 
 if TYPE_CHECKING:
     from phalanx.elastic.membership._final_state import Encoded, Keeper, TakenOver
@@ -124,7 +124,7 @@ class FixedRoster:
     def __init__(self, group: Group | None, worker_id: str, ledger: Ledger | None = None) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
-        self.ledger = ledger or Ledger(None, Keys())
+        self.ledger = ledger or Ledger(None, JobKeys())
         self.should_leave: Callable[[], bool] = lambda: False
         self._group = group
 
@@ -150,11 +150,11 @@ class FixedRoster:
         pass
 
     def declare_done(self, seat: Seat, step: int) -> Finish:
-        return Finish.of(seat, step, {})
+        return finish_of(seat, step, {})
 
     def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
         # This worker has committed all steps, and those of the others that have not are not helped by it.
-        return Finish.of(seat, step, {})
+        return finish_of(seat, step, {})
 
     def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
         return None

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from phalanx.elastic._options import Regrouped
 from phalanx.elastic.checkpoint._saves import NotSaved
-from phalanx.elastic.membership._finish import Finish
 from phalanx.elastic.membership._interface import EvaluationKnown, JobOver, NothingLeft, Roster, ToldToLeave
 from phalanx.elastic.membership._leave import LeaveRequest
-from phalanx.elastic.membership._rounds import Ready, Seat
+from phalanx.elastic.membership._rounds import Seat
 from phalanx.elastic.membership._sync import bring_level, fingerprint
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._reduction import Exchange
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
+from phalanx.protocol import Finish, Ready
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

@@ -7,19 +7,17 @@ writes its own records again if somebody deleted them.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 
 from phalanx import protocol
-from phalanx._fields import load_json, short
 from phalanx.comm import Group, init
 from phalanx.comm.stores import Store, connect, job_store
 from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic.membership._committed_steps import Ledger
 from phalanx.elastic.membership._final_state import Contact, Encoded, Keeper, TakenOver, take_over
-from phalanx.elastic.membership._finish import Finish
+from phalanx.elastic.membership._finish import finish_of, parse_finish
 from phalanx.elastic.membership._interface import (
     Ejected,
     EvaluationKnown,
@@ -29,20 +27,11 @@ from phalanx.elastic.membership._interface import (
     Roster,
     ToldToLeave,
 )
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._rounds import Ready, Round, Seat, awaited_veterans, choose_round
-from phalanx.elastic.membership._store_monitor import PROGRESS_EVERY, Signals, Watcher, report_progress
+from phalanx.elastic.membership._rounds import Seat, awaited_peers, choose_round
+from phalanx.elastic.membership._store_monitor import Signals, Watcher, report_progress
 from phalanx.errors import CommError, PeerLost, PeerTimeout
-from phalanx.protocol import RecordError
+from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, dump_count, timeouts
 from phalanx.world import World
-
-TELL_AFTER = 0.1
-"""Seconds after which a loss that no agent has explained is told to them: a death is noticed sooner."""
-BREAK_AFTER = 3.0
-"""Seconds after which, should the agents not have done so, a worker breaks the generation for the others."""
-LEAVE_AFTER = 2.0
-"""Seconds that a worker with a state waits on for a seat when it was told to leave: there it could leave politely, but
-when all workers were told to, no seat comes any more."""
 
 
 class StoreRoster:
@@ -57,9 +46,9 @@ class StoreRoster:
         worker_id: str,
         generation: int,
         *,
-        timeout: float = 600.0,
+        timeout: float = timeouts.regroup_timeout(),
         comm_timeout: float,
-        keys: Keys = Keys(),  # noqa: B008  # a frozen value
+        keys: JobKeys = JobKeys(),  # noqa: B008  # a frozen value
     ) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
@@ -82,7 +71,7 @@ class StoreRoster:
             timeout=timeout,
             comm_timeout=comm_timeout,
         )
-        self._store.set(protocol.regroups_key(worker_id), b"1")
+        self._store.set(protocol.regroups_key(worker_id), PRESENT)
         self._watcher: Watcher | None = None
         self._keeper: Keeper | None = None
         self._has_noted = False
@@ -91,7 +80,7 @@ class StoreRoster:
 
     def first_seat(self, mine: Ready) -> Seat:
         if self.keys.number:  # the script goes on with another job: what follows the last one is a loop again
-            self._store.compare_and_set(protocol.FINISHING, str(self.keys.number - 1).encode(), b"")
+            self._store.compare_and_set(protocol.FINISHING, dump_count(self.keys.number - 1), b"")
         return self._take_seat(self.generation, mine)
 
     def rejoin(self, generation: int, mine: Ready) -> Seat:
@@ -107,7 +96,7 @@ class StoreRoster:
     def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
         self._stop_watching()
         generation = seat.generation
-        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), PRESENT)
         if seat.rank == 0:
             self._close_round(seat)
         found = self._take_seat(generation, mine, first_round=seat.round + 1, declared=True)
@@ -141,8 +130,8 @@ class StoreRoster:
             report_progress(self._store, self.worker_id, mine.step, 0, count)
             if self.should_leave():
                 told_at = told_at or time.monotonic()
-                if not mine.is_veteran or time.monotonic() - told_at > LEAVE_AFTER:
-                    self._store.set(protocol.leaving_key(generation, self.worker_id), b"1")
+                if not mine.has_state or time.monotonic() - told_at > timeouts.LEAVE_AFTER:
+                    self._store.set(protocol.leaving_key(generation, self.worker_id), PRESENT)
                     raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
 
         wait, absent = _Wait(self.timeout, report), _Absence(self)
@@ -157,11 +146,11 @@ class StoreRoster:
                     self.keys.ready(generation, self.worker_id),
                 ]
             )
-            finish = Finish.parse(done)
-            if finish is not None and mine.is_veteran and not mine.evaluating:
+            finish = parse_finish(done)
+            if finish is not None and mine.has_state and not mine.evaluating:
                 raise JobOver(finish, generation)
             if mine.evaluating and evaluated is not None:
-                raise EvaluationKnown(parse_evaluation(evaluated))
+                raise EvaluationKnown(Evaluation.from_json(evaluated).means)
             found = Round.from_json(record) if record is not None else None
             if broken is not None or (found is not None and found.move_to is not None):
                 generation, round_, declared = generation + 1, 0, False
@@ -170,7 +159,11 @@ class StoreRoster:
             if members is None:
                 wait.a_little(f"the members of generation {generation}")
                 continue
-            ids = tuple(member.id for member in protocol.Members.from_json(members).workers)
+            agreed = protocol.Members.from_json(members)
+            if agreed.is_forgotten:  # long over, and its end forgotten too
+                generation, round_, declared = generation + 1, 0, False
+                continue
+            ids = tuple(member.id for member in agreed.workers)
             if self.worker_id not in ids:
                 raise Ejected(
                     f"worker {self.worker_id} is not among the members of generation {generation} of job "
@@ -179,7 +172,7 @@ class StoreRoster:
             if not declared or own is None:
                 self._declare(generation, mine)
                 declared = True
-            elif finish is not None and not mine.is_veteran:
+            elif finish is not None and not mine.has_state:
                 if not self._void(finish, generation, ids):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
@@ -192,7 +185,7 @@ class StoreRoster:
             else:
                 ready = self._ready(generation, ids) if round_ == 0 else {}
                 choice = choose_round(ids, ready) if round_ == 0 else None
-                absent.look(generation, awaited_veterans(ids, ready), ids, mine)
+                absent.look(generation, awaited_peers(ids, ready), ids, mine)
                 if choice is not None and choice[0] == self.worker_id:
                     key = self.keys.round(generation, round_)
                     self._store.compare_and_set(key, None, choice[1].to_json())
@@ -211,9 +204,9 @@ class StoreRoster:
         ):
             raise JobOver(finish, generation, self._contact.members(generation))
         ready = self._ready(generation, ids)
-        if len(ready) < len(ids) or any(one.is_veteran for one in ready.values()):
+        if len(ready) < len(ids) or any(one.has_state for one in ready.values()):
             return False
-        if Finish.parse(self._store.get(self.keys.done)) == finish:
+        if parse_finish(self._store.get(self.keys.done)) == finish:
             self._store.delete(self.keys.done)
             self._store.delete(protocol.FINISHING)
         return True
@@ -254,7 +247,7 @@ class StoreRoster:
 
     def _declare(self, generation: int, mine: Ready) -> None:
         if (
-            mine.is_veteran
+            mine.has_state
         ):  # what it has committed since its last report counts as progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
@@ -284,11 +277,11 @@ class StoreRoster:
         """
         key = protocol.broken_key(seat.generation)
         began, has_told = time.monotonic(), False
-        while (waited := time.monotonic() - began) < BREAK_AFTER:
+        while (waited := time.monotonic() - began) < timeouts.BREAK_AFTER:
             is_broken, is_done = (data is not None for data in self._store.get_many([key, self.keys.done]))
             if is_broken or (is_done and not evaluating):
                 return
-            if waited > TELL_AFTER and not has_told:
+            if waited > timeouts.TELL_AFTER and not has_told:
                 self._tell_lost_contact(seat, cause, step)
                 has_told = True
             time.sleep(0.005)
@@ -312,22 +305,22 @@ class StoreRoster:
     def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
         """First what is said, then that something is: agents look at the second key only."""
         self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
-        self._store.set(protocol.any_contact_key(generation), b"1")
+        self._store.set(protocol.any_contact_key(generation), PRESENT)
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 
     def announce_leaving(self, seat: Seat) -> None:
-        self._store.set(protocol.leaving_key(seat.generation, self.worker_id), b"1")
-        self._store.set(self.keys.leaving(seat.generation), b"1")
+        self._store.set(protocol.leaving_key(seat.generation, self.worker_id), PRESENT)
+        self._store.set(self.keys.leaving(seat.generation), PRESENT)
 
-    def step_aside(self, seat: Seat, patience: float = 20.0) -> None:
+    def step_aside(self, seat: Seat, patience: float = timeouts.STEP_ASIDE) -> None:
         self._stop_watching()
         self._store.compare_and_set(
             self.keys.round(seat.generation, seat.round + 1),
             None,
             Round(move_to=seat.generation + 1).to_json(),
         )
-        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), b"1")
+        self._store.set(self.keys.crossed(seat.generation, seat.round, self.worker_id), PRESENT)
         until = time.monotonic() + patience
         missing = [worker for worker in seat.workers if worker != self.worker_id]
         while missing and time.monotonic() < until:
@@ -339,15 +332,15 @@ class StoreRoster:
             time.sleep(0.002)
 
     def declare_done(self, seat: Seat, step: int) -> Finish:
-        finish = Finish.of(seat, step, self._contact.members(seat.generation) or {})
+        finish = finish_of(seat, step, self._contact.members(seat.generation) or {})
         self._store.compare_and_set(self.keys.done, None, finish.to_json())  # the others write the same
-        self._store.set(protocol.FINISHING, str(self.keys.number).encode())
-        self._store.set(self.keys.committed, str(step).encode())
+        self._store.set(protocol.FINISHING, dump_count(self.keys.number))
+        self._store.set(self.keys.committed, dump_count(step))
         return finish
 
     def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
         self._make_sure_broken(seat, cause)
-        return Finish.parse(self._store.get(self.keys.done))
+        return parse_finish(self._store.get(self.keys.done))
 
     def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
         self._keeper = Keeper(self._contact.clone(), finish, rank, generation, state)
@@ -371,7 +364,7 @@ class StoreRoster:
             self._watcher.committed = step
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
-        self._store.set(self.keys.evaluation(number), json.dumps(result).encode())
+        self._store.set(self.keys.evaluation(number), Evaluation(result).to_json())
 
     def report(self, step: int) -> None:
         if self._watcher is not None:
@@ -435,7 +428,7 @@ class _Wait:
             raise RegroupTimeout(
                 f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?"
             )
-        if now - self._reported > PROGRESS_EVERY:
+        if now - self._reported > timeouts.PROGRESS_INTERVAL:
             self._count += 1
             self._reported = now
             self._report(-self._count)
@@ -455,23 +448,24 @@ def make_roster(
     if not url:
         return FixedRoster(init(default=False) if world.size > 1 else None, worker_id)
     job = environ.get(protocol.ENV_JOB) or world.job
-    keys = Keys(len(_made))
+    keys = JobKeys(len(_made))
     if environ.get(protocol.ENV_ON_FAILURE) != "heal":
         _made.append(None)
         ledger = Ledger(job_store(connect(url), job) if world.rank == 0 else None, keys)
         return FixedRoster(init(default=False) if world.size > 1 else None, worker_id, ledger)
     newest = max([world.generation, *(before.newest_generation for before in _made if before is not None)])
-    roster = StoreRoster(connect(url), job, worker_id, newest, comm_timeout=comm_timeout, keys=keys)
+    given = environ.get(protocol.ENV_REGROUP_TIMEOUT)
+    roster = StoreRoster(
+        connect(url),
+        job,
+        worker_id,
+        newest,
+        timeout=float(given) if given else timeouts.regroup_timeout(),
+        comm_timeout=comm_timeout,
+        keys=keys,
+    )
     _made.append(roster)
     return roster
-
-
-def parse_evaluation(data: bytes) -> dict[str, float]:
-    """The result of an evaluation, means by name; ``RecordError`` when it is none. A mean may be infinite or nan."""
-    result = load_json(data, "evaluation record", RecordError)
-    if not isinstance(result, dict) or not all(type(value) in (int, float) for value in result.values()):
-        raise RecordError(f"evaluation record is {short(result)}; expected numbers by name")
-    return result
 
 
 _made: list[StoreRoster | None] = []

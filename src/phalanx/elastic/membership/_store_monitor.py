@@ -8,7 +8,6 @@ read are signed records (where the job has a secret): nobody else can ask for a 
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -18,16 +17,11 @@ from phalanx import protocol
 from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
 from phalanx.elastic.membership._committed_steps import Ledger
-from phalanx.elastic.membership._keys import Keys
 from phalanx.elastic.membership._rounds import Seat
 from phalanx.errors import PeerLost, StoreError
+from phalanx.protocol import JobKeys, ProgressReport, timeouts
 
 log = logging.getLogger(__name__)
-
-TICK = 0.05
-PROGRESS_EVERY = 0.25
-PATIENCE = 10.0
-"""Seconds that a step may go on when its generation was ended although no worker is gone."""
 
 
 @dataclass
@@ -43,7 +37,7 @@ class Watcher:
     def __init__(
         self,
         store: Store,
-        keys: Keys,
+        keys: JobKeys,
         seat: Seat,
         worker_id: str,
         signals: Signals,
@@ -87,7 +81,7 @@ class Watcher:
         self._store.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK):
+        while not self._stop.wait(timeouts.WATCH_INTERVAL):
             try:
                 if self._look():
                     return
@@ -110,7 +104,7 @@ class Watcher:
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
             is_hopeless = record.workers or record.at_once
-            if is_hopeless or time.monotonic() - self._broken_since > PATIENCE:
+            if is_hopeless or time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP:
                 self._break(record.reason)
                 return True
             self._signals.wish = True  # nobody is gone: the step under way can be finished
@@ -121,7 +115,7 @@ class Watcher:
     def _parse(self, data: bytes) -> protocol.Broken | None:
         try:
             return protocol.Broken.from_json(data)
-        except (protocol.RecordError, KeyError, TypeError) as error:
+        except protocol.RecordError as error:
             if not self._has_complained:
                 log.warning("generation %d: ignored a record: %s", self._seat.generation, error)
             self._has_complained = True
@@ -136,7 +130,7 @@ class Watcher:
 
     def _report(self) -> None:
         progress, now = self.progress, time.monotonic()
-        if now - self._reported[1] < PROGRESS_EVERY or (
+        if now - self._reported[1] < timeouts.PROGRESS_INTERVAL or (
             progress == self._reported[0] and not self.is_waiting
         ):
             return
@@ -147,5 +141,5 @@ class Watcher:
 
 def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
-    record = {"step": step, "count": count, "waits": num_waits}
-    store.set(protocol.progress_key(worker_id), json.dumps(record).encode())
+    report = ProgressReport(step=step, count=count, waits=num_waits)
+    store.set(protocol.progress_key(worker_id), report.to_json())

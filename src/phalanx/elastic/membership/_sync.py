@@ -18,8 +18,9 @@ from phalanx.elastic.checkpoint._state import digest
 from phalanx.elastic.checkpoint._stream import receive_state, send_state
 from phalanx.elastic.membership._committed_steps import check_setback
 from phalanx.elastic.membership._identity import describe_model, identity, tell_apart
-from phalanx.elastic.membership._rounds import FRESH, Seat, choose_source
+from phalanx.elastic.membership._rounds import Seat, choose_source
 from phalanx.errors import PhalanxError
+from phalanx.protocol import FRESH
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

@@ -26,10 +26,9 @@ from phalanx.launch.events import (
 )
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.metrics import Metrics, make_handler
-from phalanx.launch.recovery._policy import Action, Recovery
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import Setbacks
+from phalanx.protocol import Action, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
