@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 import phalanx
 from junk import changed, long, quick, raw, torn
 from phalanx import protocol
+from phalanx.elastic.membership._store_membership import StoreRoster, make_roster
+from phalanx.launch import WorkerSpec
+from phalanx.launch.agent._generation import Generation
+from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
+from phalanx.launch.workers._environment import worker_environment
 from phalanx.protocol import (
     Action,
     Broken,
@@ -176,3 +181,25 @@ def test_an_agent_outlasts_its_workers_whatever_the_user_gives() -> None:
     for join in (1.0, 90.0, timeouts.JOIN, 1e6):
         assert 0 < timeouts.regroup_timeout(join) < join
     assert timeouts.BREAK_AFTER > timeouts.TELL_AFTER + timeouts.CONTACT_INTERVAL + timeouts.CONTACT_SETTLE
+
+
+@pytest.mark.parametrize(("conf", "expected"), [({}, 600.0), ({"join_timeout": 90}, 60.0)])
+def test_one_flag_says_how_long_agents_and_their_workers_wait(
+    tmp_path: Path, conf: dict[str, int], expected: float
+) -> None:
+    """From ``--rdzv-conf`` through the agent's handler and the worker's environment to the worker that waits."""
+    handler = get_rendezvous_handler(RendezvousParameters("file", str(tmp_path), "j", 1, 1, **conf))
+    try:
+        info = handler.next_rendezvous()
+        generation = Generation(info, handler)
+        spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=handler, entrypoint=print)
+        (place,) = generation.places(None)
+        env = worker_environment(place, generation.job_facts(spec, "heal"), {})
+        coordinator = make_roster(None, env, comm_timeout=5.0)
+        assert isinstance(coordinator, StoreRoster)
+        assert (
+            coordinator.timeout == expected < handler.join_timeout == conf.get("join_timeout", timeouts.JOIN)
+        )
+        coordinator.close()
+    finally:
+        handler.shutdown()

@@ -25,7 +25,7 @@ from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import bind_address
 from phalanx.launch.workers._environment import JobFacts, Place
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import Broken, LostContact, Recovery, Streak
+from phalanx.protocol import Broken, LostContact, Recovery, Streak, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class Generation:
             use_agent_store=True,
             virtual_local_rank=spec.virtual_local_rank,
             secret_file=self._handler.secret_file,
+            regroup_timeout=timeouts.regroup_timeout(self._handler.join_timeout),
         )
 
     def situation(self, spec: WorkerSpec, on_failure: str, survivors: int) -> Situation:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.system._signals import DEFAULT_SIGNALS, parse_signals
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs
+from phalanx.protocol import timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
 
-DEFAULT_RDZV_TIMEOUT = 900
+DEFAULT_RDZV_TIMEOUT = int(timeouts.JOIN)
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 

@@ -135,6 +135,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._is_host
 
     @property
+    def join_timeout(self) -> float:
+        return self._options.join_timeout
+
+    @property
     def secret_file(self) -> str:
         return self._secret_file if self._own_secret is None else self._own_secret.keep()
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.comm.stores._interface import Store
 from phalanx.errors import PhalanxError, StoreLost
-from phalanx.protocol import Broken, MemberNode, Members, NodeInfo
+from phalanx.protocol import Broken, MemberNode, Members, NodeInfo, timeouts
 
 
 class RendezvousError(PhalanxError, RuntimeError):
@@ -235,6 +235,11 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def store_url(self) -> str:
         """URL of the job's store for workers on this node, as in ``PHALANX_STORE``."""
+
+    @property
+    def join_timeout(self) -> float:
+        """How many seconds ``next_rendezvous`` may take; workers give up waiting for a new group sooner."""
+        return timeouts.JOIN
 
     @property
     def secret_file(self) -> str:

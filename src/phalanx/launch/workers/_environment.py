@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import protocol
+from phalanx.protocol import timeouts
 
 STRAY_NAMES = (
     "PHALANX_STACKS_FILE",
@@ -54,6 +55,8 @@ class JobFacts:
     secret_file: str = ""
     job: str = ""
     """The name of its records in the store; empty: the run id."""
+    regroup_timeout: float = timeouts.regroup_timeout()
+    """Seconds that a worker waits for its place in the next group."""
 
 
 def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) -> dict[str, str]:
@@ -80,6 +83,7 @@ def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) ->
         protocol.ENV_GENERATION: place.generation,
         protocol.ENV_WORKER_ID: place.worker_id,
         protocol.ENV_ON_FAILURE: job.on_failure,
+        protocol.ENV_REGROUP_TIMEOUT: job.regroup_timeout,
         **thread_defaults(place.local_size, outer),
     }
     if job.secret_file:
