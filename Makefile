@@ -6,7 +6,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 
-.PHONY: demo test check bench soak coverage format files release clean
+.PHONY: demo test check interop bench soak coverage format files tables release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -20,6 +20,11 @@ check: $(DEV)
 	$(PY) -m mypy
 	$(PY) -m pytest -m fast -n 2
 
+# Programs of torch's own libraries, on gloo and on our backend, compared.
+interop: $(DEV)
+	$(PY) -m pytest tests/interop
+
+# Stores what it measured under benchmarks/results; `python -m benchmarks.compare` shows what moved.
 bench: $(DEV)
 	$(PY) -m benchmarks
 
@@ -42,6 +47,10 @@ format: $(DEV)
 # docs/files.md, from the docstrings of the modules. Needs nothing but Python.
 files:
 	$(PYTHON) -m tools.files
+
+# The tables of measurements in docs, from the newest runs under benchmarks/results.
+tables: $(DEV)
+	$(PY) -m tools.tables
 
 # Wheel and sdist, checked, and the wheel tried in an environment of its own (without torch: a version needs none).
 release: $(RUN)

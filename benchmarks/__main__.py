@@ -1,28 +1,72 @@
-"""``make bench``: runs every benchmark, one process each, and reports which ended well.
+"""``make bench``: runs every benchmark, one process each, and stores the figures under ``benchmarks/results``.
 
-python -m benchmarks [name ...]
+python -m benchmarks [--quick] [name ...]
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from benchmarks._results import VARIABLE, Figure, busy_with_others, read_figures, write
+
+HERE = Path(__file__).parent
+# Options under which a benchmark takes a minute or two; its figures are then less certain.
+QUICK = {
+    "comm": ["--quick", "--kills", "4", "--rounds", "500"],
+    "ddp": ["--rounds", "8", "--no-memory"],
+    "dtensor": ["--repeats", "7"],
+    "elastic": ["--kills", "4", "--torchrun-kills", "0", "--rounds", "8"],
+    "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
+    "rendezvous": ["--nodes", "64"],
+    "sampler": ["--quick"],
+    "shard": [],
+}
+
+
+def known() -> list[str]:
+    """The benchmarks that there are."""
+    return sorted(path.stem for path in HERE.glob("*.py") if path.stem[0] != "_" and path.stem != "compare")
+
+
+def run(
+    name: str, options: list[str], environment: dict[str, str], *, quiet: bool
+) -> dict[str, Figure] | None:
+    """Run a benchmark; its figures, None if it failed."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+        file = Path(folder) / "figures"
+        done = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", *options],
+            cwd=HERE.parent,
+            env={**os.environ, **environment, VARIABLE: str(file)},
+            stdout=subprocess.DEVNULL if quiet else None,
+        )
+        return None if done.returncode else read_figures(file)
 
 
 def main() -> int:
-    here = Path(__file__).parent
-    known = sorted(path.stem for path in here.glob("*.py") if not path.stem.startswith("_"))
-    names = sys.argv[1:] or known
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a minute or two for each, less certain")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(known())}; default: all")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - set(known())):
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known())}")
+    figures, others = {}, {}
     failed = []
-    for name in names:
+    for name in options.names or known():
         print(f"\n== {name}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=here.parent).returncode:
+        with busy_with_others() as said:
+            found = run(name, QUICK[name] if options.quick else [], {}, quiet=False)
+        if found is None:
             failed.append(name)
+        else:
+            figures[name], others[name] = found, said["others"]
+    if figures:
+        print(f"\nstored in {write(figures, others, HERE.parent)}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

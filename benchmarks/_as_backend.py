@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401  # registers the backend
+from benchmarks._results import record
 from benchmarks._turns import KB, MB, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm.stores import connect
 
@@ -83,6 +84,7 @@ def main() -> None:
         for what, timings in on_ranks(2, run_rank, 2):
             cells = "".join(f"{timings[n].call * 1e6:>12.0f}" if n in timings else f"{'':>12}" for n in names)
             print(f"{what:<22}{cells}{timings['gloo'].call / timings['phalanx'].call:>7.1f}x", flush=True)
+            record(f"comm/as backend/{what}", "us", timings["phalanx"].call * 1e6, timings["gloo"].call * 1e6)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks._results import record
 from benchmarks._turns import KB, MB, Timing, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm import Group
 from phalanx.comm.stores import connect
@@ -100,6 +101,13 @@ def show(size: int, kind: str, nbytes: int, timings: dict[str, Timing]) -> str:
     return f"{size:>5} {kind:<15}{amount(nbytes):>7}{cells}{ratio:>9.1f}x{shared_ratio:>9.1f}x{firsts}{notes}"
 
 
+def keep(size: int, kind: str, nbytes: int, timings: dict[str, Timing]) -> None:
+    case = f"comm/same host/{size}/{kind}/{amount(nbytes)}"
+    for name in ("shm", "shared"):
+        record(f"{case}/{name}", "us", timings[name].call * 1e6, timings["gloo"].call * 1e6)
+        record(f"{case}/{name}, first call", "us", timings[name].first * 1e6, timings["gloo"].first * 1e6)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
@@ -125,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
         with disturbance_told():
             for item in on_ranks(size, run_rank, size, plan, options.quick):
                 print(show(size, *item), flush=True)
+                keep(size, *item)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks._results import busy_with_others
 from phalanx.comm.stores import TCPStore
 
 KB, MB = 1024, 1024 * 1024
@@ -90,24 +89,16 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
     store.close()
 
 
-def _seconds_of_others() -> float:
-    """Processor time that processes other than this one and its ended children have used since the machine started."""
-    _, user, nice, system, _, _, irq, softirq, _ = Path("/proc/stat").read_text().split(maxsplit=8)
-    used = sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        used -= usage.ru_utime + usage.ru_stime
-    return used
-
-
 @contextmanager
 def disturbance_told() -> Iterator[None]:
     """Says in the end how busy other processes kept the machine during the block, whose own have ended by then."""
-    began, before = time.monotonic(), _seconds_of_others()
-    yield
-    cores = max(0.0, (_seconds_of_others() - before) / (time.monotonic() - began))  # ticks may miss some
-    verdict = "quiet" if cores < 0.1 else "NOT quiet: measure again"
-    print(f"other processes used {cores:.2f} of {os.cpu_count()} cores meanwhile; {verdict}", flush=True)
+    with busy_with_others() as said:
+        yield
+    verdict = "quiet" if said["others"] < 0.1 else "NOT quiet: measure again"
+    print(
+        f"other processes used {said['others']:.2f} of {os.cpu_count()} cores meanwhile; {verdict}",
+        flush=True,
+    )
 
 
 def amount(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._results import record
 from benchmarks._turns import KB, MB, amount, compare, disturbance_told, on_ranks, rounds_for
 from phalanx.comm import Group
 from phalanx.comm.failure import _liveness
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
             for kind, nbytes, flat, two in on_ranks(len(hosts), run_rank, hosts):
                 row = f"{amount(nbytes):>8}{flat * 1e6:>10.0f}{two * 1e6:>12.0f}"
                 print(f"{hosts:<6} {kind:<15}{row}{flat / two:>7.1f}x", flush=True)
+                record(f"two_level/{hosts}/{kind}/{amount(nbytes)}", "us", two * 1e6, flat * 1e6)
 
 
 if __name__ == "__main__":

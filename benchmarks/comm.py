@@ -24,6 +24,7 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from benchmarks import _as_backend, _same_host
+from benchmarks._results import record
 from phalanx.comm import Group, observe
 from phalanx.comm.stores import TCPStore, connect
 from phalanx.errors import PeerLost
@@ -80,6 +81,7 @@ def overhead(rounds: int) -> None:
             f"{name:28s} {result['bare']:9.2f} {result['ours']:9.2f} {result['ours'] - result['bare']:9.2f} "
             f"{seen['watched'] - seen['bare']:18.2f}"
         )
+        record(f"comm/overhead/{name}", "us", result["ours"], result["bare"])
 
 
 def _survive(rank: int, size: int, url: str, backend: str, doing: str, pipe: object) -> None:
@@ -139,8 +141,12 @@ def recovery(size: int, rounds: int, backend: str, doing: str) -> None:
         for process in workers:
             process.join(10)
         store.close()
+    carrier = "shm" if backend == "auto" else backend
+    for what, values in (("noticed", noticed), ("next group works", working)):
+        middle = statistics.median(values)
+        record(f"comm/kill/{carrier}/{size}/{doing}/{what}", "ms", middle, low=min(values), high=max(values))
     print(
-        f"{'shm' if backend == 'auto' else backend:5s} {size} ranks, one killed, others {doing:8s} {rounds} rounds, ms "
+        f"{carrier:5s} {size} ranks, one killed, others {doing:8s} {rounds} rounds, ms "
         f"from SIGKILL: noticed median {statistics.median(noticed):.1f} max {max(noticed):.1f}; "
         f"next generation's first collective median {statistics.median(working):.1f} max {max(working):.1f}",
         flush=True,

@@ -13,7 +13,6 @@ system tells it.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from benchmarks._results import record
 from phalanx.comm import Group
 from phalanx.comm.stores import TCPStore, connect
 from phalanx.ddp import DistributedDataParallel
@@ -190,10 +190,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     variants = ["torch", "gloo", "same host", "torch fp16", "gloo fp16", "same host fp16"]
-    results: dict[str, Any] = {}
     print(f"{'model':14s} {'grad views':10s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
     for name in options.only.split(","):
         for view in (False, True):
@@ -213,19 +211,25 @@ def main() -> int:
                     f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}",
                     flush=True,
                 )
-                results[f"{name} {'views' if view else 'plain'} {variant}"] = ratio
+                if not variant.startswith("torch"):
+                    case = f"ddp/{name}/{'views' if view else 'plain'}/{variant}"
+                    record(case, "ms", seconds * 1e3, base * 1e3)
         print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
     if not options.no_memory:
         print(
             "\nMiB above the start (gradient_as_bucket_view=True): peak resident, proportional after a step"
         )
         for name in options.only.split(","):
+            torchs = 0.0, 0.0
             for variant in ("torch", "gloo", "same host"):
                 answers = run(memory, name, [variant], 0, True)
                 peak, fair = (max(answer[0][key] for answer in answers) for key in ("peak", "fair"))
                 print(f"{name:14s} {variant:16s} {peak:9.1f} {fair:9.1f}", flush=True)
-    if options.json:
-        print(json.dumps(results))
+                if variant == "torch":
+                    torchs = peak, fair
+                else:
+                    record(f"ddp/memory/{name}/{variant}/peak", "MiB", peak, torchs[0])
+                    record(f"ddp/memory/{name}/{variant}/proportional", "MiB", fair, torchs[1])
     return 0
 
 

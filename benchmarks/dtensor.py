@@ -7,7 +7,7 @@ layouts of its results on the mesh that is timed. Prints microseconds (least of 
 One thing is not the same: torch leaves the gradients of replicas partial where the work was sharded (in the operations
 alone, not in the block); ours are summed, and the time of that is counted.
 
-    python benchmarks/dtensor.py [--quick]
+    python -m benchmarks.dtensor [--quick]
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import phalanx.tensor as ours
+from benchmarks._results import record
 
 REPEATS, NUMBER = 25, 20
 SIDES: dict[str, ModuleType] = {"torch": theirs, "phalanx": ours}
@@ -161,8 +162,13 @@ def bench_ops(meshes: dict[str, Any], repeats: int) -> dict[str, list[float]]:
         both = clock({side: forward_backward(func, t, seeds[side]) for side, t in tensors.items()}, repeats)
         for kind, found in (("forward", fwd), ("forward+backward", both)):
             ratios[kind].append(found["torch"] / found["phalanx"])
+            keep(f"{kind}/{name}", found)
         print(f"{name:16} {row(fwd)} {row(both)}", flush=True)
     return ratios
+
+
+def keep(case: str, found: dict[str, float]) -> None:
+    record(f"dtensor/{case}", "us", found["phalanx"], found["torch"])
 
 
 def row(found: dict[str, float]) -> str:
@@ -230,6 +236,7 @@ def bench_block(meshes: dict[str, Any], repeats: int) -> float:
     check_layouts("block", results)
     found = clock(runs, 3 * repeats, number=6)
     print(f"{'block fwd+bwd':16} {row(found)}", flush=True)
+    keep("block", found)
     return found["torch"] / found["phalanx"]
 
 
@@ -253,6 +260,7 @@ def bench_optimizers(meshes: dict[str, Any], repeats: int) -> dict[str, float]:
         found = clock(runs, repeats, number=8)
         ratios[variant] = found["torch"] / found["phalanx"]
         print(f"{'AdamW ' + variant:16} {row(found)}", flush=True)
+        keep(f"AdamW/{variant}", found)
     return ratios
 
 
@@ -273,6 +281,7 @@ def bench_redistribute(meshes: dict[str, Any], repeats: int) -> list[float]:
         found = clock(runs, repeats)
         ratios.append(found["torch"] / found["phalanx"])
         print(f"{name:16} {row(found)}", flush=True)
+        keep(f"redistribute/{name}", found)
     return ratios
 
 
@@ -283,7 +292,9 @@ def mean(values: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one repeat: whether it runs, not how fast")
-    repeats = 1 if parser.parse_args().quick else REPEATS
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

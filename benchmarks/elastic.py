@@ -32,6 +32,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks._results import record
+
 SIZE = 3
 PACE = 0.03
 LIMIT = 40.0
@@ -98,7 +100,7 @@ def phalanx_worker(directory: Path) -> None:
         for micro in step:
             micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
         if step.commit():
-            mark(directory, 1000 * job.generation + job.team.seat.round, job.world_size)
+            mark(directory, job.generation, job.world_size)
         time.sleep(PACE)
 
 
@@ -117,7 +119,9 @@ class Contender:
         self.directory = Path(tempfile.mkdtemp(prefix="phalanx-elastic-bench-"))
         self.log = (self.directory / "log").open("wb")
         command = [*self.command, __file__, f"{self.name}-worker", str(self.directory)]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
         self._wait(lambda marks: any(size == SIZE for _, _, size in marks), 120.0)
 
     def _marks(self) -> list[tuple[float, int, int]]:
@@ -145,14 +149,14 @@ class Contender:
 
     def strike(self, chance: random.Random) -> None:
         alive = self._alive()
-        attempt = max(attempt for _, attempt, _ in self._marks())
+        *_, (_, attempt, before) = sorted(self._marks(), key=lambda mark: mark[1])
         for path in self.directory.glob("marks-*"):
             path.unlink()  # workers open it anew for every line
         killed = time.time()
         os.kill(chance.choice(alive), signal.SIGKILL)
 
         def later(marks: list[tuple[float, int, int]], size: int = 1) -> list[float]:
-            return [t for t, a, s in marks if a > attempt and s >= size and t > killed]
+            return [t for t, a, s in marks if (a > attempt or s < before) and s >= size and t > killed]
 
         if not self._wait(lambda marks: bool(later(marks)), LIMIT):
             self.num_lost += 1
@@ -213,6 +217,25 @@ def show(contenders: list[Contender]) -> None:
             f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}",
             flush=True,
         )
+    ours, theirs = contenders
+    for what, mine, others in (
+        ("next step", ours.to_any, theirs.to_any),
+        ("full size", ours.to_full, theirs.to_full),
+    ):
+        if mine:
+            record(
+                f"elastic/kill/{what}",
+                "s",
+                statistics.median(mine),
+                statistics.median(others) if others else None,
+                low=min(mine),
+                high=max(mine),
+                note=f"recovered {came_back(ours)}, torchrun {came_back(theirs)}",
+            )
+
+
+def came_back(one: Contender) -> str:
+    return f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}"
 
 
 # -- steady state -----------------------------------------------------------------------------------------------------
@@ -321,6 +344,8 @@ def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> Non
         for name, value in medians.items():
             print(f"{name:36s} {value * 1000:9.1f} ms")
         plain, micro, one, many = medians.values()
+        record("elastic/step/one batch", "ms", one * 1e3, plain * 1e3)
+        record("elastic/step/micro-batches", "ms", many * 1e3, micro * 1e3)
         print(f"job over DDP, same work in one batch    {one / plain:6.3f}")
         print(f"job over DDP, same work in micro-batches {many / micro:5.3f}")
         print(

@@ -28,6 +28,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks._results import record
+
 HUNG_AFTER = 30.0
 
 WORKER = """
@@ -194,8 +196,12 @@ def main() -> int:
                 seconds, cpu_seconds = time_start(name, workers)
                 times[name].append(seconds)
                 cpu[name].append(cpu_seconds)
-        _show(f"start of {workers} workers to first all-reduce", times)
-        _show(f"CPU seconds of a job of {workers} workers that does nothing else", cpu)
+        _show(f"start of {workers} workers to first all-reduce", times, f"start/{workers}")
+        _show(
+            f"CPU seconds of a job of {workers} workers that does nothing else",
+            cpu,
+            f"processor time/{workers}",
+        )
     if args.recoveries:
         _compare_recoveries({"phalanx": args.recoveries, "torchrun": args.torchrun_recoveries})
     print(f"load after {os.getloadavg()[0]:.1f}")
@@ -211,14 +217,16 @@ def _compare_recoveries(kills: dict[str, int]) -> None:
                 ends[name].append(time_recovery(name, 2, turn % 2))
                 print(f"  kill {turn + 1:2d} of rank {turn % 2}, {name:9s} {ends[name][-1]}", flush=True)
     times = {name: [end.seconds for end in found if end.how == "recovered"] for name, found in ends.items()}
-    _show("SIGKILL to all 2 workers in a working group again (of those that recovered)", times)
+    counts = {name: f"{len(times[name])} of {len(found)}" for name, found in ends.items()}
+    title = "SIGKILL to all 2 workers in a working group again (of those that recovered)"
+    _show(title, times, "kill", f"recovered {counts['phalanx']}, torchrun {counts['torchrun']}")
     for name, found in ends.items():
         count = Counter(end.how for end in found)
         others = ", ".join(f"{how} {count[how]}" for how in ("hung", "gave up", "never started"))
         print(f"  {name:9s} recovered {count['recovered']} of {len(found)}; {others}")
 
 
-def _show(title: str, times: dict[str, list[float]]) -> None:
+def _show(title: str, times: dict[str, list[float]], case: str, note: str = "") -> None:
     print(title)
     medians = {}
     for name, values in times.items():
@@ -226,6 +234,10 @@ def _show(title: str, times: dict[str, list[float]]) -> None:
         spread = f"({min(values):.2f}-{max(values):.2f})" if values else ""
         print(f"  {name:9s} {medians[name]:6.2f} {spread}")
     print(f"  ratio     {medians['phalanx'] / medians['torchrun']:6.3f}x", flush=True)
+    ours, theirs = times["phalanx"], times["torchrun"]
+    if ours:
+        other = medians["torchrun"] if theirs else None
+        record(f"launch/{case}", "s", medians["phalanx"], other, low=min(ours), high=max(ours), note=note)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Torch's store client looks up the name of every peer; a name server that drops requests would cost 5 s each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+from benchmarks._results import record
 from phalanx.comm.stores import MemoryStore
 from phalanx.launch.rendezvous import RendezvousHandler, RendezvousParameters, get_rendezvous_handler
 from phalanx.launch.rendezvous._backends import OpenStore, make_handler
@@ -140,11 +141,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 torchs.append(measure_torch(count))
         print(f"{count} nodes")
         print(f"  ours, memory store  {_spread(ours_memory)}")
+        middle = statistics.median(ours_memory)
+        record(f"rendezvous/memory/{count}", "s", middle, low=min(ours_memory), high=max(ours_memory))
         if torchs:
             torch_per_node = statistics.median(torchs) / count
             ratio = statistics.median(ours_tcp) / statistics.median(torchs)
             print(f"  ours, TCP store     {_spread(ours_tcp)}   {ratio:.3f}x of torch's")
             print(f"  torch, TCP store    {_spread(torchs)}")
+            record(f"rendezvous/tcp/{count}", "s", statistics.median(ours_tcp), statistics.median(torchs))
         elif torch_per_node:
             guess = torch_per_node * count
             print(f"  torch, TCP store    not run; at its time per node above it would take {guess:.0f} s")

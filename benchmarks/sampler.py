@@ -4,7 +4,7 @@ Each measurement runs in a forked child of its own, ours and torch's by turns in
 meet the same machine. Ratios are torch's time over ours: above 1 we are faster. Per index, iteration
 counts everything from ``iter()`` to the end. Ours alone at 10^9 and 10^12: first index, and seek.
 
-    python benchmarks/sampler.py [--quick]
+    python -m benchmarks.sampler [--quick]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler as TorchSampler
 
+from benchmarks._results import record
 from phalanx.data import ElasticDistributedSampler
 
 
@@ -114,6 +115,8 @@ def compare(length: int, replicas: int, repeats: int) -> None:
             f"{value['per_index'] * 1e9:>12.1f} {value['memory']:>10.1f}"
         )
     ours, theirs = middle["ours"], middle["torch"]
+    for what, unit, scale in (("first", "ms", 1e3), ("per_index", "ns", 1e9), ("memory", "MB", 1)):
+        record(f"sampler/{what}/{length:.0e}/{replicas}", unit, ours[what] * scale, theirs[what] * scale)
     print(
         f"{'':>14} {'':>8} {'ratio':>6} {theirs['first'] / ours['first']:>11.0f}x {'':>10} "
         f"{theirs['per_index'] / ours['per_index']:>11.2f}x {'':>10}"
@@ -134,6 +137,8 @@ def main() -> None:
     print(f"\n{'ours alone':>14} {'first ms':>12} {'seek ms':>10} {'MB':>8}")
     for length in (10**9, 10**12):
         value = medians([in_child(ours_alone, length) for _ in range(1 if quick else 9)])
+        for what, unit, scale in (("first", "ms", 1e3), ("seek", "ms", 1e3), ("memory", "MB", 1)):
+            record(f"sampler/{what}/{length:.0e}/8", unit, value[what] * scale)
         print(
             f"{length:>14.0e} {value['first'] * 1e3:>12.3f} {value['seek'] * 1e3:>10.3f} {value['memory']:>8.2f}"
         )

@@ -4,7 +4,7 @@ Two ranks, by turns in one run. torch's side runs on gloo; ours once on the same
 Phalanx makes by default (``auto``: shared memory between ranks of one machine). Ratios are our time over torch's: below
 1 we are faster. Save and load are compared with ``torch.distributed.checkpoint`` on the same sharded state; both sync.
 
-    python benchmarks/shard.py [--quick]
+    python -m benchmarks.shard [--quick]
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from benchmarks._results import record
 
 RANKS = 2
 
@@ -207,6 +209,7 @@ def main() -> None:
             process.join()
     for name, (ours, theirs) in found.items():
         a, b = statistics.median(ours), statistics.median(theirs)
+        record(f"shard/{name.replace(' (', '/').removesuffix(')')}", "ms", a * 1e3, b * 1e3)
         goal = GOALS[name.rpartition(" (")[0]]
         verdict = "met" if a / b <= goal else "missed"
         print(

@@ -9,12 +9,13 @@ import itertools
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tools import files
+from tools import files, tables
 
 import phalanx
 
@@ -48,11 +49,41 @@ LAYERS = {
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
 # above, the package's own `__init__` on top.
-SUBLAYERS: dict[str, list[str]] = {}
+SUBLAYERS: dict[str, list[str]] = {
+    "comm": [
+        "_background", "_sockets", "stores", "failure", "transports", "group", "simulation", "mesh",
+        "torch_interop", "faults",
+    ],
+    "data": [
+        "_permutation", "_order", "_wrapped_orders", "_source", "_partition", "_padding", "_cursor",
+        "_state", "_ranks", "_batches", "_sampler",
+    ],
+    "launch": [
+        "system", "numa", "events", "metrics", "failures", "telemetry", "rendezvous", "config",
+        "workers", "recovery", "hang", "agent", "cli",
+    ],
+    "launch.rendezvous": [
+        "_interface", "_settings", "_records", "_runs", "_own_secret", "_order", "_decide",
+        "_waiting", "_leader", "_participant", "_handler", "_backends", "_static", "_registry",
+    ],
+    "tensor": [
+        "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",
+        "parallel", "debug", "experimental",
+    ],
+    "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
+    "ddp": ["buckets", "hooks", "reducer", "wrapper"],
+    "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
+}  # fmt: skip
+# Imports that still point up, and modules that still stand in circles, by package: these numbers only fall.
+STILL_UP = {"comm": 2, "launch": 2, "tensor": 11, "shard": 3, "elastic": 6}
+STILL_CIRCLING = {"comm": 3, "elastic": 7, "launch": 5, "tensor": 35, "shard": 14}
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()
-TANGLED = {"comm", "launch", "tensor", "shard"}
-UNEXPLAINED = {"__main__", "_torch_hook", "comm", "ddp", "data", "elastic", "launch", "shard", "tensor"}
+# Imports inside functions that do not say yet why, by package: these numbers only fall.
+UNEXPLAINED = {
+    "__main__": 2, "_torch_hook": 1, "comm": 21, "data": 1, "ddp": 1, "elastic": 7, "launch": 49, "shard": 10,
+    "tensor": 15,
+}  # fmt: skip
 WHY_LATE = re.compile("start-up|optional|platform")
 FORBIDDEN = re.compile(
     r"torch\.(nn\.parallel(\.distributed)?(\.DistributedDataParallel)?$"
@@ -146,7 +177,7 @@ def imports_of_ours() -> list[Import]:
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
             found += [
                 Import(module_name(path), name, where, node.lineno in for_types)
-                for name in names
+                for name in dict.fromkeys(names)
                 if name in modules and name != module_name(path)
             ]
     return found
@@ -155,7 +186,7 @@ def imports_of_ours() -> list[Import]:
 def folder_of(module: str) -> tuple[str, ...]:
     """The package or sub-package whose file a module is; the sub-packages of a sub-package belong to it.
 
-    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.group._group")
+    >>> folder_of("phalanx.comm.stores._tcp"), folder_of("phalanx.comm.faults")
     (('comm', 'stores'), ('comm',))
     """
     return tuple(module.split(".")[1:-1][:2])
@@ -177,15 +208,20 @@ def height(module: str, package: str, order: list[str]) -> int:
 
 def test_imports_inside_a_package_point_down_only() -> None:
     """Wherever they stand: at the top of a file, inside functions, or for type checkers."""
-    wrong = [
-        str(found)
-        for package, order in SUBLAYERS.items()
-        for found in imports_of_ours()
-        if found.importer.startswith(f"phalanx.{package}.")
-        and (found.importer, found.imported) not in EXCEPTIONS
-        if height(found.imported, package, order) > height(found.importer, package, order)
-    ]
-    assert not wrong, "\n".join(wrong)
+    wrong: dict[str, list[str]] = {}
+    for package, order in SUBLAYERS.items():
+        for found in imports_of_ours():
+            if not found.importer.startswith(f"phalanx.{package}."):
+                continue
+            beside = found.for_types and folder_of(found.importer) == folder_of(found.imported)
+            excused = beside or (found.importer, found.imported) in EXCEPTIONS
+            if (
+                height(found.imported, package, order) > height(found.importer, package, order)
+                and not excused
+            ):
+                wrong.setdefault(package, []).append(str(found))
+    for package, lines in wrong.items():
+        assert len(lines) <= STILL_UP.get(package, 0), "\n".join(lines)
 
 
 def test_the_orders_inside_packages_name_what_is_there() -> None:
@@ -236,8 +272,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         within = found.for_types and folder_of(found.importer) == folder_of(found.imported)
         if not within and (found.importer, found.imported) not in EXCEPTIONS:
             graph.setdefault(found.importer, set()).add(found.imported)
-    wrong = [knot for knot in knots(graph) if knot[0].split(".")[1] not in TANGLED]
-    assert not wrong, "\n".join(map(str, wrong))
+    circling = Counter(module.split(".")[1] for knot in knots(graph) for module in knot)
+    for package, count in circling.items():
+        assert count <= STILL_CIRCLING.get(package, 0), "\n".join(map(str, knots(graph)))
 
 
 def unexplained_imports(path: Path) -> Iterator[str]:
@@ -264,13 +301,12 @@ def unexplained_imports(path: Path) -> Iterator[str]:
 
 
 def test_an_import_inside_a_function_says_why() -> None:
-    wrong = [
-        line
-        for path in python_files(SOURCE)
-        if package_of(path) not in UNEXPLAINED
-        for line in unexplained_imports(path)
-    ]
-    assert not wrong, "say `start-up`, `optional` or `platform` in a comment:\n" + "\n".join(wrong)
+    wrong: dict[str, list[str]] = {}
+    for path in python_files(SOURCE):
+        wrong.setdefault(package_of(path), []).extend(unexplained_imports(path))
+    for package, lines in wrong.items():
+        said = "say `start-up`, `optional` or `platform` in a comment:\n" + "\n".join(lines)
+        assert len(lines) <= UNEXPLAINED.get(package, 0), said
 
 
 def test_there_are_few_exceptions() -> None:
@@ -360,6 +396,15 @@ def test_the_list_of_files_is_that_of_their_docstrings() -> None:
     assert files.TARGET.read_text() == files.page(), "run `make files`"
 
 
+def test_the_tables_of_measurements_are_those_of_stored_runs() -> None:
+    used = []
+    for document in sorted((ROOT / "docs").glob("*.md")):
+        text = document.read_text()
+        assert text == tables.filled(text), f"{document.name}: run `make tables`"
+        used += re.findall(r"<!-- measured: (\w+) -->", text)
+    assert sorted(used) == sorted(tables.TABLES)
+
+
 def parity_rows() -> list[tuple[str, str, str]]:
     rows = []
     for line in (ROOT / "docs" / "parity.md").read_text().splitlines():
@@ -441,4 +486,18 @@ def test_nobody_draws_from_the_generators_of_the_training_script() -> None:
         if path.name not in allowed
         for found in drawn.findall(path.read_text())
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_fixtures_are_typed() -> None:
+    """What a fixture takes and gives is what the reader of a test wants to know."""
+    wrong = []
+    for path in python_files(ROOT / "tests"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+                "fixture" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                if node.returns is None or any(a.annotation is None and a.arg != "self" for a in arguments):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert not wrong, "\n".join(wrong)

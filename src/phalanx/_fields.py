@@ -89,7 +89,9 @@ class Fields:
 
     def texts(self, name: str, *, default: Any = _ABSENT) -> tuple[str, ...]:
         values = self.items(name, default=default)
-        if not all(isinstance(value, str) and _is_unicode(value) for value in values):
+        try:
+            "".join(values).encode()  # one call: there may be millions, of a stranger's making
+        except (TypeError, UnicodeEncodeError):
             self._refuse(name, values, "a list of texts")
         return tuple(values)
 

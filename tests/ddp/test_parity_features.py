@@ -97,7 +97,7 @@ def _errors(worker):
     """The same mistakes raise the same kinds of errors.
 
     Not compared: modules that differ between ranks. Torch raises on some ranks and hangs on rank 0; ours is tested in
-    test_roster.py.
+    test_changing_parameters.py.
     """
     frozen = nn.Linear(2, 2).requires_grad_(False)
     mistakes = [

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp import cases
+from ddp.naive import NaiveDataParallel
 from phalanx.comm import observe, simulate
 from phalanx.ddp import DistributedDataParallel
-from phalanx.ddp._naive import NaiveDataParallel
 from phalanx.errors import RankFailed
 
 pytestmark = pytest.mark.fast

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ddp import cases
+from ddp.naive import NaiveDataParallel
 from phalanx.comm import simulate
 from phalanx.comm.faults import kill_at, play
 from phalanx.ddp import DistributedDataParallel
-from phalanx.ddp._naive import NaiveDataParallel
 from phalanx.errors import PeerLost
 from processes import run_processes
 
@@ -70,6 +70,18 @@ def test_gradients_are_as_before_the_failed_step_and_training_goes_on(view, befo
     simulate(3).run(main)
 
 
+def _hear_buckets(model, hear):
+    """Call ``hear(index, flat)`` before each bucket is launched, until ``launch`` is deleted from the exchange."""
+    exchange = model.reducer.exchange
+    launch = exchange.launch
+
+    def heard(plan, current, metadata):
+        hear(current.next_launch, current.buffers[current.next_launch].grads)
+        launch(plan, current, metadata)
+
+    exchange.launch = heard
+
+
 def _lose_a_peer(worker, backend):
     group = worker.group(backend=backend, timeout=120.0)
     model = DistributedDataParallel(cases.make(cases.Mlp), process_group=group, bucket_cap_mb=0.02)
@@ -79,9 +91,7 @@ def _lose_a_peer(worker, backend):
     model.zero_grad()
     loss = cases.loss_of(model(cases.batch(4, group.rank)))
     if worker.rank == 2:
-        model.reducer.exchange.on_bucket_ready = lambda index, flat: (
-            os.kill(os.getpid(), signal.SIGKILL) if index else None
-        )
+        _hear_buckets(model, lambda index, flat: os.kill(os.getpid(), signal.SIGKILL) if index else None)
     try:
         loss.backward()
         raise AssertionError("backward ended although a peer died in it")
@@ -122,9 +132,9 @@ def test_regrouping_loses_no_memory():
                 model.zero_grad()
                 _step(model, group.rank, step)
                 plans.append(weakref.ref(model.reducer.plan))
-                slabs = model.reducer.plan.writable_slabs(set())
-                memory.append([weakref.ref(slab.flat.untyped_storage()) for slab in slabs])
-                del slabs
+                buffers = [pool.writable(()) for pool in model.reducer.plan.pools]
+                memory.append([weakref.ref(buffer.flat.untyped_storage()) for buffer in buffers])
+                del buffers
             model.zero_grad()
             # All ranks have left the collectives of the groups before this one: they met in this one since.
             gc.collect()
@@ -149,9 +159,7 @@ def test_the_buckets_of_a_failed_step_are_given_back(view):
         for step in range(3):
             model.zero_grad()
             if step == 2:
-                model.reducer.exchange.on_bucket_ready = lambda index, flat: memory.append(
-                    weakref.ref(flat.untyped_storage())
-                )
+                _hear_buckets(model, lambda index, flat: memory.append(weakref.ref(flat.untyped_storage())))
             _step(model, group.rank, step)
         model.zero_grad()
         with play(kill_at(rank=2, step=1, name="all_reduce")):
@@ -159,7 +167,7 @@ def test_the_buckets_of_a_failed_step_are_given_back(view):
                 _step(model, group.rank, 3)
             except PeerLost:
                 pass
-        model.reducer.exchange.on_bucket_ready = None
+        del model.reducer.exchange.launch
         model.regroup(survivors)
         if survivors is not None:
             survivors.barrier()  # both survivors have left the step that failed

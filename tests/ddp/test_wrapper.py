@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddp import cases
+from ddp.naive import NaiveDataParallel
 from phalanx.comm import CommEvent, init_device_mesh, observe, simulate, use_group
 from phalanx.ddp import (
     DistributedDataParallel,
@@ -22,7 +23,6 @@ from phalanx.ddp import (
     _find_tensors,
     _MixedPrecision,
 )
-from phalanx.ddp._naive import NaiveDataParallel
 from phalanx.ddp.wrapper._attribution import fingerprint
 from phalanx.errors import RankFailed
 

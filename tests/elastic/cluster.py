@@ -1,4 +1,4 @@
-"""A job of real processes under ``phalanx run --on-failure heal``, and the means to hurt it."""
+"""A job of real processes under ``phalanx run --on-failure heal``, and the means to look at it and to hurt it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.elastic.audit import Verdict, check_directory
@@ -19,8 +20,17 @@ PRELOAD = "torch._dynamo,phalanx.elastic"
 NUM_STEPS = 60
 
 
+@dataclass(frozen=True)
+class Node:
+    """Where an agent runs: the command that brings it there, flags of its own, and those of its script."""
+
+    prefix: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    script_flags: tuple[str, ...] = ()
+
+
 class Cluster:
-    """One agent and its workers; everything that it writes is under ``directory``.
+    """Agents, mostly one, and their workers; everything that they write is under ``directory``.
 
     With ``hold`` the workers go no further than to that step until ``release``.
     """
@@ -34,6 +44,7 @@ class Cluster:
         *,
         hold: int | None = None,
         script: Path = SCRIPT,
+        nodes: Sequence[Node] = (Node(),),
         **options: str,
     ) -> None:
         self.directory = directory
@@ -48,12 +59,17 @@ class Cluster:
         ]
         script_flag = options.get("script_flag", "").split()
         self.output = (directory / "output").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}", "--on-failure=heal",
-             f"--preload={PRELOAD}", *flags, str(script), str(directory), str(num_steps), str(pace), *script_flag],
-            stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
-            env={**os.environ, "TMPDIR": str(self.scratch)},
-        )  # fmt: skip
+        self.agents = [
+            subprocess.Popen(
+                [*node.prefix, sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}",
+                 "--on-failure=heal", f"--preload={PRELOAD}", *flags, *node.flags,
+                 str(script), str(directory), str(num_steps), str(pace), *script_flag, *node.script_flags],
+                stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
+                env={**os.environ, "TMPDIR": str(self.scratch)},
+            )
+            for node in nodes
+        ]  # fmt: skip
+        self.process = self.agents[0]
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -144,11 +160,15 @@ class Cluster:
 
         ``tracebacks`` are the last lines of those that the test has brought about; another is a failure.
         """
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}") from None
-        assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
+        deadline = time.monotonic() + timeout
+        for agent in self.agents:
+            try:
+                code = agent.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(
+                    f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}"
+                ) from None
+            assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
         unexpected = [line for line in errors_of(self.text()) if line not in tracebacks]
         assert unexpected == [], f"a worker that nobody killed has failed:\n{self.text()[-6000:]}"
         deadline = time.monotonic() + 60
@@ -163,10 +183,40 @@ class Cluster:
         """What the workers that reached the end printed: steps and digest."""
         return {path.read_text() for path in self.directory.glob("digest-*")}
 
+    def left_behind(self, timeout: float = 60.0) -> list[str]:
+        """What is still there of a job that has ended: processes, once they have had their time, and files.
+
+        Not counted: the (empty) register of agents, and torch's own cache.
+        """
+        deadline = time.monotonic() + timeout
+        while (found := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        register = self.scratch / f"phalanx-{os.getuid()}"
+        files = [path for path in [*self.scratch.iterdir(), *register.iterdir()] if path != register]
+        found += [str(path) for path in files if not path.name.startswith("torchinductor_")]
+        shared = [path.name for path in Path("/dev/shm").iterdir()]
+        pids = [str(record["pid"]) for record in self.events("started")]
+        return found + [
+            name for name in shared if "phalanx" in name or any(f"_{pid}_" in name for pid in pids)
+        ]
+
+    def _processes(self) -> list[str]:
+        """Those that were started with this job's scratch directory, and live."""
+        mark = f"TMPDIR={self.scratch}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(f"process {folder.name} {(folder / 'cmdline').read_bytes()!r}")
+            except OSError:
+                continue  # it has ended meanwhile, or is somebody else's
+        return found
+
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
         self.output.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cluster import NUM_STEPS, SCRIPT  # beside this file
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +24,7 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Steps and digest of the workers' script in one process, without a launcher."""
     directory = tmp_path_factory.mktemp("undisturbed")
     command = [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"]

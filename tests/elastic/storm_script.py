@@ -6,7 +6,8 @@ takes the file (into ``DIR/struck``, so that nobody else does) and hurts itself.
 was once lost in silence: ``start``, ``join``, ``send``, ``receive``, ``micro``, ``commit``, ``save``, ``evaluate``,
 ``last``, ``after`` and ``end``. The kinds: ``kill``; ``stop`` (SIGSTOP, and SIGCONT after longer than a collective
 may wait); ``reset`` (every TCP connection of the process is shut down). As in ``worker_script``, ``DIR/hold`` names
-the step that nobody may pass.
+the step that nobody may pass. ``--gloo`` leaves shared memory alone, ``--machine=NAME`` takes this machine for another,
+``--over=DEVICE`` names the network that workers exchange data over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from elastic_training import Pictures, make_job
 from torch.nn import functional as F
 from worker_script import hold, put
 
+from phalanx.comm.failure import _liveness
 from phalanx.comm.transports import _auto
 from phalanx.elastic import Job, RunOptions, Saves
 from phalanx.elastic.checkpoint import _writer
@@ -34,8 +36,13 @@ DIRECTORY = Path(sys.argv[1])
 
 def main() -> None:
     num_steps, pace = int(sys.argv[2]), float(sys.argv[3])
-    if "--gloo" in sys.argv:
+    options = dict(word.partition("=")[::2] for word in sys.argv[4:])
+    if "--gloo" in options:
         _auto.choose = lambda identities: _auto.Choice("gloo", "the test says so")
+    if "--machine" in options:
+        _liveness._machine = lambda: options["--machine"]
+    if "--over" in options:
+        os.environ["GLOO_SOCKET_IFNAME"] = options["--over"]
     point("start", 0)
     job = make_job(
         length=96,
@@ -108,7 +115,7 @@ def hurt(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
         wake = f"sleep {TIMEOUT * 2}; kill -CONT {os.getpid()}"
-        os.posix_spawn("/bin/sh", ["sh", "-c", wake], os.environ)
+        os.posix_spawn("/bin/sh", ["sh", "-c", wake], {"PATH": os.environ["PATH"]})
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         for fd in os.listdir("/proc/self/fd"):

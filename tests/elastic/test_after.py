@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ NUM_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone() -> str:
     job = make_job(run=RunOptions(progress=False, threads=1))
     train(job, max_steps=NUM_STEPS)
     return f"{NUM_STEPS} {job.digest()}"
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     started = []
 
     def begin(num_workers, plan="", **options):

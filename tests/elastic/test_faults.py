@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from cluster import NUM_STEPS, Cluster
@@ -19,7 +21,7 @@ HOLD = 20
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     started = []
 
     def begin(num_workers, **options):

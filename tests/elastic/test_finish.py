@@ -107,7 +107,7 @@ def test_a_job_is_run_anew_when_the_last_run_is_over(closing, num_live, now, exp
 
 
 @pytest.fixture
-def contact():
+def contact() -> Contact:
     root = MemoryStore()
     at = Contact(
         store=root.clone(), root=root, keys=JobKeys(), job="j", worker_id="a", timeout=0.2, comm_timeout=5.0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -37,7 +38,7 @@ def run_script(directory: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture(scope="module")
-def disks(tmp_path_factory):
+def disks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """The same training on a sound disk, on one that is full for four steps, on one that stays full."""
     runs = {
         "sound": ("99", "99"),

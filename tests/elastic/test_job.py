@@ -387,6 +387,25 @@ def test_evaluation_sees_every_sample_once_and_has_the_same_bits_at_any_size():
         assert all(found == alone for _, found in results)
 
 
+def test_an_evaluation_does_not_depend_on_those_before_it():
+    """A job that all workers left during an evaluation resumes behind it; what follows must not notice."""
+
+    def main(evaluated):
+        job = make_job(run=RunOptions(progress=False))
+        results = {}
+        for step in job.steps(max_steps=4):
+            for micro in step:
+                micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+            step.commit()
+            if step.number in evaluated:
+                results[step.number] = job.evaluate(
+                    Pictures(50), lambda b: {"loss": F.cross_entropy(job.model(b[0]), b[1])}, batch_size=8
+                )
+        return results
+
+    assert main([1, 3])[3] == main([3])[3]
+
+
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 

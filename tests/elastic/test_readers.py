@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def seal(body) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, bytes]]:
     """A good save, an older one, and the bytes of the newer one's files."""
     folder = tmp_path_factory.mktemp("saves")
     tree, tensors = encode(STATE)
@@ -119,7 +121,7 @@ def test_a_header_is_read_or_refused(data) -> None:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory):
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The lines that a job writes: its audit and its events."""
     folder = tmp_path_factory.mktemp("logs")
     saves = Saves(directory=folder / "saves", every=2)

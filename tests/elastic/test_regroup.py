@@ -4,11 +4,13 @@ matters, forced by the script. Real processes and real agents are in ``test_faul
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
+from phalanx import protocol as ms
 from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
@@ -17,12 +19,12 @@ pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         world = World(tmp_path_factory.mktemp("alone"), patch)
         world.agree(0, "a")
@@ -285,3 +287,18 @@ def test_without_a_kept_state_a_loss_after_the_last_step_is_an_error(world, alon
     assert results["b"] == alone
     assert isinstance(results["d"], ResultLost)
     assert "takes the place of rank 0" in str(results["d"])
+
+
+def test_a_worker_says_again_that_it_can_regroup_when_that_is_gone(world, alone):
+    """Else the agents would take its script for one that cannot, and start all workers anew at the next death."""
+    key = ms.regroups_key("a")
+
+    def on_step(job, step):
+        if step.number in (2, 7):
+            world.keys.delete(key)
+            world.keys.wait([key], 100)
+
+    world.agree(0, "a", "b")
+    world.start("a", on_step=on_step)
+    world.start("b")
+    assert world.join() == {"a": alone, "b": alone}

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.fixture
-def logs(tmp_path, monkeypatch):
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three workers; w.1 dies at step 5, w.3 joins, w.2 leaves politely."""
     clock = itertools.count(1000)  # of the records alone: other threads look at the real one
     monkeypatch.setattr(

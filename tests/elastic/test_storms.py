@@ -3,7 +3,6 @@ bits of the undisturbed run and a clean audit, and leave no process and no file 
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -72,12 +71,7 @@ def storm(directory, seed: int) -> tuple[list[str], set[str], int]:
         verdict = cluster.finish()
     finally:
         cluster.close()
-    register = (
-        cluster.scratch / f"phalanx-{os.getuid()}"
-    )  # where agents are found; it stays, with nothing in it
-    left = [path.name for path in [*cluster.scratch.iterdir(), *register.iterdir()] if path != register]
-    left = [name for name in left if not name.startswith("torchinductor_")]
-    assert left == [], "files were left behind (torch's own cache aside)"
+    assert cluster.left_behind() == []
     assert verdict.num_steps == NUM_STEPS
     return kinds, cluster.digests(), verdict.num_dropped
 

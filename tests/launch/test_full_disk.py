@@ -70,7 +70,7 @@ def test_a_log_directory_that_fills_up_and_goes_away_ends_nothing(tmp_path):
 
 
 @pytest.fixture
-def nowhere(tmp_path):
+def nowhere(tmp_path: Path) -> Path:
     """A path under which nothing can be made, not even by root."""
     (tmp_path / "file").write_text("")
     return tmp_path / "file" / "logs"

@@ -84,7 +84,7 @@ def pool_of(tmp_path, *processes: StuckProcess) -> tuple[WorkerPool, list[str]]:
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool, "KILL_PATIENCE", 0.1)
 
 

@@ -30,7 +30,7 @@ def test_the_recommender_trains_and_moves_from_four_workers_to_two_and_three() -
 
 @pytest.mark.timeout(300)
 def test_the_benchmark_compares_every_case() -> None:
-    lines = run("benchmarks/shard.py", "--quick").splitlines()
+    lines = run("-m", "benchmarks.shard", "--quick").splitlines()
     found = {line.split(" ours ")[0].strip(): float(re.search(r"ratio (\S+)", line)[1]) for line in lines}
     cases = ("shard_module", "gather", "reshard and back")
     assert set(found) == {

@@ -13,7 +13,7 @@ from processes import run_processes
 def reshard_back_and_forth(worker):
     from phalanx import shard
     from phalanx.comm import use_group
-    from phalanx.shard.exchange import _scratch
+    from phalanx.shard.exchange import _exchange
 
     def chunk(dim, order):
         return shard.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in order])
@@ -35,21 +35,21 @@ def reshard_back_and_forth(worker):
                     ):
                         wanted = wanted.narrow(dim, begin, length)
                     assert torch.equal(part.tensor, wanted), f"{rows}x{columns} to {spec}"
-            buffer = _scratch._kept.get(group)
+            buffer = _exchange._kept.get(group)
             kept.append((0, 0) if buffer is None else (buffer.numel(), buffer.data_ptr()))
-        held = _scratch.take(group, 2 << 20)
-        assert group not in _scratch._kept, "it has one user"
-        other = _scratch.take(group, 2 << 20)
+        held = _exchange.take_buffer(group, 2 << 20)
+        assert group not in _exchange._kept, "it has one user"
+        other = _exchange.take_buffer(group, 2 << 20)
         assert other.data_ptr() != held.data_ptr()
-        _scratch.give_back(group, other)
-        assert _scratch.take(group, _scratch.MAX_BYTES + 1) is None
-        assert _scratch.take(group, 16) is None
-        _scratch.give_back(group, held)
-        assert _scratch._kept[group] is held, "the larger one stays"
+        _exchange.give_buffer_back(group, other)
+        assert _exchange.take_buffer(group, _exchange.MAX_BYTES + 1) is None
+        assert _exchange.take_buffer(group, 16) is None
+        _exchange.give_buffer_back(group, held)
+        assert _exchange._kept[group] is held, "the larger one stays"
     group.close()
     del group, tensor, buffer, held, other
     gc.collect()
-    return kept, len(_scratch._kept)
+    return kept, len(_exchange._kept)
 
 
 @pytest.mark.timeout(240)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(300)
 def test_the_benchmark_compares_every_case() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/dtensor.py", "--quick"],
+        [sys.executable, "-m", "benchmarks.dtensor", "--quick"],
         capture_output=True,
         text=True,
         timeout=280,

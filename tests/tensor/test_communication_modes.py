@@ -19,10 +19,10 @@ from phalanx import comm
 from phalanx.comm import DeviceMesh, init_device_mesh
 from phalanx.tensor import (
     DTensor,
+    ImplicitCommunicationError,
     Partial,
     Replicate,
     Shard,
-    SurpriseCommunication,
     communication_mode,
     distribute_tensor,
     manual_seed,
@@ -155,7 +155,7 @@ def sent_by(call: Callable[[], Any]) -> tuple[bool, list[str]]:
         try:
             with communication_mode("explicit"):
                 result = call()
-        except SurpriseCommunication:
+        except ImplicitCommunicationError:
             return True, events
         outputs = [t for t in tree_flatten(result)[0] if isinstance(t, DTensor) and t.requires_grad]
         if outputs:
@@ -215,7 +215,7 @@ def test_the_way_back_names_operation_layout_bytes_and_line() -> None:
             r"backward of mul brings .*\[5, 3\] \[tp:R\]: all_gather.* 60 B.*test_communication_modes\.py:\d+"
         )
         with communication_mode("explicit"):
-            with pytest.raises(SurpriseCommunication, match=expected):
+            with pytest.raises(ImplicitCommunicationError, match=expected):
                 x.cut * x.whole
             with torch.no_grad():
                 x.cut * x.whole

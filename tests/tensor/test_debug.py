@@ -153,7 +153,7 @@ def test_local_map_runs_on_parts() -> None:
 
 
 def test_users_can_give_an_operation_a_rule() -> None:
-    from phalanx.tensor.ops.rules import RULES
+    from phalanx.tensor.ops._registry import OPERATORS
 
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.randn(4, 3, 3), mesh, [Shard(0)])
@@ -170,7 +170,7 @@ def test_users_can_give_an_operation_a_rule() -> None:
     try:
         on_mesh(body, 1)
     finally:
-        RULES.pop("linalg_det", None)
+        OPERATORS.pop("linalg_det", None)
 
 
 PROGRAM = """

@@ -22,20 +22,20 @@ from phalanx.tensor import (
     fallback_counts,
     implicit_replication,
 )
-from phalanx.tensor.core._dtensor import _handlers
+from phalanx.tensor.core._dtensor import handlers as found_handlers
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.experimental import implicit_replication as exported
 from phalanx.tensor.experimental import local_map, register_sharding
-from phalanx.tensor.ops.rules import RULES
+from phalanx.tensor.ops._registry import OPERATORS
 
 pytestmark = pytest.mark.fast
 
 
 @pytest.fixture(autouse=True)
 def _rules_as_before() -> Iterator[None]:
-    before, handlers = dict(RULES), dict(_handlers)
+    before, handlers = dict(OPERATORS), dict(found_handlers)
     yield
-    for table, old in ((RULES, before), (_handlers, handlers)):
+    for table, old in ((OPERATORS, before), (found_handlers, handlers)):
         table.clear()
         table.update(old)
 
@@ -339,12 +339,12 @@ def user_function(x: Any) -> Any:
     ],
 )
 def test_what_is_no_operation_of_torch_gets_no_rule(op: Any) -> None:
-    before = dict(RULES)
+    before = dict(OPERATORS)
     with pytest.raises(TypeError, match="register_sharding"):
         register_sharding(op)
     with pytest.raises(TypeError, match="register_sharding"):
         register_sharding([torch.linalg.inv, op])
-    assert before == RULES
+    assert before == OPERATORS
 
 
 def halved_somehow(x: Any) -> Any:

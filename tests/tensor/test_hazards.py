@@ -17,11 +17,11 @@ from phalanx import comm
 from phalanx.comm import init_device_mesh
 from phalanx.tensor import (
     DTensor,
+    ImplicitCommunicationError,
     NoShardingRule,
     Partial,
     Replicate,
     Shard,
-    SurpriseCommunication,
     communication_mode,
     distribute_tensor,
     fallback_counts,
@@ -90,9 +90,11 @@ def test_explicit_mode_names_op_layout_bytes_and_line() -> None:
         w = distribute_tensor(torch.ones(4, 4), mesh).requires_grad_()
         with communication_mode("explicit"):
             assert (x * 2 + x).placements == (Shard(0),)
-            with pytest.raises(SurpriseCommunication, match=r"add needs .*S\(.*\).* 32 B.*test_hazards\.py"):
+            with pytest.raises(
+                ImplicitCommunicationError, match=r"add needs .*S\(.*\).* 32 B.*test_hazards\.py"
+            ):
                 x + y
-            with pytest.raises(SurpriseCommunication, match="backward of matmul sums the gradient"):
+            with pytest.raises(ImplicitCommunicationError, match="backward of matmul sums the gradient"):
                 x @ w
         with communication_mode("warn"), pytest.warns(UserWarning, match="add needs"):
             x + y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -146,13 +147,13 @@ def test_bags_of_an_embedding_cut_by_columns(mode: str) -> None:
 def test_a_rule_that_misreads_a_call_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its promise is compared with what torch makes of the parts, before anything is computed."""
     from phalanx.tensor.layout._placement import REPLICATE
+    from phalanx.tensor.ops._registry import OPERATORS
     from phalanx.tensor.ops._rule import Call, Choice, Sharding
-    from phalanx.tensor.ops.rules import RULES
 
     def wrong(call: Call) -> Sharding:
         return Sharding([Choice((Shard(1),), (Shard(0),)), Choice((REPLICATE,), (REPLICATE,))])
 
-    monkeypatch.setitem(RULES, "trunc", wrong)
+    monkeypatch.setitem(OPERATORS, "trunc", dataclasses.replace(OPERATORS["trunc"], rule=wrong))
 
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])

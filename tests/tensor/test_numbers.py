@@ -16,10 +16,10 @@ from phalanx import comm
 from phalanx.comm import DeviceMesh
 from phalanx.tensor import (
     DTensor,
+    ImplicitCommunicationError,
     Partial,
     Replicate,
     Shard,
-    SurpriseCommunication,
     communication_mode,
     distribute_tensor,
 )
@@ -173,9 +173,9 @@ def test_reading_a_partial_number_is_communication() -> None:
             assert whole(x[i])[0] == 8
         assert len(events) == 1
         with communication_mode("explicit"):
-            with pytest.raises(SurpriseCommunication, match="__getitem__ needs"):
+            with pytest.raises(ImplicitCommunicationError, match="__getitem__ needs"):
                 x[i]
-            with pytest.raises(SurpriseCommunication, match="reading a number"):
+            with pytest.raises(ImplicitCommunicationError, match="reading a number"):
                 torch.arange(i)
 
     on_mesh(body, 2)

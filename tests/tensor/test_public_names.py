@@ -14,11 +14,11 @@ pytestmark = pytest.mark.fast
 
 def test_public_names() -> None:
     assert sorted(phalanx.tensor.__all__) == [
-        "DTensor", "DeviceMesh", "MaskPartial", "NoShardingRule", "Partial", "Placement", "Replicate", "Shard",
-        "StridedShard", "SurpriseCommunication", "arange", "communication_mode", "distribute_module",
+        "DTensor", "DeviceMesh", "ImplicitCommunicationError", "MaskPartial", "NoShardingRule", "Partial",
+        "Placement", "Replicate", "Shard", "StridedShard", "arange", "communication_mode", "distribute_module",
         "distribute_tensor", "empty", "fallback_counts", "fallback_policy", "full", "get_rng_state",
-        "implicit_replication", "init_device_mesh", "manual_seed", "ones", "rand", "randn", "randperm", "set_rng_state",
-        "zeros",
+        "implicit_replication", "init_device_mesh", "manual_seed", "ones", "rand", "randn", "randperm",
+        "set_rng_state", "zeros",
     ]  # fmt: skip
     assert sorted(phalanx.tensor.debug.__all__) == [
         "CommDebugMode", "layout_summary", "sharding_png", "sharding_svg", "visualize_sharding",
@@ -42,3 +42,10 @@ def test_public_names() -> None:
 def test_every_public_name_exists(package: object) -> None:
     for name in package.__all__:  # type: ignore[attr-defined]  # a module
         assert hasattr(package, name)
+
+
+def test_the_old_name_of_the_error_is_known_for_one_release() -> None:
+    with pytest.warns(DeprecationWarning, match="ImplicitCommunicationError"):
+        assert phalanx.tensor.SurpriseCommunication is phalanx.tensor.ImplicitCommunicationError
+    with pytest.raises(AttributeError, match="no attribute 'Surprise'"):
+        phalanx.tensor.Surprise  # noqa: B018  # asking is the test

@@ -23,7 +23,7 @@ from phalanx.tensor import (
     distribute_tensor,
     implicit_replication,
 )
-from phalanx.tensor.core._modes import SurpriseCommunication
+from phalanx.tensor.core._modes import ImplicitCommunicationError
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.dispatch._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
 
@@ -168,7 +168,7 @@ def test_communication_is_refused_and_counted() -> None:
             assert seen.get_total_counts() == 1
             with (
                 communication_mode("explicit"),
-                pytest.raises(SurpriseCommunication, match="needs its input"),
+                pytest.raises(ImplicitCommunicationError, match="needs its input"),
             ):
                 F.layer_norm(x, (6,), weight)
             with communication_mode("warn"), pytest.warns(UserWarning, match="needs its input"):
@@ -178,7 +178,7 @@ def test_communication_is_refused_and_counted() -> None:
             with communication_mode("explicit"):
                 F.layer_norm(rows, (6,), weight)
                 weight.requires_grad_()
-                with pytest.raises(SurpriseCommunication, match="sums the gradient"):
+                with pytest.raises(ImplicitCommunicationError, match="sums the gradient"):
                     F.layer_norm(rows, (6,), weight)
                 with torch.no_grad():
                     F.layer_norm(rows, (6,), weight)

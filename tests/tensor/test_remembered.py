@@ -16,11 +16,11 @@ from phalanx import comm
 from phalanx.comm import DeviceMesh, init_device_mesh, observe
 from phalanx.errors import GroupAborted
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, communication_mode, distribute_tensor
-from phalanx.tensor.core._modes import SurpriseCommunication
+from phalanx.tensor.core._modes import ImplicitCommunicationError
 from phalanx.tensor.dispatch import _run
 from phalanx.tensor.dispatch._run import forget_decisions
+from phalanx.tensor.ops._registry import OPERATORS, give_rule
 from phalanx.tensor.ops._rule import Choice, Sharding
-from phalanx.tensor.ops.rules import RULES
 
 pytestmark = pytest.mark.fast
 
@@ -209,11 +209,11 @@ def test_modes_are_looked_at_in_every_call() -> None:
             assert (x @ weight).requires_grad
             torch.testing.assert_close(whole(x + other), 2 * numbers(4, 3))
             with communication_mode("explicit"):
-                with pytest.raises(SurpriseCommunication, match="sums the gradient"):
+                with pytest.raises(ImplicitCommunicationError, match="sums the gradient"):
                     x @ weight
-                with pytest.raises(SurpriseCommunication, match="needs its input"):
+                with pytest.raises(ImplicitCommunicationError, match="needs its input"):
                     x + other
-                x.redistribute(placements=[R])  # asked for, so no surprise
+                x.redistribute(placements=[R])  # asked for, so not implicit
             with communication_mode("warn"), pytest.warns(UserWarning, match="needs its input"):
                 x + other
 
@@ -270,14 +270,15 @@ def test_a_changed_rule_counts_for_methods_functions_and_operators() -> None:
         scale = 0.5
         return [y.placements for y in (x.exp(), torch.exp(x), x * x, x * scale, x.mul(scale))]
 
-    before = {name: RULES[name] for name in ("exp", "mul")}
+    before = {name: OPERATORS[name] for name in ("exp", "mul")}
     assert on_mesh(body, 2) == [[(S0,)] * 5] * 2
     try:
-        RULES.update(dict.fromkeys(before, replicate))
+        for name in before:
+            give_rule(name, replicate)
         forget_decisions()
         assert on_mesh(body, 2) == [[(R,)] * 5] * 2
     finally:
-        RULES.update(before)
+        OPERATORS.update(before)
         forget_decisions()
     assert on_mesh(body, 2) == [[(S0,)] * 5] * 2
 

@@ -19,8 +19,7 @@ class SamplerMismatch(PhalanxError, RuntimeError):
 
 
 def current_group() -> Group:
-    # Here, so that a sampler with explicit numbers does not need torch.distributed at all.
-    from phalanx import comm
+    from phalanx import comm  # start-up: a sampler with explicit numbers needs no torch.distributed
 
     return comm.current_group()
 

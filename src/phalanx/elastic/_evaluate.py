@@ -2,7 +2,9 @@
 
 The dataset is cut into numbered batches; each round, the workers share out those that nobody has a result for. Results
 are numbers per batch, kept by all; a loss costs only the batches that the lost worker had not told about. The mean is
-an exact sum, so it has the same bits for every number of workers. Newcomers wait until the evaluation is over.
+an exact sum, so it has the same bits for every number of workers. Newcomers wait until the evaluation is over. What is
+random in it depends on the step that it follows, not on how many were made before: a job that all workers left during
+one resumes behind it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def evaluate(
             f"worker {job.worker_id} asks for evaluation {boundary.num_calls + 1} after step {job.step - 1}, which it "
             f"took over; the others made {len(boundary.results)} there. Call evaluate on every worker alike"
         )
-    number = job.num_evaluations
-    fetcher = Fetcher(dataset, collate_fn, job.seed)
+    number, step, call = job.num_evaluations, job.step, boundary.num_calls
+    fetcher = Fetcher(dataset, collate_fn, derive_seed(job.seed, "evaluate", step, call))
     num_batches = -(-length // batch_size)
     known: Results = {}
     was_training = job.model.training
@@ -67,9 +69,9 @@ def evaluate(
                 for b in missing[seat.rank :: len(seat.workers)]:
                     job.team.check()
                     indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
-                    batch = fetcher[Ticket(number, b, 0, indices)]
+                    batch = fetcher[Ticket(step, b, 0, indices)]
                     job.buffers.restore()
-                    seed_everything(derive_seed(job.seed, "evaluate", number, b))
+                    seed_everything(derive_seed(job.seed, "evaluate", step, call, b))
                     with torch.no_grad():
                         values = _numbers(function(batch))
                     known[str(b)] = [values, float(len(indices))]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from phalanx.shard.checkpoint._gather_state_dict import gather_state_dict
 from phalanx.shard.checkpoint._load import Checkpoint, load
 from phalanx.shard.checkpoint._save import save
-from phalanx.shard.exchange._gather import gather_state_dict
 from phalanx.shard.exchange._groups import _get_current_process_group, load_with_process_group
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.files._index import CheckpointError
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard.layout._placement import RemoteDevice
 from phalanx.shard.ops._convert import from_dtensor, to_dtensor
+from phalanx.shard.ops._ops import dispatch
 from phalanx.shard.ops._plain import plain_inputs
 from phalanx.shard.ops._registry import custom_sharded_op_impl, custom_sharding_spec_op
 from phalanx.shard.plan._api import (
@@ -25,6 +26,7 @@ from phalanx.shard.plan._api import (
 from phalanx.shard.plan._auto_plan import AutoPlan, PlanReport, auto_plan
 from phalanx.shard.plan._optim import ShardedOptimizer, named_params_with_sharded_tensor
 from phalanx.shard.plan._plan import Sharder, ShardingPlan, ShardingPlanner
+from phalanx.shard.tensor._distribute import distribute_one
 from phalanx.shard.tensor._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from phalanx.shard.tensor._spec import (
     ChunkShardingSpec,
@@ -82,3 +84,7 @@ __all__ = [
     "to_dtensor",
     "zeros",
 ]
+
+# The two calls that go up: a spec makes tensors, and a tensor runs operations.
+ShardingSpec._distribute = distribute_one
+ShardedTensor._dispatch = dispatch

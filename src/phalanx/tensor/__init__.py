@@ -1,55 +1,43 @@
 """Distributed tensors: a global shape, laid out over a device mesh by placements; single-device code runs on them.
 
-Importing this package wraps ``torch.autograd.Function.apply`` (so that users' Functions work on DTensors), torch's
-functions that seed, save and restore random state (so that they include that of DTensors) and those that trace (so that
-they refuse DTensors), has nested activation checkpoints keep local tensors, tells ``torch.load`` which names are
-harmless, and has torch's helpers for distributed checkpoints know DTensors (once they are imported); see
-``_autograd_function.py``, ``_state.py``, ``_init.py``, ``_torch_functions.py``, ``_checkpoint.py``, ``_load.py`` and
-``phalanx.comm.torch_interop._dcp_state_dicts``.
+Importing this package changes torch from outside, so that users' Functions, activation checkpoints, random state,
+``torch.load`` and distributed checkpoints know DTensors and tracers refuse them: ``patches/_install.py`` is the list.
 """
 
 from __future__ import annotations
 
+import warnings
+
 from phalanx.comm import DeviceMesh, init_device_mesh
-from phalanx.comm.torch_interop import _dcp_state_dicts
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
-from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.core._dtensor import DTensor, above
 from phalanx.tensor.core._modes import (
+    ImplicitCommunicationError,
     NoShardingRule,
-    SurpriseCommunication,
     communication_mode,
     fallback_counts,
     fallback_policy,
     implicit_replication,
 )
-from phalanx.tensor.dispatch._distribute import distribute_module, distribute_tensor
+from phalanx.tensor.dispatch._distribute import distribute_module, distribute_tensor, redistribute
+from phalanx.tensor.dispatch._from_local import from_local
 from phalanx.tensor.layout._placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from phalanx.tensor.patches import (
-    _autograd_function,
-    _checkpoint,
-    _grouping,
-    _load,
-    _operators,
-    _torch_functions,
-)
-from phalanx.tensor.random import _init, _state
+from phalanx.tensor.patches import _install
+from phalanx.tensor.patches._handlers import find_handler
 from phalanx.tensor.random._state import get_rng_state, manual_seed, set_rng_state
 from phalanx.tensor.redistribute import _log
 
-_checkpoint.install()
-_dcp_state_dicts.install()
-_torch_functions.install()
-_autograd_function.install()
-_grouping.install()
-_load.install()
-_operators.install()
-_state.install()
-_init.install()
+above.find_handler = find_handler
+above.from_local = from_local
+above.redistribute = redistribute
+above.distribute = distribute_tensor
+_install.install()
 _log.configure()
 
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "ImplicitCommunicationError",
     "MaskPartial",
     "NoShardingRule",
     "Partial",
@@ -57,7 +45,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
-    "SurpriseCommunication",
     "arange",
     "communication_mode",
     "distribute_module",
@@ -77,3 +64,15 @@ __all__ = [
     "set_rng_state",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Find ``SurpriseCommunication``, which this release still knows as ``ImplicitCommunicationError``."""
+    if name != "SurpriseCommunication":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "phalanx.tensor.SurpriseCommunication is ImplicitCommunicationError now; the next release drops the old name",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return ImplicitCommunicationError

@@ -16,15 +16,15 @@ from torch._library.custom_ops import CustomOpDef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor.core._dtensor import DTensor, _handlers
+from phalanx.tensor.core._dtensor import DTensor, handlers
 from phalanx.tensor.core._modes import implicit_replication
 from phalanx.tensor.dispatch._inline_python import through
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._registry import OPERATORS, give_rule, op_name
 from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
-from phalanx.tensor.ops.rules import DIRECT_PYTHON, RULES
+from phalanx.tensor.patches._handlers import is_functional
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 
@@ -160,10 +160,11 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
-            RULES[op_name(one).base] = functools.partial(_ask, rule)
-            _handlers.pop(one, None)
-            if one not in DIRECT_PYTHON and through(one) is not None:
-                _handlers[one] = run_rule  # its Python body need not run any more
+            name = op_name(one).base
+            give_rule(name, functools.partial(_ask, rule))
+            handlers.pop(one, None)
+            if not is_functional(one, OPERATORS[name]) and through(one) is not None:
+                handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule
 

@@ -13,7 +13,7 @@ from phalanx.comm.stores import MemoryStore
 from phalanx.comm.transports import _auto
 from phalanx.comm.transports._by_device import ByDeviceTransport
 from phalanx.comm.transports._interface import Done
-from phalanx.comm.transports.shm import ShmTransport
+from phalanx.comm.transports.shm._transport import ShmTransport
 from phalanx.errors import GroupAborted
 from processes import run_processes
 

@@ -15,8 +15,8 @@ from phalanx.comm import ReduceOp
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores import MemoryStore
 from phalanx.comm.transports._reduce import tree_reduce
-from phalanx.comm.transports.shm import ShmTransport, _memory
 from phalanx.comm.transports.shm import _layout as L
+from phalanx.comm.transports.shm import _memory
 from phalanx.comm.transports.shm._calls import KINDS, describe, record
 from phalanx.comm.transports.shm._collectives import shares
 from phalanx.comm.transports.shm._engine import nap_length
@@ -24,6 +24,7 @@ from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._join import obstacle
 from phalanx.comm.transports.shm._layout import Layout
 from phalanx.comm.transports.shm._regions import span
+from phalanx.comm.transports.shm._transport import ShmTransport
 from phalanx.errors import PeerLost
 
 pytestmark = pytest.mark.fast

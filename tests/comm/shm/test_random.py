@@ -10,8 +10,8 @@ import torch
 
 from phalanx.comm import Group
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports.shm import ShmTransport
 from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm._transport import ShmTransport
 from processes import run_processes
 from shm_random import run_random
 

@@ -2,17 +2,17 @@
 
 Owns the addresses of a process's end of its connections (gloo names that of the listener or that of the connection,
 depending on who called whom), as it tells them the others when a group forms, and reading one out of an error's words.
-Linux only (``/proc``); elsewhere nobody is named.
+Where a process cannot list its sockets nobody is named.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from typing import TYPE_CHECKING
 
+from phalanx.comm._sockets import own_sockets
 from phalanx.errors import StoreError
 
 if TYPE_CHECKING:
@@ -24,27 +24,13 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F.:%\w]+)\]:(\d+)")
 def own_addresses() -> list[str]:
     """``[host]:port`` of this process's end of every TCP socket that it has."""
     found = []
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return []
-    for name in names:
+    for own in own_sockets():
         try:
-            number = os.dup(int(name))
+            if own.family in (socket.AF_INET, socket.AF_INET6):
+                host, port = own.getsockname()[:2]
+                found.append(f"[{host}]:{port}")
         except OSError:
-            continue  # gone already
-        try:
-            copy = socket.socket(fileno=number)
-        except OSError:
-            os.close(number)  # not a socket
-            continue
-        with copy:
-            try:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    host, port = copy.getsockname()[:2]
-                    found.append(f"[{host}]:{port}")
-            except OSError:
-                continue  # closed by its owner meanwhile
+            continue  # closed by its owner meanwhile
     return found
 
 

@@ -49,6 +49,13 @@ PLAIN: dict[str, dict[torch.dtype | None, ReduceOp]] = {
 }
 
 
+TENSORS = (Tensor, torch.nn.Parameter)
+STRIDED = torch.strided
+# The short ways are for tensors that have an address (``data_ptr``); ``check_tensor`` says what those without one are.
+# They ask for a sign that torch put off (``is_neg``) only where there is one element: such tensors are
+# imaginary parts of conjugated ones, every other element in memory, so that with more they are not contiguous.
+
+
 def parse_op(op: ReduceOp | str) -> ReduceOp:
     try:
         return _OPS[op]  # type: ignore[index]  # members hash and compare as their names
@@ -115,7 +122,7 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
     )
 
 
-class Place(Protocol):
+class Ranked(Protocol):
     """Who asks: errors name the rank."""
 
     @property
@@ -125,19 +132,19 @@ class Place(Protocol):
     def size(self) -> int: ...
 
 
-def check_rank(at: Place, name: str, what: str, rank: int) -> None:
+def check_rank(at: Ranked, name: str, what: str, rank: int) -> None:
     if not 0 <= rank < at.size:
         raise ValueError(f"rank {at.rank}: {name} with {what}={rank}; expected a rank in [0, {at.size})")
 
 
-def check_peer(at: Place, name: str, what: str, rank: int) -> None:
+def check_peer(at: Ranked, name: str, what: str, rank: int) -> None:
     check_rank(at, name, what, rank)
     if rank == at.rank:
         raise ValueError(f"rank {at.rank}: {name} with {what}={rank} is this rank itself; expected another")
 
 
 def check_list(
-    at: Place,
+    at: Ranked,
     name: str,
     what: str,
     tensors: Sequence[Tensor] | None,
@@ -157,7 +164,7 @@ def check_list(
             )
 
 
-def check_same_shape(at: Place, name: str, what: str, listed: Tensor, own: Tensor) -> None:
+def check_same_shape(at: Ranked, name: str, what: str, listed: Tensor, own: Tensor) -> None:
     if listed.shape != own.shape:
         raise ValueError(
             f"rank {at.rank}: {name} got {what}[{at.rank}] of shape {tuple(listed.shape)}; "
@@ -165,7 +172,7 @@ def check_same_shape(at: Place, name: str, what: str, listed: Tensor, own: Tenso
         )
 
 
-def check_flat(at: Place, name: str, whole: Tensor, part: Tensor, written: Tensor) -> None:
+def check_flat(at: Ranked, name: str, whole: Tensor, part: Tensor, written: Tensor) -> None:
     """``whole`` holds one ``part`` per rank; one of them is to be ``written``."""
     check_tensor(name, whole, written=whole is written)
     check_tensor(name, part, written=part is written)
@@ -179,7 +186,7 @@ def check_flat(at: Place, name: str, whole: Tensor, part: Tensor, written: Tenso
 
 
 def split_parts(
-    at: Place, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None
+    at: Ranked, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None
 ) -> list[Tensor]:
     """The parts of dim 0 that go to, or come from, each rank."""
     if tensor.dim() == 0:
@@ -198,3 +205,56 @@ def split_parts(
             f"rank {at.rank}: {name} {what} sum to {sum(splits)} but the tensor's first dim is {total}"
         )
     return list(torch.split(tensor, list(splits)))
+
+
+def shard_dtype(size: int, whole: Tensor, part: Tensor) -> torch.dtype | None:
+    """The dtype if ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
+    if type(whole) in TENSORS and type(part) in TENSORS:
+        dtype, count = whole.dtype, part.numel()
+        try:
+            if (
+                part.dtype is dtype
+                and whole.is_contiguous()
+                and part.is_contiguous()
+                and whole.numel() == count * size
+                and whole.layout is STRIDED
+                and part.layout is STRIDED
+                and whole.data_ptr()
+                and part.data_ptr()
+                and not (whole.is_nested or part.is_nested)
+                and (count != 1 or not (whole.is_neg() or part.is_neg()))
+            ):
+                return dtype
+        except (
+            RuntimeError
+        ):  # from data_ptr, which some tensors have not, or is_contiguous, on sparse layouts
+            pass
+    return None
+
+
+def equal_parts(size: int, output: Tensor, tensor: Tensor) -> bool:
+    """Whether both are equal parts, one per rank, of tensors that can travel as they are."""
+    return (
+        is_plain(output)
+        and is_plain(tensor)
+        and output.dtype is tensor.dtype
+        and output.shape == tensor.shape
+        and output.numel() > 0
+        and output.dim() > 0
+        and output.shape[0] % size == 0
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    try:
+        return (
+            type(tensor) in TENSORS
+            and tensor.layout is STRIDED
+            and tensor.dtype in MOVED
+            and tensor.data_ptr() != 0
+            and tensor.is_contiguous()
+            and not tensor.is_nested
+            and (tensor.numel() != 1 or not tensor.is_neg())
+        )
+    except RuntimeError:  # from data_ptr: inside a transform of torch.func
+        return False

@@ -1,10 +1,13 @@
 """Group: the ranks of one generation, and the one place that every collective passes through.
 
-Owns the life of the group (building, subgroups, the end), events for observers and the optional cross-rank check
-(``PHALANX_DEBUG=collectives``). The collectives themselves are in ``_collectives``, the bytes are carried by a
-``Transport``. Ranks in the arguments are ranks of this group; ``ranks`` maps them to the root group's.
+Owns the life of the group (building, subgroups, the end) and its collectives: a short way for the tensors that nearly
+every call brings, checks (``_checks``) and contiguous copies (``_staging``) for the others; before each, observers are
+told (``_observe``) and the ranks compared if asked (``PHALANX_DEBUG=collectives``). A ``Transport`` carries the bytes.
+Ranks in the arguments are ranks of this group; ``ranks`` maps them to the root group's.
 
-Invariants: a group belongs to one job and one generation; after the first failure every call raises it again.
+Invariants: a group belongs to one job and one generation; after the first failure every call raises it again; a
+collective calls ``_enter`` once, after its checks and before the transport (the short ways ask first whether it has
+anything to do).
 """
 
 from __future__ import annotations
@@ -12,29 +15,54 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.failure._mismatch import CallChecker
 from phalanx.comm.group import _context, _observe, _values
-from phalanx.comm.group._collectives import Collectives
-from phalanx.comm.transports._interface import ReduceOp, Transport
+from phalanx.comm.group._checks import (
+    MOVED,
+    PLAIN,
+    STRIDED,
+    TENSORS,
+    check_flat,
+    check_list,
+    check_peer,
+    check_rank,
+    check_same_shape,
+    check_tensor,
+    equal_parts,
+    is_plain,
+    parse_op,
+    reducible,
+    shard_dtype,
+    split_parts,
+)
+from phalanx.comm.group._staging import copy_back, settled
+from phalanx.comm.stores import Store
+from phalanx.comm.transports._connect import (
+    Connection,
+    SubgroupMaker,
+    connect_ranks,
+    make_torch_default,
+    wrap_process_group,
+)
+from phalanx.comm.transports._interface import (
+    DEFAULT_TIMEOUT,
+    GroupSpec,
+    Interrupt,
+    ReduceOp,
+    Transport,
+    Work,
+)
 from phalanx.errors import GroupAborted
 from phalanx.world import World
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
-    from phalanx.comm.failure._mismatch import CallChecker
-    from phalanx.comm.stores import Store
-
-Interrupt = Callable[[], "BaseException | None"]
-SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
-DEFAULT_TIMEOUT = 1800.0
-
-
-class Group(Collectives):
+class Group:
     """A set of ranks that exchange tensors.
 
     >>> from phalanx.comm import simulate
@@ -99,22 +127,28 @@ class Group(Collectives):
 
         >>> group = Group.create(connect("tcp://10.0.0.1:29500"), rank=0, world_size=2)   # doctest: +SKIP
         """
-        from phalanx.comm.transports._create import (
-            Place,
-            create_group,
-        )  # the builders know all transports; they import Group
-
-        place = Place(
+        spec = GroupSpec(
             store=store, rank=rank, size=world_size, timeout=_seconds(timeout), job=job, generation=generation
         )
-        return create_group(place, backend, interrupt or (lambda: None))
+        return cls._over(connect_ranks(spec, backend, interrupt or (lambda: None)))
 
     @classmethod
     def wrap(cls, process_group: dist.ProcessGroup) -> Group:
         """A group over a c10d process group that the caller made and keeps the ownership of."""
-        from phalanx.comm.transports._create import wrap_group
+        return cls._over(wrap_process_group(process_group))
 
-        return wrap_group(process_group)
+    @classmethod
+    def _over(cls, connection: Connection) -> Group:
+        return cls(
+            connection.transport,
+            ranks=connection.ranks,
+            make_subgroup=connection.make_subgroup,
+            timeout=connection.timeout,
+            job=connection.job,
+            generation=connection.generation,
+            store=connection.store,
+            checker=connection.checker,
+        )
 
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """A group of some ranks of this one, in the given order; None on ranks that are not in it.
@@ -151,9 +185,20 @@ class Group(Collectives):
 
     def make_default(self) -> None:
         """Also become torch's default process group, so that ``torch.distributed`` calls keep working."""
-        from phalanx.comm.transports._create import make_torch_default
-
-        self._on_end.append(make_torch_default(self))
+        if self.store is None:
+            raise RuntimeError(
+                f"rank {self.rank}: this group has no store (simulated or wrapped ranks); "
+                f"only groups from Group.create can become torch's default group"
+            )
+        spec = GroupSpec(
+            store=self.store,
+            rank=self.rank,
+            size=self.size,
+            timeout=self.timeout,
+            job=self.job,
+            generation=self.generation,
+        )
+        self._on_end.append(make_torch_default(spec, self.backend))
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -170,6 +215,201 @@ class Group(Collectives):
             f"Group(rank={self.rank}, size={self.size}, generation={self.generation}, "
             f"job={self.job!r}, backend={self.backend!r})"
         )
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
+        """Replace ``tensor`` on every rank by the reduction over all ranks."""
+        try:
+            plain = PLAIN[op][tensor.dtype] if type(tensor) in TENSORS and tensor.data_ptr() else None
+        except (KeyError, TypeError, RuntimeError):
+            plain = None
+        if (
+            plain is not None
+            and tensor.layout is STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_nested
+            and (tensor.numel() != 1 or not tensor.is_neg())
+        ):
+            if self._guarded or _observe._observers:
+                self._enter("all_reduce", (tensor,), plain)
+            return self._transport.all_reduce(tensor, plain, async_op=async_op)
+        check_tensor("all_reduce", tensor, written=True)
+        staged = settled(tensor)
+        view, kind = reducible("all_reduce", staged, parse_op(op))
+        self._enter("all_reduce", (tensor,), kind)
+        work = self._transport.all_reduce(view, kind, async_op=async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
+        """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
+        check_rank(self, "reduce", "dst", dst)
+        check_tensor("reduce", tensor, written=self.rank == dst)
+        staged = settled(tensor)
+        view, kind = reducible("reduce", staged, parse_op(op))
+        self._enter("reduce", (tensor,), kind, root=dst)
+        work = self._transport.reduce(view, kind, dst, async_op=async_op)
+        return copy_back(work, [(tensor, staged)] if self.rank == dst else [], async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
+        """Replace ``tensor`` on every rank by that of ``src``."""
+        check_rank(self, "broadcast", "src", src)
+        if is_plain(tensor):
+            if self._guarded or _observe._observers:
+                self._enter("broadcast", (tensor,), root=src)
+            return self._transport.broadcast(tensor, src, async_op=async_op)
+        check_tensor("broadcast", tensor, written=self.rank != src)
+        staged = settled(tensor)
+        self._enter("broadcast", (tensor,), root=src)
+        work = self._transport.broadcast(staged, src, async_op=async_op)
+        return copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
+        """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
+        check_tensor("all_gather", tensor)
+        check_list(self, "all_gather", "outputs", outputs, like=tensor, written=True)
+        check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
+        staged = [settled(output) for output in outputs]
+        self._enter("all_gather", (outputs,))
+        work = self._transport.all_gather(staged, settled(tensor), async_op=async_op)
+        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
+        """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
+        if shard_dtype(self.size, output, tensor) in MOVED:
+            if self._guarded or _observe._observers:
+                self._enter("all_gather_into_tensor", (output,))
+            return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
+        check_flat(self, "all_gather_into_tensor", output, tensor, written=output)
+        staged = settled(output)
+        self._enter("all_gather_into_tensor", (output,))
+        work = self._transport.all_gather_into_tensor(staged, settled(tensor), async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
+    ) -> Work:
+        """``output`` becomes the reduction of all ranks' ``inputs[rank]``; shapes may differ from rank to rank."""
+        check_tensor("reduce_scatter", output, written=True)
+        check_list(self, "reduce_scatter", "inputs", inputs, like=output)
+        check_same_shape(self, "reduce_scatter", "inputs", inputs[self.rank], output)
+        parsed = parse_op(op)
+        staged = settled(output)
+        view, kind = reducible("reduce_scatter", staged, parsed)
+        parts = [reducible("reduce_scatter", settled(part), parsed)[0] for part in inputs]
+        self._enter("reduce_scatter", (inputs,), kind)
+        work = self._transport.reduce_scatter(view, parts, kind, async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
+    ) -> Work:
+        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
+        try:
+            plain = PLAIN[op][shard_dtype(self.size, tensor, output)]
+        except (KeyError, TypeError):
+            plain = None
+        if plain is not None:
+            if self._guarded or _observe._observers:
+                self._enter("reduce_scatter_tensor", (tensor,), plain)
+            return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
+        check_flat(self, "reduce_scatter_tensor", tensor, output, written=output)
+        parsed = parse_op(op)
+        staged = settled(output)
+        view, kind = reducible("reduce_scatter_tensor", staged, parsed)
+        source, _ = reducible("reduce_scatter_tensor", settled(tensor), parsed)
+        self._enter("reduce_scatter_tensor", (tensor,), kind)
+        work = self._transport.reduce_scatter_tensor(view, source, kind, async_op=async_op)
+        return copy_back(work, [(output, staged)], async_op)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
+    ) -> Work:
+        """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
+        check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
+        check_list(self, "all_to_all", "outputs", outputs, like=inputs[0], written=True)
+        staged = [settled(output) for output in outputs]
+        sent = [settled(tensor) for tensor in inputs]
+        self._enter("all_to_all", (outputs, inputs))
+        work = self._transport.all_to_all(staged, sent, async_op=async_op)
+        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """``all_to_all`` on parts of dim 0; without splits the parts are equal."""
+        if output_splits is None and input_splits is None and equal_parts(self.size, output, tensor):
+            if self._guarded or _observe._observers:
+                self._enter("all_to_all_single", (output, tensor))
+            return self._transport.all_to_all_flat(output, tensor, async_op=async_op)
+        check_tensor("all_to_all_single", output, written=True)
+        check_tensor("all_to_all_single", tensor)
+        staged = settled(output)
+        received = split_parts(self, "all_to_all_single", "output_splits", staged, output_splits)
+        sent = split_parts(self, "all_to_all_single", "input_splits", settled(tensor), input_splits)
+        self._enter("all_to_all_single", (output, tensor))
+        work = self._transport.all_to_all(received, sent, async_op=async_op)
+        return work if staged is output else copy_back(work, [(output, staged)], async_op)
+
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False
+    ) -> Work:
+        """On ``dst``, ``outputs[r]`` becomes rank r's tensor; the other ranks pass None."""
+        check_rank(self, "gather", "dst", dst)
+        check_tensor("gather", tensor)
+        if self.rank == dst:
+            check_list(self, "gather", "outputs", outputs, like=tensor, written=True)
+            check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
+        wanted = list(outputs or ()) if self.rank == dst else []
+        staged = [settled(output) for output in wanted]
+        self._enter("gather", (tensor, wanted), root=dst)
+        work = self._transport.gather(
+            staged if self.rank == dst else None, settled(tensor), dst, async_op=async_op
+        )
+        return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False
+    ) -> Work:
+        """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
+        check_rank(self, "scatter", "src", src)
+        check_tensor("scatter", output, written=True)
+        if self.rank == src:
+            check_list(self, "scatter", "inputs", inputs, like=output)
+            check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
+        given = [settled(tensor) for tensor in inputs or ()] if self.rank == src else []
+        staged = settled(output)
+        self._enter("scatter", (output, given), root=src)
+        work = self._transport.scatter(staged, given if self.rank == src else None, src, async_op=async_op)
+        return work if staged is output else copy_back(work, [(output, staged)], async_op)
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Send to one rank; it must ``recv`` the same size with the same tag."""
+        check_peer(self, "send", "dst", dst)
+        check_tensor("send", tensor)
+        self._enter("send", (tensor,), root=dst)
+        return self._transport.send(settled(tensor), dst, tag, async_op=async_op)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Receive from one rank into ``tensor``."""
+        check_peer(self, "recv", "src", src)
+        check_tensor("recv", tensor, written=True)
+        staged = settled(tensor)
+        self._enter("recv", (tensor,), root=src)
+        work = self._transport.recv(staged, src, tag, async_op=async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """Return when every rank has called it."""
+        if self._guarded or _observe._observers:
+            self._enter("barrier", ())
+        return self._transport.barrier(async_op=async_op)
 
     # -- values and memory ---------------------------------------------------------------------------------------
 

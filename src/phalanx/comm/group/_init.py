@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from phalanx.comm.group import _context
-from phalanx.comm.group._group import DEFAULT_TIMEOUT, Group
+from phalanx.comm.group._group import Group
 from phalanx.comm.stores import MemoryStore, Store, TCPStore, connect
 from phalanx.comm.stores._sealed import signed_store
+from phalanx.comm.transports._interface import DEFAULT_TIMEOUT
 from phalanx.protocol import ENV_STORE
 from phalanx.world import World
 

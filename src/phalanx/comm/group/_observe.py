@@ -1,6 +1,6 @@
 """Seeing every collective: the hook that debug tools, metrics, fault scripts and tests share.
 
-Owns the list of observers and the event they get. ``Group`` asks ``active`` before it builds an event, so that
+Owns the list of observers and the event they get. ``Group`` looks at ``_observers`` before it builds an event, so that
 nothing is paid while nobody looks. An observer made inside a simulated rank sees that rank's events only; one made
 elsewhere sees those of the whole process. Observers run in the thread that calls the collective, before it starts;
 what they raise goes to the caller (this is how scripted faults work).
@@ -55,10 +55,6 @@ class CommEvent:
 # The registrations: (rank token or None, callback). Replaced as a whole, never changed in place, so that reading
 # needs no lock. Module state on purpose: "is anybody looking" must cost one load.
 _observers: tuple[tuple[object | None, Observer], ...] = ()
-
-
-def active() -> bool:
-    return bool(_observers)
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class Scheduler:
         self.ranks = [RankState(rank) for rank in range(size)]
         self.failure: BaseException | None = None
         self.failed_rank = -1
+        self.all_well = True
+        """Whether no rank has died or hangs."""
         self.finished = threading.Event()
         self._initial_rng = torch.get_rng_state()
 
@@ -76,7 +78,7 @@ class Scheduler:
     def hang(self, rank: int) -> None:
         """Stop this rank for good, as SIGSTOP would; unwinds when the others are done."""
         state = self.ranks[rank]
-        state.status = "hung"
+        state.status, self.all_well = "hung", False
         self._pass_turn(rank)
         self._take_turn(state)
         raise Released
@@ -85,6 +87,7 @@ class Scheduler:
         """This rank's function returned (None), died, was released, or failed with ``error``."""
         state = self.ranks[rank]
         state.status = "dead" if isinstance(error, SimulatedDeath) else "done"
+        self.all_well = self.all_well and state.status == "done"
         if error is not None and not isinstance(error, Released | SimulatedDeath) and self.failure is None:
             self.failure, self.failed_rank = error, rank
         self._pass_turn(rank)

@@ -48,6 +48,8 @@ class Board:
 
     def fault(self, rank: int) -> BaseException | None:
         """Why the group cannot go on, as ``rank`` would be told."""
+        if self.scheduler.all_well:
+            return None
         dead = tuple(i for i, r in enumerate(self.ranks) if self.scheduler.is_dead(r))
         if dead:
             return PeerLost(
@@ -263,7 +265,8 @@ class _ThreadWork(Work):
         def can_go_on() -> bool:
             return self._ready() or transport._ended is not None or board.fault(transport.rank) is not None
 
-        board.scheduler.wait(board.ranks[transport.rank], can_go_on, self._what)
+        if not can_go_on():
+            board.scheduler.wait(board.ranks[transport.rank], can_go_on, self._what)
         if not self._ready():
             transport._check_alive()
         if self._meeting is not None and self._meeting.mismatch:

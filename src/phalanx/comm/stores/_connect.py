@@ -27,14 +27,15 @@ def connect(url: str, timeout: float = 30.0) -> Store:
     if parts.scheme == "memory":
         return _named_memory(parts.netloc + parts.path)
     if parts.scheme == "tcp" and parts.hostname and parts.port:
-        from phalanx.comm.stores._tcp import TCPStore
+        from phalanx.comm.stores._tcp import TCPStore  # start-up: it imports torch
 
         return TCPStore(parts.hostname, parts.port, timeout=timeout)
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
-        from phalanx.comm.stores._file import FileStore
+        from phalanx.comm.stores._file import FileStore  # start-up: only what is used
 
         return FileStore(unquote(parts.path), timeout=timeout)
     if parts.scheme in ("etcd", "etcds") and parts.netloc:
+        # start-up: only what is used
         from phalanx.comm.stores._etcd import EtcdStore
         from phalanx.comm.stores._etcd_access import parse_etcd_url
 

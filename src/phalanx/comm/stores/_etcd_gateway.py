@@ -62,7 +62,7 @@ class Gateway:
     def __init__(
         self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None
     ) -> None:
-        import httpx  # only those who use etcd need it
+        import httpx  # optional: only those who use etcd need it
 
         self.outage = outage or Outage()
         self.endpoints = tuple(endpoints)
@@ -123,7 +123,7 @@ class Gateway:
     def _post(
         self, path: str, body: dict[str, Any], attempts: Attempts, headers: dict[str, str]
     ) -> dict[str, Any]:
-        import httpx
+        import httpx  # optional, see __init__
 
         while True:
             url = self.url(path)

@@ -81,7 +81,7 @@ class EtcdWatch(Watch):
         self._gateway.close()
 
     def _run(self) -> None:
-        import httpx
+        import httpx  # optional: only those who use etcd need it
 
         attempts = Attempts(self._gateway)
         while not self._closed.is_set():
@@ -97,7 +97,7 @@ class EtcdWatch(Watch):
                 attempts.failed(url, error)
 
     def _read_stream(self, url: str) -> None:
-        import httpx
+        import httpx  # optional: only those who use etcd need it
 
         request = {
             "key": b64(self._prefix),
@@ -121,7 +121,7 @@ class EtcdWatch(Watch):
         raise httpx.RemoteProtocolError("the stream of changes ended")
 
     def _take(self, message: dict[str, Any]) -> None:
-        import httpx
+        import httpx  # optional: only those who use etcd need it
 
         if "error" in message:
             if "auth token" in str(message["error"]):

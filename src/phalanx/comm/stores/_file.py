@@ -102,7 +102,7 @@ class FileStore(Store):
         return FileStore(self._files.root, timeout=self._files.timeout)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import for_torch
+        from phalanx.comm.stores._c10d import for_torch  # start-up: it imports torch
 
         return for_torch(FileStore(self._files.root / "c10d", timeout=self._files.timeout), prefix)
 

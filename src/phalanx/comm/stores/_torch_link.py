@@ -16,7 +16,6 @@ taking from a queue) are not repeated; they raise.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import struct
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # from where its stub can be seen
 
+from phalanx.comm._sockets import own_sockets
 from phalanx.errors import StoreLost
 
 log = logging.getLogger(__name__)
@@ -258,19 +258,9 @@ def _wait_for_server(host: str, port: int, timeout: float, address: str, is_up: 
 def bound_replies(port: int) -> None:
     """Give this process's sockets towards ``port`` a receive timeout: torch offers no handle on its own."""
     limit = struct.pack("ll", int(REPLY_TIMEOUT), int(REPLY_TIMEOUT % 1 * 1e6))
-    for name in os.listdir("/dev/fd"):
+    for own in own_sockets():
         try:
-            number = os.dup(int(name))
-        except OSError:
-            continue  # gone already
-        try:
-            copy = socket.socket(fileno=number)
-        except OSError:
-            os.close(number)  # not a socket
-            continue
-        with copy:
-            try:
-                if copy.getpeername()[1] == port:
-                    copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            except (OSError, IndexError):
-                continue  # not connected, or not of a kind that has a port
+            if own.getpeername()[1] == port:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        except (OSError, IndexError):
+            continue  # not connected, or not of a kind that has a port

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as C10dStore
 
 from phalanx.comm.group._group import Group
+from phalanx.comm.group._sparse_sum import sparse_sum
 from phalanx.comm.stores import wrap_c10d_store
 from phalanx.comm.transports._interface import ReduceOp
 from phalanx.comm.transports._interface import Work as GroupWork
@@ -44,13 +46,31 @@ _OPS = {
 
 
 def _op(options: Any) -> ReduceOp:
+    """Read the reduction of a call's options; callers of the group itself pass the reduction in their place."""
     if options is None:
         return ReduceOp.SUM
+    wanted = getattr(options, "reduceOp", options)
     # torch's value compares equal to a member but does not hash like it.
     for theirs, ours in _OPS.items():
-        if options.reduceOp == theirs:
+        if wanted == theirs:
             return ours
-    raise ValueError(f"reduction {options.reduceOp} is not known to the {NAME} backend")
+    raise ValueError(f"reduction {wanted} is not known to the {NAME} backend")
+
+
+def _root(options: Any) -> int:
+    """Read the root rank of a call's options; callers of the group itself pass the rank in their place."""
+    return int(getattr(options, "rootRank", options))
+
+
+def _seconds(options: Any, timeout: timedelta | None) -> float | None:
+    """Read how long a call may take, or None where it says nothing and the group's own limit holds."""
+    timeout = timeout if timeout is not None else getattr(options, "timeout", None)
+    seconds = 0.0 if timeout is None else timeout.total_seconds()
+    return seconds if seconds > 0 else None  # torch writes "not set" as minus a millisecond
+
+
+def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def create_process_group(common: Any) -> PhalanxProcessGroup:
@@ -58,7 +78,7 @@ def create_process_group(common: Any) -> PhalanxProcessGroup:
     # Torch tells its groups apart by prefixes of the store, which are lost where the store is one of ours.
     store = wrap_c10d_store(common.store).namespace(f"torch/{common.group_id}")
     group = Group.create(store, common.group_rank, common.group_size, timeout=common.timeout, job="c10d")
-    return PhalanxProcessGroup(group)
+    return PhalanxProcessGroup(group, common.store)
 
 
 class _Finished(dist.Work):
@@ -110,6 +130,9 @@ class _Queued(dist.Work):
     def is_success(self) -> bool:
         return self.queued.is_done() and self.queued.error is None
 
+    def result(self) -> Any:
+        return self._future.value()
+
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
 
@@ -146,59 +169,111 @@ class _Exchange(dist.Work):
 
 
 class PhalanxProcessGroup(dist.ProcessGroup):
-    """A c10d process group whose collectives are those of ``group``."""
+    """A c10d process group whose collectives are those of ``group``.
 
-    def __init__(self, group: Group) -> None:
+    Each call takes what torch's own functions pass (lists and an options value) and what callers of a process group
+    may pass directly (one tensor, a reduction or a root, a timeout). What a call's work gives as its result is a flat
+    list of the tensors that were written, as gloo's does.
+    """
+
+    def __init__(self, group: Group, store: C10dStore | None = None) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the stub knows one form only
         self.group = group
+        self._store = store
+        self._name = self._description = ""
+        self._num_calls = 0
         self._calls = OrderedCalls("phalanx-c10d")
 
-    def _run(self, options: Any, call: Callable[[], object], outputs: Any) -> dist.Work:
-        if not getattr(options, "asyncOp", True):
-            self._calls.run(call)
-            return _Finished(outputs)
-        work = _Queued(call, outputs)
-        self._calls.submit(work.queued)
-        return work
+    def _run(
+        self, options: Any, call: Callable[[], object], outputs: Any, timeout: timedelta | None = None
+    ) -> dist.Work:
+        self._num_calls += 1
+        seconds = _seconds(options, timeout)
+        if getattr(options, "asyncOp", True) or seconds is not None:
+            work = _Queued(call, outputs)
+            self._calls.submit(work.queued)
+            if not getattr(options, "asyncOp", True):
+                work.queued.wait(seconds)
+            return work
+        self._calls.run(call)
+        return _Finished(outputs)
 
     # -- collectives, under c10d's names ------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(
+        self,
+        tensors: Tensor | list[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> dist.Work:
+        listed, reduction = _listed(tensors), _op(opts if op is None else op)
+
+        def call() -> None:
+            for tensor in listed:
+                if tensor.layout is torch.sparse_coo:
+                    if reduction is not ReduceOp.SUM:
+                        raise ValueError(
+                            f"rank {self.group.rank}: all_reduce of a sparse tensor got reduction "
+                            f"{reduction.value!r}; expected 'sum' (or make the tensor dense: .to_dense())"
+                        )
+                    tensor.copy_(sparse_sum(self.group, tensor))
+                else:
+                    self.group.all_reduce(tensor, reduction)
+
+        return self._run(opts, call, listed, timeout)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce a list as if its tensors lay in one: a tensor that stands there twice is reduced once."""
         op = _op(opts)
-        return self._run(opts, lambda: [self.group.all_reduce(t, op) for t in tensors], tensors)
+        once = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+        return self._run(opts, lambda: [self.group.all_reduce(t, op) for t in once], tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    def reduce(
+        self, tensors: Tensor | list[Tensor], opts: Any, op: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        listed, root = _listed(tensors), _root(opts)
+        reduction = _op(opts if hasattr(opts, "reduceOp") else op)
+        return self._run(
+            opts, lambda: [self.group.reduce(t, root, reduction) for t in listed], listed, timeout
+        )
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        op, root = _op(opts), opts.rootRank
-        return self._run(opts, lambda: [self.group.reduce(t, root, op) for t in tensors], tensors)
+    def broadcast(
+        self, tensors: Tensor | list[Tensor], opts: Any, timeout: timedelta | None = None
+    ) -> dist.Work:
+        listed, root = _listed(tensors), _root(opts)
+        return self._run(opts, lambda: [self.group.broadcast(t, root) for t in listed], listed, timeout)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        root = opts.rootRank
-        return self._run(opts, lambda: [self.group.broadcast(t, root) for t in tensors], tensors)
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def call() -> None:
             for parts, tensor in zip(outputs, inputs, strict=True):
                 self.group.all_gather(parts, tensor)
 
-        return self._run(opts, call, outputs)
+        return self._run(opts, call, [part for parts in outputs for part in parts], timeout)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         def call() -> None:  # outputs[rank][i] takes rank's inputs[i]
             for i, tensor in enumerate(inputs):
                 self.group.all_gather([of_rank[i] for of_rank in outputs], tensor)
 
-        return self._run(opts, call, outputs)
+        return self._run(opts, call, [part for parts in outputs for part in parts])
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        return self._run(opts, lambda: self.group.all_gather_into_tensor(output, tensor), output)
+    def all_gather_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        parts = list(output.chunk(self.group.size)) if output.dim() else [output]
+        return self._run(opts, lambda: self.group.all_gather_into_tensor(output, tensor), parts, timeout)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         def call() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -208,23 +283,31 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        op = _op(opts)
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        reduction = _op(opts if op is None else op)
 
         def call() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                self.group.reduce_scatter(output, parts, op)
+                self.group.reduce_scatter(output, parts, reduction)
 
-        return self._run(opts, call, outputs)
+        return self._run(opts, call, outputs, timeout)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         op = _op(opts)
-        return self._run(opts, lambda: self.group.reduce_scatter_tensor(output, tensor, op), output)
+        return self._run(
+            opts, lambda: self.group.reduce_scatter_tensor(output, tensor, op), [output], timeout
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         op = _op(opts)
 
@@ -236,7 +319,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._run(opts, lambda: self.group.all_to_all(outputs, inputs), outputs)
 
     def all_to_all_single(
@@ -245,35 +328,73 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         tensor: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-        opts: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         def call() -> None:
             self.group.all_to_all_single(output, tensor, output_splits or None, input_splits or None)
 
-        return self._run(opts, call, output)
+        return self._run(opts, call, [output], timeout)
 
     alltoall_base = all_to_all_single
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        root = opts.rootRank
-        parts = outputs[0] if outputs else None
-        return self._run(opts, lambda: self.group.gather(inputs[0], parts, root), outputs)
+    def gather(self, outputs: Any, inputs: Any, opts: Any, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
+        root = _root(opts)
+        parts = list(outputs[0]) if outputs else None
+        return self._run(opts, lambda: self.group.gather(inputs[0], parts, root), parts or [], timeout)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        root = opts.rootRank
+    def scatter(self, outputs: Any, inputs: Any, opts: Any, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
+        root = _root(opts)
         parts = inputs[0] if inputs else None
-        return self._run(opts, lambda: self.group.scatter(outputs[0], parts, root), outputs)
+        return self._run(opts, lambda: self.group.scatter(outputs[0], parts, root), outputs, timeout)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return self._run(opts, self.group.barrier, [])
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        return self._run(opts, self.group.barrier, [], timeout)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        self._num_calls += 1
         return _Exchange(self.group.send(tensors[0], dst, tag, async_op=True), self.group.rank)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        self._num_calls += 1
         return _Exchange(self.group.recv(tensors[0], src, tag, async_op=True), src)
 
     # -- the rest that c10d asks of a process group --------------------------------------------------------------
+
+    # Torch keeps a group's name in the C++ backends that it holds, of which this group has none; its own meshes,
+    # functional collectives and FSDP2 find a group by that name.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:
+        self._description = text
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> PhalanxProcessGroup:
+        return self
+
+    def get_group_store(self) -> C10dStore | None:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._num_calls = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_calls
 
     def getBackendName(self) -> str:  # c10d's name for it
         return NAME

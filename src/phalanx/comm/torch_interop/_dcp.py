@@ -55,6 +55,7 @@ class Spread:
     # ---- what DCP calls
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        # start-up: only those who use DCP need it
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -81,7 +82,7 @@ class Spread:
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # start-up, as above
 
         try:
             boxes = _nonempty(_size(self), self._held_boxes("load"))

@@ -10,24 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from phalanx.comm.failure._liveness import Identity, own_identity
-from phalanx.comm.transports._interface import ReduceOp, Transport
+from phalanx.comm.transports._interface import GroupSpec, Interrupt, ReduceOp, Transport
 from phalanx.comm.transports._two_level import Hosts, TwoLevelTransport
-from phalanx.comm.transports.shm import ShmTransport, ShmUnavailable, trial
-
-if TYPE_CHECKING:
-    from phalanx.comm.group._group import Interrupt
-    from phalanx.comm.transports._create import Place
+from phalanx.comm.transports.shm._join import ShmUnavailable, trial
+from phalanx.comm.transports.shm._transport import ShmTransport
 
 log = logging.getLogger("phalanx.comm")
 
 
-MakeC10d = Callable[["Place", dict[int, Identity]], Transport]
-"""Connects the ranks of a place with gloo."""
+MakeC10d = Callable[[GroupSpec, dict[int, Identity]], Transport]
+"""Connects the ranks of a group with gloo."""
 
 
 @dataclass(frozen=True)
@@ -80,64 +76,64 @@ def foresee() -> Choice:
 
 
 def connect_auto(
-    place: Place, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
+    spec: GroupSpec, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
 ) -> Transport:
-    """The transport for CPU tensors; collective over the ranks of ``place``."""
+    """The transport for CPU tensors; collective over the ranks of ``spec``."""
     choice = choose(identities)
     try:
         if choice.kind == "shm":
-            transport: Transport = _connect_shm(place, identities, interrupt)
+            transport: Transport = _connect_shm(spec, identities, interrupt)
         elif choice.kind == "two_level":
-            transport = _connect_two_level(place, identities, interrupt, make_c10d)
+            transport = _connect_two_level(spec, identities, interrupt, make_c10d)
         else:
-            transport = make_c10d(place, identities)
+            transport = make_c10d(spec, identities)
     except ShmUnavailable as error:
-        say_chosen(place, "gloo", str(error))
-        return make_c10d(place, identities)
+        say_chosen(spec, "gloo", str(error))
+        return make_c10d(spec, identities)
     if transport.name == choice.kind:
-        say_chosen(place, choice.kind, choice.why)
+        say_chosen(spec, choice.kind, choice.why)
     return transport
 
 
-def say_chosen(place: Place, what: str, why: str) -> None:
+def say_chosen(spec: GroupSpec, what: str, why: str) -> None:
     """One line of the first rank for whoever shows INFO; that of every rank for DEBUG."""
-    level = logging.INFO if place.rank == 0 else logging.DEBUG
-    log.log(level, "generation %d, rank %d: %s, since %s", place.generation, place.rank, what, why)
+    level = logging.INFO if spec.rank == 0 else logging.DEBUG
+    log.log(level, "generation %d, rank %d: %s, since %s", spec.generation, spec.rank, what, why)
 
 
-def _connect_shm(place: Place, identities: Mapping[int, Identity], interrupt: Interrupt) -> ShmTransport:
+def _connect_shm(spec: GroupSpec, identities: Mapping[int, Identity], interrupt: Interrupt) -> ShmTransport:
     return ShmTransport.create(
-        place.store,
-        place.rank,
-        place.size,
-        timeout=place.timeout,
-        generation=place.generation,
+        spec.store,
+        spec.rank,
+        spec.size,
+        timeout=spec.timeout,
+        generation=spec.generation,
         identities=identities,
         interrupt=interrupt,
     )
 
 
 def _connect_two_level(
-    place: Place, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
+    spec: GroupSpec, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
 ) -> Transport:
     hosts = hosts_of(identities)
-    host = hosts.host_of(place.rank)
+    host = hosts.host_of(spec.rank)
 
-    def among(name: str, ranks: Sequence[int]) -> tuple[Place, dict[int, Identity]]:
-        sub = replace(place, store=place.store.namespace(name), rank=ranks.index(place.rank), size=len(ranks))
+    def among(name: str, ranks: Sequence[int]) -> tuple[GroupSpec, dict[int, Identity]]:
+        sub = replace(spec, store=spec.store.namespace(name), rank=ranks.index(spec.rank), size=len(ranks))
         return sub, {index: identities[rank] for index, rank in enumerate(ranks)}
 
-    flat = make_c10d(place, identities)
+    flat = make_c10d(spec, identities)
     made: list[Transport] = [flat]
     try:
-        local = _shared_by_all_hosts(place, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
+        local = _shared_by_all_hosts(spec, flat, *among(f"host/{host}", hosts.ranks[host]), interrupt)
         if local is None:
-            say_chosen(place, "gloo", "a host has no shared memory")
+            say_chosen(spec, "gloo", "a host has no shared memory")
             return flat
         made.append(local)
         first = [ranks[0] for ranks in hosts.ranks]
-        leaders = make_c10d(*among("leaders", first)) if place.rank in first else None
-        return TwoLevelTransport(place.rank, hosts, local, leaders, flat)
+        leaders = make_c10d(*among("leaders", first)) if spec.rank in first else None
+        return TwoLevelTransport(spec.rank, hosts, local, leaders, flat)
     except BaseException:
         for transport in made:
             transport.close()
@@ -145,14 +141,14 @@ def _connect_two_level(
 
 
 def _shared_by_all_hosts(
-    place: Place, flat: Transport, sub: Place, members: dict[int, Identity], interrupt: Interrupt
+    spec: GroupSpec, flat: Transport, sub: GroupSpec, members: dict[int, Identity], interrupt: Interrupt
 ) -> ShmTransport | None:
     """This host's shared memory; None on every rank of every host when one host has none."""
     local: ShmTransport | None = None
     try:
         local = _connect_shm(sub, members, interrupt)
     except ShmUnavailable as error:
-        log.debug("generation %d, rank %d: %s", place.generation, place.rank, error)
+        log.debug("generation %d, rank %d: %s", spec.generation, spec.rank, error)
     everywhere = torch.tensor([local is not None], dtype=torch.uint8)
     flat.all_reduce(everywhere, ReduceOp.MIN, async_op=False)
     if local is not None and not everywhere.item():

@@ -1,8 +1,10 @@
 """What carries bytes between the ranks of one group: the interface that every transport implements.
 
-Owns the interface and the ``Work`` handle. Implementations: c10d (``_c10d.py``), ranks in one process
-(``_threads.py``), shared memory on one host (``_shm``). ``Group`` is the only caller and has checked the arguments
-before: tensors are contiguous, of a supported dtype, sizes fit, ranks are in range, ``op`` is known.
+Owns the interface, the ``Work`` handle, and ``GroupSpec``: what a rank must know to connect to the others.
+Implementations: c10d (``_c10d``), shared memory on one host (``shm``), both together (``_two_level``), one of them per
+kind of device (``_by_device``), ranks in one process (``simulation._threads``). Callers (``Group``, and transports made
+of others) have checked the arguments before: tensors are contiguous, of a supported dtype, sizes fit, ranks are in
+range, ``op`` is known.
 
 Invariants:
 - A transport belongs to one generation and never reads another's keys.
@@ -17,11 +19,36 @@ Invariants:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+from phalanx.comm.stores._interface import Store
+
+DEFAULT_TIMEOUT = 1800.0
+Interrupt = Callable[[], "BaseException | None"]
+"""Asked every few milliseconds while a group forms; an error that it returns is raised there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Says which group a rank joins, and as which rank: everything that two ranks need to find each other."""
+
+    store: Store
+    rank: int
+    size: int
+    timeout: float
+    job: str
+    generation: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)"
+            )
 
 
 class ReduceOp(str, Enum):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.ddp.buckets._memory import view_like
+from phalanx.ddp.buckets._flat_buffer import view_like
 
 
 class GradBucket:

@@ -1,6 +1,6 @@
-"""The parameters that take part: which ones, in which order, under which names; and whether that changed.
+"""Lists the parameters that take part: which ones, in which order, under which names; and whether that changed.
 
-A roster is a value. ``Scanner`` answers once per forward, in a fraction of a microsecond per parameter, whether the
+``ParameterScanner`` answers once per forward, in a fraction of a microsecond per parameter, whether the
 module still has the parameters of the last answer: that is what makes freezing, unfreezing, adding and removing
 parameters after wrapping work. Agreement between ranks is the reducer's business.
 """
@@ -18,8 +18,8 @@ from phalanx.ddp.buckets._layout import ParamInfo
 
 
 @dataclass(frozen=True)
-class Member:
-    """One parameter of the roster. Tied parameters appear once, under their first name."""
+class NamedParameter:
+    """One parameter that takes part. Tied parameters appear once, under their first name."""
 
     name: str
     param: nn.Parameter
@@ -35,7 +35,7 @@ class Member:
         return [self.name, list(param.shape), str(param.dtype), list(param.stride()), self.sparse]
 
 
-def named_members(module: nn.Module, ignored: Collection[str]) -> Iterator[Member]:
+def trained_parameters(module: nn.Module, ignored: Collection[str]) -> Iterator[NamedParameter]:
     """Trainable parameters in order of registration, without the ignored and without repeating tied ones."""
     seen: set[int] = set()
     for module_name, submodule in module.named_modules():
@@ -47,27 +47,27 @@ def named_members(module: nn.Module, ignored: Collection[str]) -> Iterator[Membe
                 continue
             if id(param) not in seen:
                 seen.add(id(param))
-                yield Member(plain, param, sparse)
+                yield NamedParameter(plain, param, sparse)
 
 
-class Scanner:
+class ParameterScanner:
     """Notices that a module's set of trainable parameters changed, without rebuilding names each time."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._members: list[Member] = []
+        self._members: list[NamedParameter] = []
         self._modules: list[nn.Module] = []
         self._signature: list[int | bool] = []
         self._parameters: list[nn.Parameter] = []
         self.refresh()
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[NamedParameter]:
         return self._members
 
     def refresh(self) -> None:
-        self._members = list(named_members(self._module, self._ignored))
+        self._members = list(trained_parameters(self._module, self._ignored))
         self._modules = list(self._module.modules())
         self._signature = self._current_signature()
 

@@ -1,14 +1,20 @@
-"""Sending the buckets of a pass and taking the sums back: what goes over the wire, and nothing about arrivals.
+"""Sends the buckets of a pass and takes the sums back: what goes over the wire, and nothing about arrivals.
 
 Owns the group, the communication hook, what is under way, and how a sum over ranks becomes the result. Collectives
 start in the order of ``launch`` calls; ``finish`` waits for all of them. A failure leaves nothing to undo here but
 ``drop``: restoring gradients is the reducer's.
+
+Owns also the metadata of a step, which travels with its gradients: one float32 number per parameter ("used here") and a
+short header, summed over ranks by the same all-reduce that carries the last bucket. So knowing that a parameter was
+used anywhere, the total weight, or that someone wants to regroup, costs no collective of its own. If the last bucket is
+not float32, or a communication hook owns the bucket's contents, it travels as a tiny all-reduce of its own instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,27 +23,66 @@ from torch import Tensor
 from phalanx import comm
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import LazyFuture
-from phalanx.ddp.reducer import _step_metadata as ledger
+from phalanx.ddp.reducer._bucket_plan import BucketPlan
 from phalanx.ddp.reducer._pass import BackwardPass
-from phalanx.ddp.reducer._plan import Plan
 from phalanx.ddp.reducer._sparse import SparseReduction
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
 
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
-BucketReady = Callable[[int, Tensor], None]
-MakeEntry = Callable[[], ledger.Entry]
 
 
-class Exchange:
-    """``reduce`` is ``mean``, ``sum`` or ``weighted``. ``on_bucket_ready(index, flat)``, if set, hears of every bucket
-    before it is launched; ``log``, if set, of every collective inside ``logged``."""
+HEADER = 4  # weight, wants_regroup, parameters_changed, contributors
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """What one rank tells the others with its gradients; ``used`` has a byte per parameter, 1 if it has a gradient."""
+
+    used: bytearray
+    weight: float = 1.0
+    wants_regroup: bool = False
+    parameters_changed: bool = False
+    contributes: bool = True
+
+    def write(self, tensor: Tensor) -> None:
+        header = [self.weight, self.wants_regroup, self.parameters_changed, self.contributes]
+        tensor[:HEADER].copy_(tensor.new_tensor([float(value) for value in header]))
+        tensor[HEADER:].copy_(torch.frombuffer(self.used, dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What the ranks told each other, summed up; equal on all of them."""
+
+    used_anywhere: list[bool]
+    weight: float
+    regroup_wanted: bool
+    parameters_changed: bool
+    contributors: int
+
+    @classmethod
+    def read(cls, tensor: Tensor) -> StepTotals:
+        weight, regroup, changed, contributors = tensor[:HEADER].tolist()
+        used = (tensor[HEADER:] > 0).tolist()
+        return cls(used, weight, regroup > 0, changed > 0, round(contributors))
+
+
+def metadata_length(num_params: int) -> int:
+    """How many float32 numbers the metadata of a step takes."""
+    return HEADER + num_params
+
+
+class BucketExchange:
+    """Sends buckets and takes their sums back.
+
+    ``reduce`` is ``mean``, ``sum`` or ``weighted``; ``log``, if set, hears of every collective inside ``logged``.
+    """
 
     def __init__(self, group: Group, reduce: str) -> None:
         self.reduce = reduce
         self.comm_hook: tuple[CommHook, Any] | None = None
-        self.on_bucket_ready: BucketReady | None = None
         self.log: Callable[[comm.CommEvent], None] | None = None
         self.sparse = SparseReduction()
         self._handles: list[Any] = []
@@ -72,41 +117,40 @@ class Exchange:
             return weight
         return None if self.divisor == 1 else 1.0 / self.divisor
 
-    def factor(self, totals: ledger.Totals) -> float:
+    def factor(self, totals: StepTotals) -> float:
         """What turns a sum over ranks of (weighted) gradients into the result."""
         if self.reduce == "weighted":
             return 1.0 / totals.weight
         return 1.0 / self.divisor if self.reduce == "mean" else 1.0
 
-    def launch(self, plan: Plan, current: BackwardPass, make_entry: MakeEntry) -> None:
-        """Send the next bucket; the last one takes the ledger along if it can."""
+    def launch(self, plan: BucketPlan, current: BackwardPass, metadata: StepMetadata | None) -> None:
+        """Send the next bucket; the last one takes the step's metadata along, if there is any to take."""
         bucket = current.next_launch
-        slab, last = current.slabs[bucket], bucket == plan.num_buckets - 1
+        buffer = current.buffers[bucket]
         current.fill_pending(plan.params, bucket, plan.place_of)
-        if self.on_bucket_ready is not None:
-            self.on_bucket_ready(bucket, slab.grads)
         if self.comm_hook is not None:
             hook, state = self.comm_hook
             members = plan.layout[bucket]
             params = [plan.params[index] for index in members]
-            space = plan.pools[bucket].space_for_copy
-            seen = GradBucket(bucket, slab.grads, params, is_last=last, members=members, space_for_copy=space)
+            last, space = bucket == plan.num_buckets - 1, plan.pools[bucket].space_for_copy
+            seen = GradBucket(
+                bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space
+            )
             self._handles.append(hook(state, seen))
-        elif last and plan.ledger_rides:
-            make_entry().write(slab.tail)
-            self._handles.append(self.group.all_reduce(slab.flat, async_op=True))
+        elif metadata is not None:
+            metadata.write(buffer.tail)
+            self._handles.append(self.group.all_reduce(buffer.flat, async_op=True))
         else:
-            self._handles.append(self.group.all_reduce(slab.grads, async_op=True))
+            self._handles.append(self.group.all_reduce(buffer.grads, async_op=True))
         current.next_launch += 1
 
-    def finish(self, plan: Plan, current: BackwardPass, make_entry: MakeEntry) -> ledger.Totals:
-        """Wait for everything that was launched."""
-        rides = plan.ledger_rides and self.comm_hook is None
-        carrier: Tensor | None = current.slabs[-1].tail if rides else None
+    def finish(self, plan: BucketPlan, current: BackwardPass, metadata: StepMetadata | None) -> StepTotals:
+        """Wait for everything that was launched. ``metadata`` is what no bucket carries."""
+        carrier: Tensor | None = current.buffers[-1].tail if metadata is None else None
         sent = None
-        if carrier is None and all(isinstance(handle, LazyFuture) for handle in self._handles):
-            # The callbacks of such futures run below, on this thread: the ledger comes before what they may send.
-            carrier = self._ledger_of_its_own(plan, make_entry)
+        if metadata is not None and all(isinstance(handle, LazyFuture) for handle in self._handles):
+            # The callbacks of such futures run below, on this thread: the metadata comes before what they may send.
+            carrier = _carrier(plan, metadata)
             sent = self.group.all_reduce(carrier, async_op=True)
         for bucket, handle in enumerate(self._handles):
             result = handle.wait()
@@ -114,28 +158,23 @@ class Exchange:
                 current.take_result(bucket, result, self.group.rank)
         if carrier is None:
             # After the buckets: a hook's callbacks may start collectives from other threads until its future is done.
-            carrier = self._ledger_of_its_own(plan, make_entry)
+            assert metadata is not None, "it rides in the last bucket, or is given"
+            carrier = _carrier(plan, metadata)
             self.group.all_reduce(carrier)
         elif sent is not None:
             sent.wait()
         awaited, self._awaited = self._awaited, []
         for future in awaited:
             future.wait()
-        totals = ledger.Totals.read(carrier)
+        totals = StepTotals.read(carrier)
         if self.reduce == "weighted":
             if totals.weight == 0:
                 raise ValueError(f"rank {self.group.rank}: the weights of all ranks sum to 0 in this step")
-            for slab in current.slabs:
-                slab.grads.div_(totals.weight)
+            for buffer in current.buffers:
+                buffer.grads.div_(totals.weight)
         return totals
 
-    @staticmethod
-    def _ledger_of_its_own(plan: Plan, make_entry: MakeEntry) -> Tensor:
-        carrier = torch.zeros(ledger.length(len(plan.params)), device=plan.params[0].device)
-        make_entry().write(carrier)
-        return carrier
-
-    def reduce_sparse(self, plan: Plan, current: BackwardPass, totals: ledger.Totals) -> list[Tensor]:
+    def reduce_sparse(self, plan: BucketPlan, current: BackwardPass, totals: StepTotals) -> list[Tensor]:
         """Sparse gradients, one parameter after the other, after all buckets."""
         factor = self.factor(totals)
         sums = []
@@ -144,3 +183,10 @@ class Exchange:
             grad = None if current.mirrors else current.sparse_contribution(param, index)
             sums.append(self.sparse.reduce(self.group, plan.members[index].name, param, grad) * factor)
         return sums
+
+
+def _carrier(plan: BucketPlan, metadata: StepMetadata) -> Tensor:
+    """A tensor of its own for the step's metadata."""
+    carrier = torch.zeros(metadata_length(len(plan.params)), device=plan.params[0].device)
+    metadata.write(carrier)
+    return carrier

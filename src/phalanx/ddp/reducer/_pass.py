@@ -1,4 +1,4 @@
-"""One synchronised backward pass: its state and how gradients move between parameters and slabs.
+"""Keeps one synchronised backward pass: its state, and how gradients move between parameters and flat buffers.
 
 Owns nothing that outlives the pass; dropping the object drops the pass. Launching, waiting and agreement are the
 reducer's. All functions run without autograd.
@@ -18,9 +18,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from phalanx.ddp.buckets._memory import Slab
+from phalanx.ddp.buckets._flat_buffer import FlatBuffer
 
-# From this size on, a gradient is copied into its slab the moment it is there, while it is in the cache, and its own
+# From this size on, a gradient is copied into its buffer the moment it is there, while it is in the cache, and its own
 # memory is given back at once; below, one batched copy per bucket is cheaper.
 LARGE_BYTES = 64 * 1024
 _requires_grad = attrgetter("requires_grad")
@@ -31,7 +31,7 @@ class BackwardPass:
     task: int
     num_params: int
     num_buckets: int
-    # Factor applied to gradients on their way into a slab; None leaves them as they are.
+    # Factor applied to gradients on their way into a buffer; None leaves them as they are.
     prescale: float | None
     # Whether what .grad held before (if it was reduced already) takes part again; see Reducer.
     mean: bool
@@ -43,9 +43,9 @@ class BackwardPass:
     order: list[int] = field(default_factory=list)
     pending: list[list[int]] = field(init=False)
     missing: list[int] = field(default_factory=list)
-    slabs: list[Slab] = field(default_factory=list)
+    buffers: list[FlatBuffer] = field(default_factory=list)
     last_arrival: list[int] = field(init=False)
-    in_slab: set[int] = field(default_factory=set)
+    in_buffer: set[int] = field(default_factory=set)
     # Per bucket, if it has small dense gradients only: the tensors that autograd made, in the order of arrival. Held
     # so that reading ``.grad`` again finds the same Python objects, which is several times cheaper.
     own: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -68,6 +68,17 @@ class BackwardPass:
                 self.stash[index] = grad
                 param.grad = None
 
+    def storages_in_use(self) -> set[int]:
+        """The memory that gradients set aside lie in."""
+        return {grad.untyped_storage()._cdata for grad in self.stash.values() if not grad.is_sparse}
+
+    def used_here(self) -> bytearray:
+        """A byte per parameter: 1 if this rank has something to contribute for it."""
+        used = bytearray(self.arrived)
+        for index in self.local & self.stash.keys():
+            used[index] = 1
+        return used
+
     def restore(self, params: Sequence[nn.Parameter], skip: frozenset[int]) -> None:
         """As if the pass had never been."""
         for index, param in enumerate(params):
@@ -76,7 +87,7 @@ class BackwardPass:
 
     def forget(self) -> None:
         """Let go of all memory: the error's traceback, which a broken group may keep, leads to this object."""
-        self.slabs = []
+        self.buffers = []
         self.own.clear()
         self.stash.clear()
 
@@ -132,30 +143,30 @@ class BackwardPass:
                 torch.mul(only, self.prescale, out=view)
 
     def fill_now(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
-        """Copy a large gradient at once and give its own memory back by making the slab's view the gradient."""
-        slab = self.slabs[bucket]
-        view = slab.views[place]
+        """Copy a large gradient at once and give its own memory back by making the buffer's view the gradient."""
+        buffer = self.buffers[bucket]
+        view = buffer.views[place]
         self.fill(param, index, view)
-        self.in_slab.add(index)
+        self.in_buffer.add(index)
         if index not in self.stash:
-            param.grad = view if as_view else slab.fresh_view(param, place)
+            param.grad = view if as_view else buffer.fresh_view(param, place)
 
-    def keep_in_slab(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
-        """While the order is still being learned: move a large gradient to its slab as it is, to be scaled at the end.
+    def keep_in_buffer(self, param: nn.Parameter, index: int, bucket: int, place: int, as_view: bool) -> None:
+        """Move a large gradient to its buffer as it is, to be scaled at the end: the order is still being learned.
 
-        Its own memory is given back; if another gradient arrives for it, autograd adds that to the slab.
+        Its own memory is given back; if another gradient arrives for it, autograd adds that to the buffer.
         """
         grad = param.grad
         if grad is not None and index not in self.stash and not (grad.is_sparse or grad.requires_grad):
-            slab = self.slabs[bucket]
-            slab.views[place].copy_(grad)
-            param.grad = slab.views[place] if as_view else slab.fresh_view(param, place)
+            buffer = self.buffers[bucket]
+            buffer.views[place].copy_(grad)
+            param.grad = buffer.views[place] if as_view else buffer.fresh_view(param, place)
 
     def fill_pending(self, params: Sequence[nn.Parameter], bucket: int, place_of: Sequence[int]) -> None:
         """``fill`` for all the small ones of a bucket: two calls instead of one per parameter."""
-        slab, pending = self.slabs[bucket], self.pending[bucket]
+        buffer, pending = self.buffers[bucket], self.pending[bucket]
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
-        views = [slab.views[place_of[index]] for index in pending]
+        views = [buffer.views[place_of[index]] for index in pending]
         if self.stash or not _copy_all(views, grads):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
@@ -163,8 +174,8 @@ class BackwardPass:
             if not any(map(_requires_grad, grads)):
                 self.own[bucket] = grads
             if self.prescale is not None:
-                if len(views) == len(slab.views):  # one pass over the flat memory
-                    slab.grads.mul_(self.prescale)
+                if len(views) == len(buffer.views):  # one pass over the flat memory
+                    buffer.grads.mul_(self.prescale)
                 else:
                     torch._foreach_mul_(views, self.prescale)
         self.pending[bucket] = []
@@ -178,13 +189,13 @@ class BackwardPass:
         *,
         as_view: bool,
     ) -> None:
-        """At the end of backward, take every member that is not in its slab yet, with whatever it has.
+        """At the end of backward, take every member that is not in its buffer yet, with whatever it has.
 
         Large gradients go at once, so that their memory is back before the next bucket takes its own.
         """
         if not self.missing[bucket]:
             return
-        queued = self.in_slab.union(self.pending[bucket])
+        queued = self.in_buffer.union(self.pending[bucket])
         for place, index in enumerate(members):
             if index not in queued:
                 if large[index] and params[index].grad is not None:
@@ -213,7 +224,7 @@ class BackwardPass:
 
     def take_result(self, bucket: int, result: object, rank: int) -> None:
         """Put what a communication hook returned where the gradients are."""
-        buffer = self.slabs[bucket].grads
+        buffer = self.buffers[bucket].grads
         value = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
         if not isinstance(value, Tensor) or value.numel() != buffer.numel():
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -237,21 +248,21 @@ class BackwardPass:
         """Hand the reduced gradients of one bucket to its parameters.
 
         Where a gradient was there before, its tensor gets the new value in place. Otherwise large ones (or all, with
-        ``as_views``) become views of the slab, and small ones are copied back into autograd's own tensors.
+        ``as_views``) become views of the buffer, and small ones are copied back into autograd's own tensors.
         """
-        slab = self.slabs[bucket]
+        buffer = self.buffers[bucket]
         if as_views and not self.stash and not skip and all(used):
-            for index, view in zip(members, slab.views, strict=True):
+            for index, view in zip(members, buffer.views, strict=True):
                 params[index].grad = view
             return
-        if not (as_views or self.stash or skip or self.in_slab) and all(used):
+        if not (as_views or self.stash or skip or self.in_buffer) and all(used):
             own_grads = [params[index].grad for index in members]
             if _are_the_same(own_grads, self.own.get(bucket, ())) or _all_own(own_grads):
-                torch._foreach_copy_(own_grads, slab.views)
+                torch._foreach_copy_(own_grads, buffer.views)
                 return
         targets, sources = [], []
         for place, index in enumerate(members):
-            param, view, before = params[index], slab.views[place], self.stash.get(index)
+            param, view, before = params[index], buffer.views[place], self.stash.get(index)
             if index in skip:
                 continue
             if not used[index]:
@@ -268,10 +279,10 @@ class BackwardPass:
                     sources.append(view)
             elif as_views:
                 param.grad = view
-            elif index not in self.in_slab:
+            elif index not in self.in_buffer:
                 own = param.grad
                 if own is None or own.is_sparse or own.requires_grad or own.nbytes >= LARGE_BYTES:
-                    param.grad = slab.fresh_view(param, place)
+                    param.grad = buffer.fresh_view(param, place)
                 else:
                     targets.append(own)
                     sources.append(view)

@@ -1,7 +1,7 @@
 """What ranks agree on between two passes: the order of arrival, bucket sizes, and a changed set of parameters.
 
 All functions here are collective, and are called by all ranks or by none: the decision to call them rests on values
-that all ranks share (the number of passes, the ledger's totals).
+that all ranks share (the number of passes, the totals of the step's metadata).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.ddp.buckets._layout import Caps, CommCost, ParamInfo, choose_caps, complete_order
-from phalanx.ddp.buckets._parameters import Member
+from phalanx.ddp.buckets._parameters import NamedParameter
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
-    from phalanx.ddp.reducer._plan import Plan
+    from phalanx.ddp.reducer._bucket_plan import BucketPlan
 
 PROBE_BYTES = (4 * 1024, 4 * 1024 * 1024)
 
@@ -34,14 +34,14 @@ REBUILD_AFTER, TUNE_AFTER = 1, 3
 class Agreement:
     """How the next pass differs from this one; equal on all ranks except for the parameters' identity."""
 
-    members: Sequence[Member]
+    members: Sequence[NamedParameter]
     caps: Caps
     order: Sequence[int] | None
     late_grads: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
 
 def agree_on_order(
-    group: Group, plan: Plan, observed: Sequence[int], repeated: set[int], ready: Sequence[float] | None
+    group: Group, plan: BucketPlan, observed: Sequence[int], repeated: set[int], ready: Sequence[float] | None
 ) -> Agreement:
     """Rank 0's order of arrival for all, and with ``ready`` times bucket sizes that suit them.
 
@@ -94,7 +94,12 @@ def measure_cost(group: Group, rounds: int = 3) -> CommCost:
 
 
 def agree_on_change(
-    group: Group, plan: Plan, members: Sequence[Member], caps: Caps, factor: float, weight: float | None
+    group: Group,
+    plan: BucketPlan,
+    members: Sequence[NamedParameter],
+    caps: Caps,
+    factor: float,
+    weight: float | None,
 ) -> Agreement:
     """All ranks must have made the same change to the parameters; those that joined are reduced in this pass still.
 
@@ -136,7 +141,7 @@ def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | N
 
 
 def _reduce_late(
-    group: Group, members: Sequence[Member], factor: float, weight: float | None
+    group: Group, members: Sequence[NamedParameter], factor: float, weight: float | None
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Gradients of parameters that joined in this very pass, one by one: it happens once per change.
 

@@ -1,7 +1,7 @@
 """The reducer: turns gradients that autograd produces into gradients that all ranks share.
 
 How a pass goes:
-1. Autograd reaches an output of a synchronised forward: ``_begin``. Gradients of before are set aside, slabs chosen,
+1. Autograd reaches an output of a synchronised forward: ``_begin``. Gradients of before are set aside, buffers chosen,
    and the end of this backward is asked to call ``_end_of_backward``.
 2. Gradients arrive. Small ones only leave a note (``list.append``); large ones, and the last expected one of each
    bucket, call ``_progress``, which copies and launches every bucket that is complete, in the fixed order.
@@ -26,15 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.ddp.buckets._layout import Caps
-from phalanx.ddp.buckets._parameters import Member
+from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
-from phalanx.ddp.reducer import _step_metadata as ledger
-from phalanx.ddp.reducer._exchange import CommHook, Exchange
+from phalanx.ddp.reducer._bucket_plan import BucketPlan
+from phalanx.ddp.reducer._exchange import (
+    BucketExchange,
+    CommHook,
+    StepMetadata,
+    StepTotals,
+    metadata_length,
+)
 from phalanx.ddp.reducer._pass import BackwardPass
-from phalanx.ddp.reducer._plan import Plan
 from phalanx.ddp.reducer._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
 from phalanx.ddp.reducer._stats import Stats
-from phalanx.ddp.reducer._watch import ArrivalWatch, writes_gradients
+from phalanx.ddp.reducer._watch import ArrivalWatch
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -52,45 +57,59 @@ class Reducer:
     """See the module's text."""
 
     def __init__(
-        self, group: Group, members: Sequence[Member], options: ReducerOptions, stats: Stats
+        self, group: Group, members: Sequence[NamedParameter], options: ReducerOptions, stats: Stats
     ) -> None:
         self.options = options
         self.stats = stats
-        self.exchange = Exchange(group, options.reduce)
+        self.exchange = BucketExchange(group, options.reduce)
         self.after_pass: list[Callable[[], None]] = []
         self.step_weight: float | None = None
         self.wants_regroup = False
-        self.totals: ledger.Totals | None = None
+        self.totals: StepTotals | None = None
         self._pass: BackwardPass | None = None
         self._lock = threading.RLock()
-        self._watch = ArrivalWatch(self._progress)
+        self._watch = ArrivalWatch(self._on_gradient)
+        self._watched: set[int] = set()
         self._local: set[int] = set()
         self._armed = False
         self._stopped = False
-        self.plan: Plan
+        self.plan: BucketPlan
         self._install(members, options.caps, None)
 
     # ---- the plan ---------------------------------------------------------------------------------------------
 
-    def _install(self, members: Sequence[Member], caps: Caps, order: Sequence[int] | None) -> None:
+    def _install(self, members: Sequence[NamedParameter], caps: Caps, order: Sequence[int] | None) -> None:
         """Follow another plan. Without an order it is a new beginning: the first pass learns it."""
         local = {id(self.params[index]) for index in self._local}
         view = self.options.gradient_as_bucket_view
-        self.plan = Plan(self.group, members, caps, order, aliasing_allowed=view)
+        length = metadata_length(len(members))
+        self.plan = BucketPlan(
+            self.group, members, caps, order, metadata_length=length, aliasing_allowed=view
+        )
         self._local = {index for index, param in enumerate(self.plan.params) if id(param) in local}
-        self._proposed: list[Member] | None = None
+        self._proposed: list[NamedParameter] | None = None
         self._dropped: frozenset[int] = frozenset()
         if order is None:
             self._passes = 0
             self._repeated: set[int] = set()
-        self._watch.follow(self.params, self._must_watch())
+        self._follow()
+
+    def _follow(self) -> None:
+        """Hook the parameters. While times are measured every arrival must be noticed at once, later only a few."""
+        if self._passes < TUNE_AFTER or self._armed:
+            self._watched = set(range(len(self.params)))
+        else:
+            self._watched = {i for i, large in enumerate(self.plan.large) if large} | {
+                b[-1] for b in self.layout
+            }
+        self._watch.follow(self.params, self._watched)
 
     @property
     def group(self) -> Group:
         return self.exchange.group
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[NamedParameter]:
         return self.plan.members
 
     @property
@@ -106,12 +125,6 @@ class Reducer:
     def is_busy(self) -> bool:
         """Whether a backward pass has begun and not ended."""
         return self._pass is not None
-
-    def _must_watch(self) -> set[int]:
-        """Parameters whose arrival must be noticed at once: all while times are measured, then few."""
-        if self._passes < TUNE_AFTER or self._armed:
-            return set(range(len(self.params)))
-        return {i for i, large in enumerate(self.plan.large) if large} | {b[-1] for b in self.layout}
 
     def regroup(self, group: Group) -> None:
         """Go on in another group. A pass under way is dropped; the plan starts from registration order again."""
@@ -129,7 +142,7 @@ class Reducer:
         if self._passes == 0 and order and sorted(order) == dense:
             self._install(self.members, self.options.caps, order)
 
-    def propose(self, members: Sequence[Member]) -> None:
+    def propose(self, members: Sequence[NamedParameter]) -> None:
         """The module's parameters changed here; the next pass asks all ranks to agree."""
         current = {id(member.param) for member in members}
         known = self.plan.index_by_identity()
@@ -146,7 +159,7 @@ class Reducer:
     # ---- beginning --------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Keep books between passes: our hooks run last, arrivals outside a pass are noted."""
+        """Between passes: let our hooks run last, and note arrivals outside a pass."""
         self._watch.run_last()
         if self._pass is None:
             self._note_local()
@@ -154,15 +167,15 @@ class Reducer:
     def arm(self) -> None:
         """A synchronised forward returned nothing to hang a hook on: take the next arrival for the beginning."""
         self._armed = not self._stopped
-        self._watch.follow(self.params, self._must_watch())
+        self._follow()
 
     def on_output_grad(self, grad: Tensor) -> None:
         """Hook of every output: the backward pass has begun."""
         task = torch._C._current_graph_task_id()
         if (self._pass is None or self._pass.task != task) and not self._stopped:
-            verdict = writes_gradients(self.params)
-            if verdict is not False:
-                self._begin(task, certain=verdict is True)
+            writes = _writes_gradients(self.params)
+            if writes is not False:
+                self._begin(task, certain=writes is True)
 
     @torch.no_grad()
     def _begin(self, task: int, *, certain: bool = True) -> BackwardPass:
@@ -170,34 +183,37 @@ class Reducer:
             self.discard()  # its backward was abandoned: the user's code raised
         self._note_local()
         self.stats.current.backward_start = self.stats.now()
+        plan = self.plan
         current = BackwardPass(
             task,
-            len(self.params),
-            self.plan.num_buckets,
+            len(plan.params),
+            plan.num_buckets,
             self.exchange.prescale(self.step_weight),
             self.options.reduce == "mean",
             self.step_weight if self.options.reduce == "weighted" else None,
             frozenset(self._local),
             certain=certain,
         )
-        current.set_aside(self.params, self._dropped)
-        busy = {grad.untyped_storage()._cdata for grad in current.stash.values() if not grad.is_sparse}
-        current.slabs = self.plan.writable_slabs(busy)
-        current.missing = self.plan.member_counts()
+        current.set_aside(plan.params, self._dropped)
+        busy = current.storages_in_use()
+        for pool in plan.pools:
+            current.buffers.append(pool.writable(busy))
+        current.missing = list(plan.member_counts)
         self._pass = current
-        self.exchange.drop()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
 
     def _note_local(self) -> None:
         """Arrivals outside a synchronised pass (``no_sync``) are gradients that the other ranks have not seen."""
-        self._local.update(index for index in self._watch.drain() if index >= 0)
+        if self._watch.inbox:
+            self._local.update(index for index in self._watch.drain() if index >= 0)
 
     # ---- arrivals ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _progress(self) -> None:
-        """Take in what arrived and launch what is complete. Called from gradient hooks."""
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        """Hook of the watched parameters: take in what arrived and launch what is complete."""
+        self._watch.inbox.append(param)
         with self._lock:
             current = self._pass or self._begin_by_arrival()
             if current is None:
@@ -223,6 +239,8 @@ class Reducer:
 
     def _take_in(self, current: BackwardPass) -> None:
         # Runs once per parameter and step: names are local, what is rare comes last.
+        if not self._watch.inbox:
+            return
         plan, arrived, missing, pending = self.plan, current.arrived, current.missing, current.pending
         bucket_of, large, repeated, note = plan.bucket_of, plan.large, self._repeated, current.order.append
         learning, timing = self._passes == 0, self._passes < TUNE_AFTER
@@ -243,7 +261,7 @@ class Reducer:
             bucket = bucket_of[index]
             if learning or index in repeated:
                 if large[index]:
-                    current.keep_in_slab(self.params[index], index, bucket, plan.place_of[index], as_view)
+                    current.keep_in_buffer(self.params[index], index, bucket, plan.place_of[index], as_view)
                 continue
             if bucket < 0:  # sparse
                 if missing:
@@ -274,8 +292,8 @@ class Reducer:
         if current is not None:
             current.restore(self.params, self._dropped)
             current.forget()
-            self.exchange.drop()
             self.plan.forget_memory()
+        self.exchange.drop()
 
     # ---- launching and finishing ------------------------------------------------------------------------------
 
@@ -283,24 +301,30 @@ class Reducer:
         """Send the next bucket."""
         if not current.next_launch:
             self.stats.current.first_launch = self.stats.now()
+        last = current.next_launch == self.plan.num_buckets - 1
+        metadata = self._metadata(current) if last and self._metadata_rides else None
         with self.exchange.logged():
-            self.exchange.launch(self.plan, current, partial(self._entry, current))
+            self.exchange.launch(self.plan, current, metadata)
 
-    def _finish(self, current: BackwardPass) -> tuple[ledger.Totals, list[Tensor], Agreement | None]:
+    def _finish(self, current: BackwardPass) -> tuple[StepTotals, list[Tensor], Agreement | None]:
         """Everything that needs the other ranks, in one order on all."""
+        metadata = None if self._metadata_rides else self._metadata(current)
         with self.exchange.logged():
-            totals = self.exchange.finish(self.plan, current, partial(self._entry, current))
+            totals = self.exchange.finish(self.plan, current, metadata)
             sparse = self.exchange.reduce_sparse(self.plan, current, totals)
             return totals, sparse, self._agree(current, totals)
 
-    def _entry(self, current: BackwardPass) -> ledger.Entry:
+    @property
+    def _metadata_rides(self) -> bool:
+        """Whether the last bucket carries the step's metadata; otherwise it is sent on its own."""
+        return self.plan.metadata_fits and self.exchange.comm_hook is None
+
+    def _metadata(self, current: BackwardPass) -> StepMetadata:
+        """What this rank tells the others about the step."""
         if current.mirrors:
-            return ledger.Entry(bytearray(len(self.params)), 0.0, contributes=False)
-        used = bytearray(current.arrived)
-        for index in current.local & current.stash.keys():
-            used[index] = 1
+            return StepMetadata(bytearray(len(self.params)), 0.0, contributes=False)
         weight = 1.0 if self.step_weight is None else self.step_weight
-        return ledger.Entry(used, weight, self.wants_regroup, self._proposed is not None)
+        return StepMetadata(current.used_here(), weight, self.wants_regroup, self._proposed is not None)
 
     @torch.no_grad()
     def _end_of_backward(self, current: BackwardPass) -> None:
@@ -326,9 +350,9 @@ class Reducer:
             self._deliver(current, totals, sparse)
             self._pass = None
             self.exchange.drop()
-            self._close_books(current, totals, agreed)
+            self._finish_pass(current, totals, agreed)
 
-    def _deliver(self, current: BackwardPass, totals: ledger.Totals, sparse: Sequence[Tensor]) -> None:
+    def _deliver(self, current: BackwardPass, totals: StepTotals, sparse: Sequence[Tensor]) -> None:
         used, as_views = totals.used_anywhere, self.options.gradient_as_bucket_view
         for bucket, indices in enumerate(self.layout):
             current.deliver(self.params, indices, bucket, used, skip=self._dropped, as_views=as_views)
@@ -336,10 +360,10 @@ class Reducer:
             before = current.stash.get(index)
             self.params[index].grad = current.sparse_result(index, total) if used[index] else before
 
-    def _agree(self, current: BackwardPass, totals: ledger.Totals) -> Agreement | None:
+    def _agree(self, current: BackwardPass, totals: StepTotals) -> Agreement | None:
         """What all ranks do before the next pass. Decided by shared values only, so all ranks are in it or none."""
         passes = self._passes + 1
-        if totals.roster_changed:
+        if totals.parameters_changed:
             members = self.members if self._proposed is None else self._proposed
             factor, caps = self.exchange.factor(totals), self.options.caps
             return rebuild.agree_on_change(self.group, self.plan, members, caps, factor, current.weight)
@@ -349,7 +373,8 @@ class Reducer:
             return rebuild.agree_on_order(self.group, self.plan, current.order, self._repeated, ready)
         return None
 
-    def _close_books(self, current: BackwardPass, totals: ledger.Totals, agreed: Agreement | None) -> None:
+    def _finish_pass(self, current: BackwardPass, totals: StepTotals, agreed: Agreement | None) -> None:
+        """Remember what the pass showed and follow what was agreed."""
         self.totals = totals
         self.stats.current.comm_end = self.stats.now()
         self.stats.end_step(
@@ -367,10 +392,11 @@ class Reducer:
             self._install(agreed.members, agreed.caps, agreed.order)
             self.stats.rebuilds += 1
         elif self._passes == TUNE_AFTER:
-            self._watch.follow(self.params, self._must_watch())
+            self._follow()
         else:
             for index in current.last_arrival:
-                if index >= 0:
+                if index >= 0 and index not in self._watched:
+                    self._watched.add(index)
                     self._watch.promote(self.params[index])
         for callback in self.after_pass:
             callback()
@@ -382,12 +408,30 @@ class Reducer:
         """Take part in the other ranks' pass with nothing to add; own gradients stay as they are."""
         current = BackwardPass(-1, len(self.params), self.plan.num_buckets, None, True, None, frozenset())
         current.mirrors = True
-        current.slabs = self.plan.writable_slabs(set())
+        current.buffers = [pool.writable(()) for pool in self.plan.pools]
         self.exchange.drop()
-        for slab in current.slabs:
-            slab.grads.zero_()
+        for buffer in current.buffers:
+            buffer.grads.zero_()
         while current.next_launch < len(self.layout):
             self._launch(current)
         totals, _, agreed = self._finish(current)
         self.exchange.drop()
-        self._close_books(current, totals, agreed)
+        self._finish_pass(current, totals, agreed)
+
+
+def _writes_gradients(params: Sequence[nn.Parameter]) -> bool | None:
+    """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
+
+    ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
+    """
+    trainable = next((param for param in params if param.requires_grad), None)
+    if trainable is None:
+        return None
+    with torch.enable_grad():
+        view = trainable.expand_as(trainable)
+    assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
+    node: Any = view.grad_fn.next_functions[0][0]
+    try:
+        return True if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:
+        return False  # autograd.grad with respect to this very parameter

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from phalanx.comm.group._sparse_sum import sparse_sum
+
 if TYPE_CHECKING:
     from phalanx.comm import Group
 
@@ -32,7 +34,7 @@ class SparseReduction:
         """The sum over all ranks, coalesced. ``None`` contributes nothing."""
         grad = _as_sparse(grad, param)
         rows = self._rows.get(name)
-        return _gathered_sum(group, grad) if rows is None else _known_rows_sum(group, name, grad, rows)
+        return sparse_sum(group, grad) if rows is None else _known_rows_sum(group, name, grad, rows)
 
 
 def _as_sparse(grad: Tensor | None, param: nn.Parameter) -> Tensor:
@@ -49,18 +51,6 @@ def _as_sparse(grad: Tensor | None, param: nn.Parameter) -> Tensor:
 
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(rows.reshape(1, -1), values, shape, check_invariants=False).coalesce()
-
-
-def _gathered_sum(group: Group, grad: Tensor) -> Tensor:
-    rows, values = grad.indices().reshape(-1).contiguous(), grad.values().contiguous()
-    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(group.size)]
-    group.all_gather(counts, torch.tensor([rows.numel()], dtype=torch.int64, device=rows.device))
-    sizes = [int(count) for count in counts]
-    all_rows = [rows.new_empty(size) for size in sizes]
-    all_values = [values.new_empty((size, *values.shape[1:])) for size in sizes]
-    group.all_gather(all_rows, rows)
-    group.all_gather(all_values, values)
-    return _sparse(torch.cat(all_rows), torch.cat(all_values), grad.shape)
 
 
 def _known_rows_sum(group: Group, name: str, grad: Tensor, rows: Tensor) -> Tensor:

@@ -54,18 +54,12 @@ class Stats:
         self.unused: list[str] = []
         self.unused_changed = False
         self.error = ""
-        self._current = StepTimes()
+        self.current = StepTimes()
 
-    @property
-    def current(self) -> StepTimes:
-        return self._current
-
-    @staticmethod
-    def now() -> float:
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)
 
     def begin_step(self) -> None:
-        self._current = StepTimes()
+        self.current = StepTimes()
 
     def end_step(self, unused: list[str]) -> None:
         if self.steps and unused != self.unused:
@@ -73,9 +67,9 @@ class Stats:
         self.unused = unused
         if self.steps < self.FIRST_STEPS or self.steps % self.sample_rate == 0:
             self.sampled += 1
-            self.latest = self._current
+            self.latest = self.current
             for name in self.sums:
-                self.sums[name] += getattr(self._current, name)
+                self.sums[name] += getattr(self.current, name)
         self.steps += 1
 
     def average(self, name: str) -> float:

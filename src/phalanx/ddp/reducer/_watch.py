@@ -1,8 +1,8 @@
-"""Knowing which gradients have arrived, at the least cost per parameter.
+"""Notes which gradients have arrived, at the least cost per parameter.
 
 Every followed parameter has one hook that runs after its gradient was accumulated. For most it is ``list.append``
-itself, which costs a fraction of a microsecond; for the *watched* ones it also calls back. ``drain`` returns the
-arrivals since the last call, in order.
+itself, which costs a fraction of a microsecond; for the *watched* ones it is the owner's, which appends to ``inbox``
+itself. ``drain`` returns the arrivals since the last call, in order.
 
 Rejected: no hooks on small parameters, but looking at ``.grad`` of a bucket's members when its last one arrives, with
 version counters to find a second gradient. On 2,000 parameters no gain could be seen in the noise of two comparisons:
@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 
 class ArrivalWatch:
     """Follows parameters; see the module's text."""
 
-    def __init__(self, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, on_watched: Callable[[nn.Parameter], None]) -> None:
         self.inbox: list[nn.Parameter] = []
-        self._on_arrival = on_arrival
+        self._on_watched = on_watched
         self._index_of: dict[int, int] = {}
         self._hooks: dict[int, tuple[nn.Parameter, Any, bool]] = {}
         self._neighbours: list[Any] = []  # each parameter's dict of hooks, ours among them
@@ -86,31 +85,9 @@ class ArrivalWatch:
         if not param.requires_grad:  # frozen since: nothing arrives until a scan finds it trainable again
             self._hooks.pop(id(param), None)
             return
-        hook = self._note_and_call if watched else self.inbox.append
+        hook = self._on_watched if watched else self.inbox.append
         self._hooks[id(param)] = (param, self._register(param, hook), watched)
 
     @staticmethod
     def _register(param: Any, hook: Callable[[nn.Parameter], None]) -> Any:
         return param.register_post_accumulate_grad_hook(hook)  # param is Any: torch has no types for it
-
-    def _note_and_call(self, param: nn.Parameter) -> None:
-        self.inbox.append(param)
-        self._on_arrival()
-
-
-def writes_gradients(params: Sequence[nn.Parameter]) -> bool | None:
-    """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
-
-    ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
-    """
-    trainable = next((param for param in params if param.requires_grad), None)
-    if trainable is None:
-        return None
-    with torch.enable_grad():
-        view = trainable.expand_as(trainable)
-    assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
-    node: Any = view.grad_fn.next_functions[0][0]
-    try:
-        return True if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:
-        return False  # autograd.grad with respect to this very parameter

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.ddp.buckets._parameters import Member
+from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer._rebuild import first_difference
 from phalanx.errors import PhalanxError
 
@@ -34,7 +34,7 @@ class ReplicaDrift(PhalanxError, RuntimeError):
         self.ranks = ranks
 
 
-def verify_replicas(group: Group, members: Sequence[Member]) -> None:
+def verify_replicas(group: Group, members: Sequence[NamedParameter]) -> None:
     """All ranks must have the same parameters: number, names, order, shapes, dtypes, strides."""
     problem = first_difference(group.all_gather_values([member.describe() for member in members]))
     if problem is not None:

@@ -1,4 +1,7 @@
-"""Buffers (and initial parameters): broadcast from one rank in few collectives, or left to a user's hook."""
+"""Synchronises buffers (and initial parameters): broadcasts from one rank in few collectives, or leaves it to a hook.
+
+The functions that take a wrapper are its methods under the names that PyTorch's class has.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
+    from phalanx.ddp.wrapper._wrapper import DistributedDataParallel
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 
@@ -88,3 +92,77 @@ def sync_module_states(
     if buffers:
         states.extend(buffer.detach() for buffer in named_buffers(module, ignored).values())
     broadcast_coalesced(group, states, src)
+
+
+# ---- the wrapper's methods
+
+
+def named_module_buffers(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    return named_buffers(ddp.module, ddp.parameters_to_ignore)
+
+
+def modules_buffers(ddp: DistributedDataParallel) -> list[Tensor]:
+    return list(named_module_buffers(ddp).values())
+
+
+def will_sync_module_buffers(ddp: DistributedDataParallel) -> bool:
+    if not (ddp.require_forward_param_sync and ddp.forward_sync_buffers):
+        return False
+    return next(iter(ddp.module.buffers()), None) is not None and bool(ddp.modules_buffers)
+
+
+def check_sync_bufs_pre_fwd(ddp: DistributedDataParallel) -> bool:
+    hook = ddp.buffer_hook
+    before = hook is None or hook.location is BufferCommHookLocation.PRE_FORWARD
+    return before and ddp.will_sync_module_buffers()
+
+
+def check_sync_bufs_post_fwd(ddp: DistributedDataParallel) -> bool:
+    hook = ddp.buffer_hook
+    after = hook is not None and hook.location is BufferCommHookLocation.POST_FORWARD
+    return after and ddp.will_sync_module_buffers()
+
+
+def sync_module_buffers(ddp: DistributedDataParallel, authoritative_rank: int) -> None:
+    """Broadcast the buffers of one rank, or run the buffer hook."""
+    if ddp.buffer_hook is None:
+        ddp._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        return
+    futures = ddp.buffer_hook.hook(ddp.buffer_hook.state, ddp.named_module_buffers)
+    if futures is not None:
+        waiting = list(futures) if isinstance(futures, list | tuple) else [futures]
+        ddp._reducers[0].exchange.await_after_backward(waiting)
+
+
+def register_buffer_comm_hook(
+    ddp: DistributedDataParallel,
+    state: Any,
+    hook: Callable[[Any, dict[str, Tensor]], Any],
+    comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+) -> None:
+    """Let ``hook(state, {name: buffer})`` synchronise buffers instead of the broadcast from rank 0.
+
+    Futures that it returns (one or a list) are awaited at the end of backward.
+    """
+    if not callable(hook):
+        raise AssertionError(f"a buffer hook must be callable, got {type(hook).__name__}")
+    location = BufferCommHookLocation[comm_hook_location.name]  # torch's enum has the same names
+    ddp.buffer_hook = BufferHook(hook, state, location)
+
+
+def default_broadcast_coalesced(
+    ddp: DistributedDataParallel,
+    bufs: Sequence[Tensor] | None = None,
+    bucket_size: int | None = None,
+    authoritative_rank: int = 0,
+) -> None:
+    tensors = ddp.modules_buffers if bufs is None else bufs
+    ddp._distributed_broadcast_coalesced(
+        tensors, bucket_size or ddp.broadcast_bucket_size, authoritative_rank
+    )
+
+
+def distributed_broadcast_coalesced(
+    ddp: DistributedDataParallel, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+) -> None:
+    broadcast_coalesced(ddp.group, tensors, authoritative_rank, buffer_size)

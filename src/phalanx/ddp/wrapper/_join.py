@@ -15,13 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from phalanx.comm import Group
+from phalanx.comm import Group, current_group
 
 WARN_AFTER = 1000
 
@@ -85,11 +84,9 @@ class Announcement:
 
 def group_of(process_group: Any) -> Group:
     """Our group for whatever a joinable calls its group: ours, PyTorch's, or None for the current one."""
-    from phalanx import comm
-
-    if isinstance(process_group, comm.Group):
+    if isinstance(process_group, Group):
         return process_group
-    return comm.current_group() if process_group is None else comm.Group.wrap(process_group)
+    return current_group() if process_group is None else Group.wrap(process_group)
 
 
 class Join:

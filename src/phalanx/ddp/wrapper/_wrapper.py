@@ -1,10 +1,11 @@
 """DistributedDataParallel: a module whose gradients are shared by all ranks.
 
-Owns construction, forward, and the user's interface; gradients are the reducer's, buffers ``_buffers``', what names
-torch's trainers call beyond the documented ones ``_torch_names``'.
+Owns construction, forward, and the user's interface; gradients are the reducer's. Methods that synchronise buffers are
+functions of ``_buffers``, those that ``Join`` needs of ``_join_hook``, those that only PyTorch's trainers call of
+``_torch_names``.
 
 Per forward: notice changed parameters, announce to a join context, synchronise buffers, move and cast inputs, run the
-module, hang a hook on every output so that backward's beginning is known.
+module, register a hook on every output so that backward's beginning is known.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
 from phalanx import comm
 from phalanx.ddp.buckets._layout import Caps
-from phalanx.ddp.buckets._parameters import Member, Scanner
+from phalanx.ddp.buckets._parameters import NamedParameter, ParameterScanner
 from phalanx.ddp.hooks import mixed_precision as mixed_precision_hooks
 from phalanx.ddp.hooks._signature import check_comm_hook
 from phalanx.ddp.reducer._reducer import Reducer, ReducerOptions
 from phalanx.ddp.reducer._stats import Stats
 from phalanx.ddp.wrapper import _arguments as arguments
+from phalanx.ddp.wrapper import _buffers as buffers
+from phalanx.ddp.wrapper import _join_hook as joining
+from phalanx.ddp.wrapper import _torch_names as torch_names
 from phalanx.ddp.wrapper import _values as values
 from phalanx.ddp.wrapper._arguments import MixedPrecision
 from phalanx.ddp.wrapper._attribution import CollectiveLog, compare_replicas, desync_report, verify_replicas
-from phalanx.ddp.wrapper._buffers import BufferHook, sync_module_states
 from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
-from phalanx.ddp.wrapper._join_hook import DDPJoinHook
-from phalanx.ddp.wrapper._logging import log_environment
+from phalanx.ddp.wrapper._logging import log_environment, logging_data
 from phalanx.ddp.wrapper._mixed import cast_buffers, cast_parameters
-from phalanx.ddp.wrapper._torch_names import TorchNames
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 DelayedParams = Sequence[tuple[str, nn.Parameter]]
 
 
-class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wrap ``module`` so that every backward pass leaves the same gradients on all ranks.
 
     >>> model = DistributedDataParallel(nn.Linear(10, 10))          # doctest: +SKIP
@@ -109,10 +110,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.forward_sync_buffers = syncs[0]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.buffer_hook: BufferHook | None = None
+        self.buffer_hook: buffers.BufferHook | None = None
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delayed_names = {name for name, _ in delayed}
-        self._delayed = [Member(name, param, False) for name, param in delayed]
+        self._delayed = [NamedParameter(name, param, False) for name, param in delayed]
         self._caps = Caps.from_options(bucket_cap_mb, bucket_cap_mb_list)
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._stats = Stats()
@@ -127,7 +128,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.device = everything[0].device
         log_environment()
         if init_sync:
-            self._sync_replicas(0, buffers=syncs[1])
+            self._sync_replicas(0, with_buffers=syncs[1])
         self._attach()
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
@@ -145,14 +146,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.group: Group = group_of(process_group)
         self.process_group = self.group if process_group is None else process_group
 
-    def _make_scanner(self) -> Scanner:
-        self._scanner = Scanner(self.module, self.parameters_to_ignore | self._delayed_names)
+    def _make_scanner(self) -> ParameterScanner:
+        self._scanner = ParameterScanner(self.module, self.parameters_to_ignore | self._delayed_names)
         return self._scanner
 
-    def _sync_replicas(self, src: int, *, buffers: bool) -> None:
+    def _sync_replicas(self, src: int, *, with_buffers: bool) -> None:
         verify_replicas(self.group, [*self._scanner.members, *self._delayed])
         ignored = self.parameters_to_ignore
-        sync_module_states(self.group, self.module, ignored, src=src, buffers=buffers)
+        buffers.sync_module_states(self.group, self.module, ignored, src=src, buffers=with_buffers)
 
     def _attach(self) -> None:
         """Build what belongs to this process and group; undone by pickling and copying."""
@@ -187,7 +188,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         for reducer in self._reducers:
             reducer.regroup(self.group)
         if init_sync:
-            self._sync_replicas(src, buffers=True)
+            self._sync_replicas(src, with_buffers=True)
 
     def request_regroup(self) -> None:
         """Ask for a new group: after the next synchronised step ``regroup_requested`` is true on every rank."""
@@ -269,10 +270,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.require_forward_param_sync = self._will_sync()
         if self._will_sync():
             self._stats.current.forward_end = self._stats.now()
-            self._hang_hooks(output)
+            self._register_output_hooks(output)
         return output
 
-    def _hang_hooks(self, output: Any) -> None:
+    def _register_output_hooks(self, output: Any) -> None:
         """Backward begins when it reaches an output. Without one that has a graph, the first gradient must do."""
         tensors = [tensor for tensor in values.find_tensors(output) if tensor.grad_fn is not None]
         for reducer in self._reducers:
@@ -281,6 +282,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 register(reducer.on_output_grad)
             if not tensors:
                 reducer.arm()
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Say which wrapper is running its forward (compilers ask); nests."""
+        previous = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = previous
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return DistributedDataParallel._active_ddp_module
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,9 +311,24 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = previous
 
+    # ---- buffers ----------------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return bool(self.forward_sync_buffers)
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
     def sync_buffers(self) -> None:
         """Broadcast the buffers from rank 0 (or run the buffer hook) now."""
         self._sync_buffers()
+
+    def _sync_buffers(self) -> None:
+        with torch.no_grad():
+            src = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+            self._sync_module_buffers(src)
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -318,6 +348,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise RuntimeError("all parameters are delayed, so there is no bucket for a communication hook")
         self._comm_hooks.append((hook, state))
         self.reducer.use_hook(hook, state)
+
+    def _lazy_init(self) -> None:
+        """Take over, before the first forward, optimizers that were set to run in backward."""
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
 
     # ---- join -------------------------------------------------------------------------------------------------
 
@@ -340,7 +375,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+        return joining.DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -350,17 +385,29 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def join_process_group(self) -> Any:
         return self.process_group
 
+    @property
+    def _distributed_rank(self) -> int:
+        return self.group.rank
+
+    def _divide_by_active(self, active: int) -> None:
+        for reducer in self._reducers:
+            reducer.exchange.divisor = self.group.size if self._divide_by_initial_world_size else active
+
     # ---- reports ----------------------------------------------------------------------------------------------
 
     def ddp_logging_data(self) -> dict[str, Any]:
         """Bucket sizes, times and counters; ``docs/ddp.md`` explains them."""
-        return self._get_ddp_logging_data()
+        return logging_data(self)
 
     def desync_report(self) -> str:
         """Each rank's last collectives, told over the current group, which must work (after ``regroup``, say)."""
         if self._log is None:
             raise RuntimeError("construct with keep_log=True to remember collectives")
         return desync_report(self.group, self._log.lines)
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        self._stats.error = f"{err_type.__name__}: {err_msg}"
+        raise err_type(err_msg)
 
     # ---- copies -----------------------------------------------------------------------------------------------
 
@@ -393,3 +440,53 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._stats = Stats()
         self._make_scanner()
         self._attach()
+
+    # ---- methods that are functions of other modules -----------------------------------------------------------
+
+    _active_ddp_module: ClassVar[Any] = None
+    broadcast_bucket_size = buffers.BROADCAST_BYTES
+    use_side_stream_for_tensor_copies = False
+    _divide_by_initial_world_size = True
+    _has_sink_clone = True
+
+    named_module_buffers = property(buffers.named_module_buffers)
+    modules_buffers = property(buffers.modules_buffers)
+    will_sync_module_buffers = buffers.will_sync_module_buffers
+    _check_sync_bufs_pre_fwd = buffers.check_sync_bufs_pre_fwd
+    _check_sync_bufs_post_fwd = buffers.check_sync_bufs_post_fwd
+    _sync_module_buffers = buffers.sync_module_buffers
+    _default_broadcast_coalesced = buffers.default_broadcast_coalesced
+    _distributed_broadcast_coalesced = buffers.distributed_broadcast_coalesced
+    _register_buffer_comm_hook = buffers.register_buffer_comm_hook
+    _find_common_rank = joining.find_common_rank
+    _check_global_requires_backward_grad_sync = joining.check_global_requires_backward_grad_sync
+    _check_and_sync_module_buffers = joining.check_and_sync_module_buffers
+    _sync_final_model = joining.sync_final_model
+    scatter = torch_names.scatter
+    gather = torch_names.gather
+    to_kwargs = torch_names.to_kwargs
+    _build_params_for_reducer = torch_names.build_params_for_reducer
+    _build_debug_param_to_name_mapping = torch_names.build_debug_param_to_name_mapping
+    _get_parameters = torch_names.get_parameters
+    _get_data_parallel_params = staticmethod(torch_names.get_data_parallel_params)
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        torch_names.set_params_and_buffers_to_ignore_for_model
+    )
+    _assign_modules_buffers = torch_names.assign_modules_buffers
+    _match_all_reduce_for_bwd_pass = torch_names.match_all_reduce_for_bwd_pass
+    _match_unused_params_allreduce = torch_names.match_unused_params_allreduce
+    _check_comm_hook = torch_names.check_hook
+    _register_builtin_comm_hook = torch_names.register_builtin_comm_hook
+    _register_fused_optim = torch_names.register_fused_optim
+    _setup_in_backward_optimizers = torch_names.setup_in_backward_optimizers
+    _set_static_graph = torch_names.set_static_graph
+    _set_sparse_metadata = torch_names.set_sparse_metadata
+    _set_ddp_sink_clone = torch_names.set_ddp_sink_clone
+    _remove_autograd_hooks = torch_names.remove_autograd_hooks
+    _check_reducer_finalized = torch_names.check_reducer_finalized
+    _rebuild_buckets = torch_names.rebuild_buckets
+    _has_rebuilt_buckets = property(torch_names.rebuild_buckets)
+    _check_default_group = torch_names.check_default_group
+    _update_process_group = torch_names.update_process_group
+    _get_ddp_logging_data = logging_data
+    _set_ddp_runtime_logging_sample_rate = torch_names.set_ddp_runtime_logging_sample_rate

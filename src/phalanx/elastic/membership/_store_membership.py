@@ -71,7 +71,7 @@ class StoreRoster:
             timeout=timeout,
             comm_timeout=comm_timeout,
         )
-        self._store.set(protocol.regroups_key(worker_id), PRESENT)
+        self._say_that_it_regroups()
         self._watcher: Watcher | None = None
         self._keeper: Keeper | None = None
         self._has_noted = False
@@ -136,7 +136,7 @@ class StoreRoster:
 
         wait, absent = _Wait(self.timeout, report), _Absence(self)
         while True:
-            done, evaluated, broken, members, record, own = self._store.get_many(
+            done, evaluated, broken, members, record, own, said = self._store.get_many(
                 [
                     self.keys.done,
                     self.keys.evaluation(mine.evaluations),
@@ -144,8 +144,11 @@ class StoreRoster:
                     protocol.members_key(generation),
                     self.keys.round(generation, round_),
                     self.keys.ready(generation, self.worker_id),
+                    protocol.regroups_key(self.worker_id),
                 ]
             )
+            if said is None:
+                self._say_that_it_regroups()
             finish = parse_finish(done)
             if finish is not None and mine.has_state and not mine.evaluating:
                 raise JobOver(finish, generation)
@@ -245,6 +248,9 @@ class StoreRoster:
 
     # -- the store --------------------------------------------------------------------------------------------
 
+    def _say_that_it_regroups(self) -> None:
+        self._store.set(protocol.regroups_key(self.worker_id), PRESENT)
+
     def _declare(self, generation: int, mine: Ready) -> None:
         if (
             mine.has_state
@@ -303,7 +309,8 @@ class StoreRoster:
         )
 
     def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
-        """First what is said, then that something is: agents look at the second key only."""
+        """First what is said, then that something is: agents look at that last key only."""
+        self._say_that_it_regroups()  # they are about to ask
         self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
         self._store.set(protocol.any_contact_key(generation), PRESENT)
 

@@ -2,8 +2,9 @@
 
 Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
 once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
-writes the worker's progress. One read of a few keys per tick; the main thread only ever looks at the flags. All that is
-read are signed records (where the job has a secret): nobody else can ask for a regroup.
+writes the worker's progress, and that it can regroup, should that be gone. One read of a few keys per tick; the main
+thread only ever looks at the flags. All that is read are signed records (where the job has a secret): nobody else can
+ask for a regroup.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from phalanx.comm.stores import Store
 from phalanx.elastic.membership._committed_steps import Ledger
 from phalanx.elastic.membership._rounds import Seat
 from phalanx.errors import PeerLost, StoreError
-from phalanx.protocol import JobKeys, ProgressReport, timeouts
+from phalanx.protocol import PRESENT, JobKeys, ProgressReport, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Watcher:
         g = seat.generation
         self._looked_at = [
             protocol.broken_key(g),
+            protocol.regroups_key(worker_id),
             protocol.wanted_key(g),
             keys.leaving(g),
             *(keys.ready(g, worker) for worker in absent),
@@ -99,7 +101,9 @@ class Watcher:
 
     def _look(self) -> bool:
         """Read the keys once; True when the generation is over."""
-        broken, *wishes = self._store.get_many(self._looked_at)
+        broken, said, *wishes = self._store.get_many(self._looked_at)
+        if said is None:  # a stranger has written over it; without it agents would start all workers anew
+            self._store.set(protocol.regroups_key(self._worker_id), PRESENT)
         record = None if broken is None else self._parse(broken)
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()

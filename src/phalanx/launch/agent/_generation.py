@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 REBIND_PATIENCE = 5.0
 """Seconds that a port which the generation before has used may need to come free."""
+REPAIR = 0.2
+"""Seconds in which workers that live put a record of theirs right that somebody has written over."""
 
 
 class PortTaken(Exception):
@@ -153,7 +155,11 @@ class Generation:
         by_role: dict[str, list[str]] = {}
         for node in self.info.nodes:
             by_role.setdefault(node.role, []).extend(node.worker_ids)
-        return all_can_regroup(by_role, self.channel.read_regrouping(list(self.worker_ids)))
+        ids = list(self.worker_ids)
+        if all_can_regroup(by_role, self.channel.read_regrouping(ids)):
+            return True
+        time.sleep(REPAIR)
+        return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
     def streak_after(self, member: WorkerHandle, failure: ProcessFailure) -> Streak:
         """The deaths in a row, with that of this worker."""

@@ -13,16 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.shard.exchange import _scratch
 from phalanx.shard.exchange._groups import owner_of
 from phalanx.shard.layout._boxes import Box, intersect, split_box, view_of
 from phalanx.shard.layout._metadata import ShardMetadata
+
+# Buffers to pack into are kept from one exchange of a group to the next. Ranks of one machine read them where they lie,
+# which saves a copy; made anew each time they would cost more than that copy, since every page has to be made and
+# mapped, so a group keeps its largest buffer, up to ``MAX_BYTES``, while it lives. A buffer has one user: it is taken,
+# and given back when no peer reads it any more; one that never comes back (the collective failed) is freed. Module
+# state on purpose: it belongs to groups, which know nothing of sharding.
+MIN_BYTES = 1 << 20
+MAX_BYTES = 64 << 20
+_lock = Lock()
+_kept: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
 
 _ALIGNMENT = 16  # bytes of the widest element
 
@@ -171,7 +182,7 @@ def _carry(
     def finish() -> None:
         work.wait()
         if scratch is not None:
-            _scratch.give_back(group, scratch)
+            give_buffer_back(group, scratch)
         for buffer, views in zip(received, incoming, strict=True):
             _copy_parts(buffer, views, pack=False)
 
@@ -216,7 +227,7 @@ def _buffers(parts: Sequence[Sequence[Tensor]], device: torch.device) -> list[Te
 def _take_scratch(group: Group, parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
     """Shared memory for all that this rank sends, if there is some and every run begins aligned in it."""
     sizes = [_nbytes(views) for views in parts]
-    return None if any(size % _ALIGNMENT for size in sizes) else _scratch.take(group, sum(sizes))
+    return None if any(size % _ALIGNMENT for size in sizes) else take_buffer(group, sum(sizes))
 
 
 def _split(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -238,3 +249,25 @@ def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Te
         end = begin + view.numel() * view.element_size()
         yield view, buffer[begin:end].view(view.dtype).view(view.shape)
         begin = end
+
+
+def take_buffer(group: Group, nbytes: int) -> Tensor | None:
+    """At least ``nbytes`` bytes that peers can read in place; None where that would not help."""
+    if group.backend != "shm" or not MIN_BYTES <= nbytes <= MAX_BYTES:
+        return None
+    with _lock:
+        kept = _kept.pop(group, None)
+    if kept is not None and kept.numel() >= nbytes:
+        return kept
+    del kept  # before more is asked for
+    try:
+        return group.shared_empty((nbytes,), torch.uint8)
+    except OSError:  # there is no shared memory left; private memory is as right
+        return None
+
+
+def give_buffer_back(group: Group, buffer: Tensor) -> None:
+    with _lock:
+        other = _kept.get(group)
+        if other is None or other.numel() < buffer.numel():
+            _kept[group] = buffer

@@ -5,22 +5,19 @@ No metadata travels: every rank knows every layout. A round moves at most ``max_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.shard.exchange._exchange import Copy, Move, Piece, exchange, pieces_of, plan_copies, split_copies
 from phalanx.shard.exchange._shard import Shard
+from phalanx.shard.files._file import mapped_file
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._metadata import ShardedTensorMetadata
-
-if TYPE_CHECKING:
-    from phalanx.shard.tensor._tensor import ShardedTensor
 
 ROUND_BYTES = 64 << 20
 
@@ -65,8 +62,6 @@ def gather_to_file(
     They do not know of the file. If it cannot be made, this rank takes what they send, round by round, and then raises:
     otherwise they would wait for it until the group's timeout.
     """
-    from phalanx.shard.files._file import mapped_file  # only gathering to a file needs it
-
     with ExitStack() as stack:
         try:
             mapped = stack.enter_context(mapped_file(path, metadata))
@@ -104,36 +99,3 @@ def check_out(rank: int, dst: int, size: Sequence[int], out: Any) -> None:
         raise ValueError(
             f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}"
         )
-
-
-def gather_state_dict(
-    state: Mapping[str, Any], dst: int = 0, *, process_group: Any = None, max_bytes: int | None = None
-) -> dict[str, Any] | None:
-    """All entries as whole tensors on rank ``dst`` of the group, None elsewhere; sharded ones in few collectives.
-
-    >>> whole = gather_state_dict(model.state_dict())        # doctest: +SKIP
-    """
-    from phalanx.shard.exchange._groups import as_group
-    from phalanx.shard.tensor._tensor import ShardedTensor  # its own gather uses this module
-
-    sharded = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
-    group = (
-        as_group(process_group)
-        if process_group or not sharded
-        else next(iter(sharded.values()))._process_group
-    )
-    wholes = {
-        name: Whole(
-            value.metadata(), value.local_shards(), _empty_whole(value) if group.rank == dst else None
-        )
-        for name, value in sharded.items()
-    }
-    gather_tensors(group, list(wholes.values()), dst, max_bytes)
-    if group.rank != dst:
-        return None
-    return {name: wholes[name].out if name in wholes else value for name, value in state.items()}
-
-
-def _empty_whole(tensor: ShardedTensor) -> Tensor:
-    """Room for the gathered tensor on the host or device that this rank's shards are on."""
-    return torch.empty(tuple(tensor._metadata.size), dtype=tensor.dtype, device=tensor.device)

@@ -64,7 +64,7 @@ class Index:
 
 def digest(data: Any) -> str:
     """BLAKE3, which no one can forge and which is faster than a CRC; 128 bits of it."""
-    from blake3 import blake3  # only checkpoints need it
+    from blake3 import blake3  # start-up: only checkpoints need it
 
     return blake3(data).hexdigest(16)
 

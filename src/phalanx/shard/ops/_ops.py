@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.shard.ops import _pointwise
+from phalanx.shard.ops._convert import run_through_dtensor
+from phalanx.shard.ops._embedding import embedding, embedding_bag
 from phalanx.shard.ops._per_rank import run_per_rank
 from phalanx.shard.ops._plain import check_equal, current_policy, plain_tensors
 from phalanx.shard.ops._registry import custom_implementation
-from phalanx.shard.tensor._compatible import check_format, same_layout
-from phalanx.shard.tensor._tensor import ShardedTensor
-from phalanx.tensor.dispatch._raw_memory import NAMES as RAW_NAMES
+from phalanx.shard.tensor._tensor import ShardedTensor, check_format, same_layout
+from phalanx.tensor.ops._registry import OPERATORS
 
 # Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
 _METADATA_TEXT = """
@@ -59,8 +60,6 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         result = _pointwise.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
             return result
-    from phalanx.shard.ops._convert import run_through_dtensor  # it is made of the operations of this module
-
     return run_through_dtensor(func, args, kwargs, first)
 
 
@@ -188,18 +187,6 @@ def _no_memory(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _embedding(*args: Any, **kwargs: Any) -> Any:
-    from phalanx.shard.ops._embedding import embedding
-
-    return embedding(*args, **kwargs)
-
-
-def _embedding_bag(*args: Any, **kwargs: Any) -> Any:
-    from phalanx.shard.ops._embedding import embedding_bag
-
-    return embedding_bag(*args, **kwargs)
-
-
 _init = torch.nn.init
 _HANDLERS: dict[str, Callable[..., Any]] = {
     "detach": _detach,
@@ -213,9 +200,9 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "_has_compatible_shallow_copy_type": lambda a, b: (
         isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
     ),
-    **{name: _no_memory(name) for name in RAW_NAMES},
-    "embedding": _embedding,
-    "embedding_bag": _embedding_bag,
+    **{name: _no_memory(name) for name, row in OPERATORS.items() if row.sharded == "no_memory"},
+    "embedding": embedding,
+    "embedding_bag": embedding_bag,
 }
 # These share their names with methods of Tensor, or have bodies that must not be entered twice.
 _BY_FUNCTION: dict[Any, Callable[..., Any]] = {

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from phalanx.shard.layout._boxes import Box, view_of
-from phalanx.shard.tensor._compatible import same_layout
-from phalanx.shard.tensor._tensor import ShardedTensor
+from phalanx.shard.tensor._tensor import ShardedTensor, same_layout
 
 _PLAIN_TEXT = """
 abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from phalanx._torch_faults import check_fused
-from phalanx.shard.tensor._compatible import same_layout
-from phalanx.shard.tensor._tensor import ShardedTensor
+from phalanx.shard.tensor._tensor import ShardedTensor, same_layout
 
 
 def named_params_with_sharded_tensor(

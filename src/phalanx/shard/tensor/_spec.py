@@ -7,10 +7,10 @@ compared, sent as JSON, and never communicate, except through ``shard``, which h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,12 +48,11 @@ class ShardingSpec(ABC):
         """The shards of a tensor of this size."""
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-        """Cut ``tensor`` of rank ``src_rank`` of the group and send every rank its shards."""
-        from phalanx.shard.tensor._distribute import (
-            distribute_one,  # it builds tensors, which are built from specs
-        )
+        """Shard ``tensor`` of rank ``src_rank`` of the group and send every rank its shards."""
+        return ShardingSpec._distribute(tensor, self, src_rank, process_group)
 
-        return distribute_one(tensor, self, src_rank, process_group)
+    _distribute: ClassVar[Callable[..., ShardedTensor]]
+    """``_distribute.distribute_one``, put here by ``phalanx.shard``: it makes tensors, which are made of specs."""
 
 
 @dataclass

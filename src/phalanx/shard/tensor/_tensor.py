@@ -10,23 +10,22 @@ Invariants: ``_metadata`` is the same on all ranks; ``_local_shards`` are this r
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import Group
+from phalanx.comm.torch_interop._dcp import HeldBox, Spread
 from phalanx.shard.exchange._gather import Whole, check_out, gather_tensors, gather_to_file
 from phalanx.shard.exchange._groups import as_group, check_rank_in_group, owner_of
 from phalanx.shard.exchange._reshard import reshard_shards
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard.tensor import _local
-from phalanx.shard.tensor._compatible import check_format, same_layout
-from phalanx.shard.tensor._held import HeldShards
 from phalanx.shard.tensor._pickling import ProcessGroupState, rebuild
 from phalanx.shard.tensor._spec import ShardingSpec, infer_spec
 
@@ -36,7 +35,7 @@ _NO_RPC = (
 )
 
 
-class ShardedTensor(torch.Tensor, HeldShards):
+class ShardedTensor(torch.Tensor, Spread):
     """A tensor cut by a ``ShardingSpec``.
 
     >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])        # doctest: +SKIP
@@ -362,19 +361,51 @@ class ShardedTensor(torch.Tensor, HeldShards):
         is_param = isinstance(self, torch.nn.Parameter)
         return rebuild, (type(self), tensors, self._metadata, self._sharding_spec, place, is_param)
 
+    # ---- what ``torch.distributed.checkpoint`` asks (see ``comm.torch_interop._dcp``): each local shard is one box
+
+    def _held_boxes(self, purpose: str) -> list[HeldBox]:
+        return [
+            HeldBox(
+                tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach()
+            )
+            for shard in self._local_shards
+        ]
+
+    def _whole(self) -> Tensor:
+        group = self._process_group
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.gather(0, whole if group.rank == 0 else None)
+        if whole.numel():
+            group.broadcast(whole, 0)
+        return whole
+
+    def _cut_from(self, whole: Tensor) -> Tensor:
+        for box in self._held_boxes("load"):
+            where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+            box.tensor.copy_(whole[where])
+        return self
+
+    def _distributed_from(self, whole: Tensor) -> Tensor:
+        spec = self._sharding_spec
+        return ShardingSpec.shard(spec, whole.detach().contiguous(), 0, self._process_group)
+
+    def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._with_tensors([function(shard.tensor.detach()) for shard in self._local_shards])
+
+    # ---- Python's and torch's protocols
+
     def __hash__(self) -> int:
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"ShardedTensor({self._metadata})"
 
+    _dispatch: ClassVar[Callable[..., Any]]
+    """``ops._ops.dispatch``, put here by ``phalanx.shard``: operations make tensors."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from phalanx.shard.ops._ops import (
-            dispatch,  # the table of operations, which are made of sharded tensors
-        )
-
-        return dispatch(func, types, args, kwargs or {})
+        return ShardedTensor._dispatch(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a C function
@@ -398,3 +429,21 @@ def _empty(entry: ShardMetadata, properties: TensorProperties) -> Tensor:
 def _moved(entry: ShardMetadata, device: torch.device) -> ShardMetadata:
     assert entry.placement is not None, "a sharded tensor's shards are placed"
     return ShardMetadata(entry.shard_offsets, entry.shard_sizes, entry.placement.on(device))
+
+
+def check_format(memory_format: torch.memory_format | None) -> None:
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        raise RuntimeError(
+            f"Only `torch.contiguous_format` or `torch.preserve_format` is supported, got {memory_format}"
+        )
+
+
+def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
+    """Whether the shards of both lie in the same boxes on the same ranks."""
+    if a._metadata.shards_metadata is b._metadata.shards_metadata and a._process_group is b._process_group:
+        return True
+    return (
+        a._metadata.size == b._metadata.size
+        and a._process_group.ranks == b._process_group.ranks
+        and a._metadata.shards_metadata == b._metadata.shards_metadata
+    )

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx.tensor.ops._registry import OPERATORS
+
 if TYPE_CHECKING:
     from phalanx.tensor.core._dtensor import DTensor
 
 
-_RESHAPES = frozenset({"reshape", "flatten", "ravel"})
 _RESHAPED = object()  # stands for an index: all elements in their order
 
 
@@ -71,7 +72,7 @@ def mark_copied_view(
 
 def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
     """The index that selects what a view operation does; None if it is not of that kind."""
-    if op in _RESHAPES and args:
+    if OPERATORS[op].aliasing == "if_needed" and args:
         return _RESHAPED
     if op == "__getitem__" and len(args) == 2:
         return args[1]

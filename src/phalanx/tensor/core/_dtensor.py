@@ -11,26 +11,31 @@ Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` h
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor.core._checkpoint_boxes import HeldParts
-from phalanx.tensor.core._copied_views import check_fresh, fresh, mark_copied_view
+from phalanx.comm.torch_interop._dcp import HeldBox, Spread
+from phalanx.tensor.core._checkpoint_boxes import held_boxes, slices
+from phalanx.tensor.core._copied_views import check_fresh, check_writable, fresh, mark_copied_view
+from phalanx.tensor.core._implicit_communication import moved_for, on_one_mesh
+from phalanx.tensor.core._modes import user_line
 from phalanx.tensor.core._refusals import refuse_below, refuse_tracing
-from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, normalize
+from phalanx.tensor.layout._placement import REPLICATE, Placement, normalize
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import first_by_position
+from phalanx.tensor.ops._signatures import first_by_position
 from phalanx.tensor.redistribute._execute import (
     average_parts,
     entered_gradient,
     exposed_gradient,
     follow,
+    local_with_gradient,
     run_plan,
 )
+from phalanx.tensor.redistribute._plan import plan_redistribute
 
 _TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
 _make_subclass = torch.Tensor._make_subclass
@@ -38,7 +43,7 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-class DTensor(torch.Tensor, HeldParts):
+class DTensor(torch.Tensor, Spread):
     """A distributed tensor; made by ``distribute_tensor``, ``DTensor.from_local`` or a factory such as ``zeros``.
 
     >>> x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])   # doctest: +SKIP
@@ -63,9 +68,9 @@ class DTensor(torch.Tensor, HeldParts):
         if not args:
             args, kwargs = first_by_position(func, kwargs)
         try:
-            handler = _handlers[func]
+            handler = handlers[func]
         except KeyError:
-            handler = _find_handler(func)
+            handler = above.find_handler(func)
         return handler(func, args, kwargs)
 
     @classmethod
@@ -73,9 +78,7 @@ class DTensor(torch.Tensor, HeldParts):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
-            from phalanx.tensor.dispatch._numbers import value_of
-
-            return value_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
+            return number_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
         return refuse_below(func)
 
     # ---- making and unmaking
@@ -99,12 +102,9 @@ class DTensor(torch.Tensor, HeldParts):
         which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
-        from phalanx.tensor.dispatch._from_local import check_stride, from_local
-
-        result = from_local(local_tensor, device_mesh, placements, run_check, shape, grad_placements)
-        if stride is not None:
-            check_stride(result, tuple(stride))
-        return result
+        return above.from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
@@ -112,9 +112,7 @@ class DTensor(torch.Tensor, HeldParts):
         if self._stale is not None:
             check_fresh(self)
         if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
-            from phalanx.tensor.dispatch._from_local import part_with_gradient
-
-            return part_with_gradient(self._local, spec, grad_placements)
+            return local_with_gradient(self._local, spec, grad_placements)
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
 
     def redistribute(
@@ -153,7 +151,7 @@ class DTensor(torch.Tensor, HeldParts):
                 if not torch.is_grad_enabled():
                     return wrap(run_plan(local.detach(), route.plan), route.target)
                 return wrap(follow(route, local), route.target)
-        return _redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
+        return above.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor."""
@@ -162,8 +160,6 @@ class DTensor(torch.Tensor, HeldParts):
 
     def plan(self, placements: Sequence[Placement]) -> Any:
         """The collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its ``nbytes``."""
-        from phalanx.tensor.redistribute._plan import plan_redistribute
-
         spec = self._spec
         return plan_redistribute(
             spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
@@ -243,9 +239,7 @@ class DTensor(torch.Tensor, HeldParts):
         node = self._local.grad_fn
         if self._lifted is None or node is None:
             return node
-        from phalanx.tensor.patches._autograd_function import Node
-
-        return Node(node, self._lifted)
+        return self._lifted.node_of(node)
 
     @property
     def _version(self) -> int:  # type: ignore[override]  # see shape
@@ -283,10 +277,8 @@ class DTensor(torch.Tensor, HeldParts):
         if value._spec is self._spec.cotangent:
             local = value._local
         else:
-            from phalanx.tensor.dispatch._autograd import brought_gradient
-
             with torch.no_grad():
-                local = brought_gradient("assigning .grad", value, self._spec)
+                local = local_gradient("assigning .grad", value, self._spec)
         self._local.grad = kept = entered_gradient(local, self._spec)
         if kept is value._local:
             self._grads = (local, value)
@@ -306,9 +298,10 @@ class DTensor(torch.Tensor, HeldParts):
                 (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
             )
             return
-        from phalanx.tensor.dispatch._autograd import backward
-
-        backward(None, (self, gradient, retain_graph, create_graph, inputs), None)
+        func = torch.Tensor.backward
+        (handlers.get(func) or above.find_handler(func))(
+            func, (self, gradient, retain_graph, create_graph, inputs), None
+        )
 
     @property
     def data(self) -> DTensor:
@@ -323,6 +316,39 @@ class DTensor(torch.Tensor, HeldParts):
         self._local.data = fresh(value).detach()
         self._spec = value._spec
         self._alias = None  # it would keep the memory of before
+
+    # ---- what ``torch.distributed.checkpoint`` asks, by way of ``phalanx.comm``
+
+    def _held_boxes(self, purpose: str) -> list[HeldBox]:
+        spec = self._spec
+        if spec.is_partial:
+            raise ValueError(
+                f"cannot {purpose} {spec!r} with torch.distributed.checkpoint: where it is partial, the values are "
+                f"known only after a reduction. redistribute() it to Replicate() or Shard() first"
+            )
+        if purpose == "load":
+            check_writable(self, "loading a checkpoint", anywhere=False)
+        return held_boxes(spec, fresh(self).detach())
+
+    def _whole(self) -> Tensor:
+        with torch.no_grad():
+            return self.full_tensor()
+
+    def _cut_from(self, whole: Tensor) -> Tensor:
+        tensor, spec = self, self._spec
+        if tensor.is_meta:
+            tensor = wrap(torch.empty(spec.local_shape, dtype=spec.dtype, device=whole.device), spec)
+        for box in tensor._held_boxes("load"):
+            box.tensor.copy_(whole[slices(box)])
+        return tensor
+
+    def _distributed_from(self, whole: Tensor) -> Tensor:
+        return above.distribute(whole.detach(), self.device_mesh, self.placements)
+
+    def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return wrap(function(fresh(self).detach()), self._spec)
+
+    # ---- text and copies
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         spec = self._spec
@@ -361,6 +387,26 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     return result
 
 
+def number_of(op: str, tensor: Tensor) -> Any:
+    """Read the number that a 0-d tensor is, on every rank."""
+    if tensor.requires_grad:
+        raise TypeError(
+            f"{op} takes a number where it got a 0-d tensor that requires grad, at {user_line()}: detach() it"
+        )
+    if isinstance(tensor, DTensor):
+        tensor = moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
+    return tensor.item()
+
+
+def local_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
+    """Bring a gradient into the layout that one of a tensor laid out as ``spec`` has; its local tensor.
+
+    It may come in any layout, also on a mesh that is a part of the tensor's or that contains it.
+    """
+    source, target = on_one_mesh(op, given._spec, spec.cotangent.with_dtype(given.dtype))
+    return moved_for(op, fresh(given), source, target)
+
+
 def _distributed(what: str, value: Any) -> DTensor:
     if isinstance(value, DTensor):
         return value
@@ -376,20 +422,17 @@ def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, An
     return tensor
 
 
-# Filled by ``_handler.py``, which imports this module: what runs each torch function.
-_handlers: dict[Any, Any] = {}
+# What runs each torch function; found once for each by ``above.find_handler``.
+handlers: dict[Any, Any] = {}
 
 
-def _find_handler(func: Any) -> Any:
-    from phalanx.tensor.patches._handler import find_handler
+class Above:
+    """What sub-packages above this one do for methods of ``DTensor``; ``phalanx.tensor`` fills it in."""
 
-    return find_handler(func)
-
-
-def _redistribute(*args: Any) -> DTensor:
-    from phalanx.tensor.dispatch._distribute import redistribute
-
-    return redistribute(*args)
+    find_handler: Callable[[Any], Callable[[Any, Any, Any], Any]]
+    from_local: Callable[..., DTensor]
+    redistribute: Callable[..., DTensor]
+    distribute: Callable[..., DTensor]
 
 
-__all__ = ["DTensor", "Partial", "Shard", "wrap"]
+above = Above()

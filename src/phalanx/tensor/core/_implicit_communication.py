@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from phalanx.tensor.core._modes import SurpriseCommunication, settings, user_line
-from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.core._modes import ImplicitCommunicationError, settings, user_line
+from phalanx.tensor.layout._spec import Spec, on_root
 from phalanx.tensor.redistribute._execute import Route, move, route_of, run_plan, turn_back
 from phalanx.tensor.redistribute._plan import plan_redistribute
 
@@ -55,8 +55,24 @@ def check_collective(op: str, what: str, nbytes: int) -> None:
         _object(f"{op} {what}: {nbytes} B")
 
 
+def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """Both layouts on the larger of their meshes."""
+    if source.mesh == target.mesh:
+        return source, target
+    lifted = on_root(source, target.mesh)
+    if lifted is not None:
+        return lifted, target
+    lifted = on_root(target, source.mesh)
+    if lifted is not None:
+        return source, lifted
+    raise ValueError(
+        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
+        f"another (at {user_line()}); put them on one mesh first"
+    )
+
+
 def _object(what: str) -> None:
     message = f"{what}; called at {user_line()}. Redistribute by hand where you want it"
     if settings.comm == "explicit":
-        raise SurpriseCommunication(message)
+        raise ImplicitCommunicationError(message)
     warnings.warn(message, stacklevel=2)

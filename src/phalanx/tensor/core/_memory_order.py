@@ -202,11 +202,3 @@ def _collect_strides(pattern: Any, values: Any, found: list[Strides]) -> None:
             found.append(value.stride())
         elif type(one) is list or type(one) is tuple:
             _collect_strides(one, value, found)
-
-
-def has_free_order(specs: Sequence[Spec]) -> bool:
-    """Whether some rank's part of a tensor does not tell the order of its dims."""
-    return any(
-        spec.has_thin_part and (spec.has_empty_part or sum(size > 1 for size in spec.shape) > 1)
-        for spec in specs
-    )

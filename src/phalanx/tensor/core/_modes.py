@@ -1,4 +1,4 @@
-"""What the user allows: surprise communication, implicit replicas, operations without a rule.
+"""What the user allows: implicit communication, implicit replicas, operations without a rule.
 
 Owns the per-rank settings and their context managers, and the counter of fallbacks. Settings belong to the thread,
 which is the rank in a simulation and the trainer in a real process.
@@ -22,10 +22,10 @@ from phalanx.tensor.redistribute._log import TRAFFIC, log_fallback, logger
 
 CommMode = Literal["auto", "warn", "explicit"]
 FallbackPolicy = Literal["auto", "warn", "error"]
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
-class SurpriseCommunication(PhalanxError, RuntimeError):
+class ImplicitCommunicationError(PhalanxError, RuntimeError):
     """An operation would have to communicate, and the mode is ``explicit``."""
 
 

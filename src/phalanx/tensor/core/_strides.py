@@ -53,7 +53,7 @@ def strides_of(tensor: DTensor) -> tuple[int, ...]:
     return whole_strides(tensor._spec, tensor._local.stride())
 
 
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether these strides leave no gaps and keep the order of the dims."""
     if 0 in shape:
         return True

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._trace import ROOT, Place, Record
-from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.patches import _operators
 
 _OURS, _TORCHS = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"

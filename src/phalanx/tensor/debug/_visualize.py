@@ -25,7 +25,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     """
     spec = layout_of(dtensor)
     names, sides, cells = _grid(spec)
-    if spec.mesh.get_coordinate() is None or any(spec.coordinate):
+    if spec.is_outside or any(spec.coordinate):
         return
     if header:
         print(header)

@@ -1,8 +1,8 @@
-"""Arguments of a torch call: finding the DTensors in them, a key for the cache, and what to do with plain tensors.
+"""Arguments of a torch call: the DTensors in them, a key for the cache, plain tensors, 0-d tensors that are numbers.
 
-Owns ``flatten`` (call -> ``Structure``) and ``promote``. Plain tensors beside DTensors are an error unless they are 0-d
-or the user allowed implicit replicas; a tensor on a sub-mesh beside one on its root counts as replicated on the other
-axes.
+Owns ``flatten`` (call -> ``Structure``), ``promote`` and ``with_numbers``. Plain tensors beside DTensors are an error
+unless they are 0-d or the user allowed implicit replicas; a tensor on a sub-mesh beside one on its root counts as
+replicated on the other axes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from numbers import Number
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._copied_views import check_fresh, fresh
-from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._dtensor import DTensor, above, handlers, number_of, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import settings, user_line
-from phalanx.tensor.layout._placement import REPLICATE, Placement
-from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import OpName
+from phalanx.tensor.layout._placement import REPLICATE
+from phalanx.tensor.layout._spec import Spec, axes_in, on_root
+from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
+from phalanx.tensor.ops._rule import torch_keywords
 
 # Rules never depend on a float's value, except on whether it is one of these: the key of a decision leaves others
 # out, or every step size of an optimizer would be a new decision.
@@ -168,6 +170,18 @@ def walk_tensors(node: Any, visit: Callable[[Tensor], Any]) -> Any:
     return node
 
 
+def run_handler(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on arguments that take the place of the caller's: by its handler, so that torch does not ask anew.
+
+    Where no DTensor is left among them it is torch's own.
+    """
+    found: list[Tensor] = []
+    walk_tensors((args, kwargs), found.append)
+    if not any(isinstance(tensor, DTensor) for tensor in found):
+        return func(*args, **kwargs)
+    return (handlers.get(func) or above.find_handler(func))(func, tuple(args), kwargs)
+
+
 def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out.
 
@@ -212,16 +226,12 @@ def _as_number(op: str, tensor: Tensor) -> Tensor:
     return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
 
 
-# Modules make these inside: an initial state of zeros, the offsets of bags. They are the same on every rank.
-_MODULES_OWN = frozenset(
-    {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-)
-
-
 def _is_harmless(op: str, tensor: Tensor) -> bool:
-    if op in _MODULES_OWN:
+    """Whether modules make such a tensor themselves: an initial state of zeros, the offsets of bags."""
+    made = OPERATORS[op].module_makes
+    if made == "states":
         return not bool(tensor.any())
-    return op == "embedding_bag" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
+    return made == "offsets" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
 
 
 def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:
@@ -229,46 +239,11 @@ def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:
     if len(meshes) == 1:
         return meshes[0]
     for root in meshes:
-        if all(mesh == root or _axes_in(mesh, root) is not None for mesh in meshes):
+        if all(mesh == root or axes_in(mesh, root) is not None for mesh in meshes):
             return root
     raise ValueError(
         f"{op} got DTensors on meshes that are not parts of one another: {meshes} (at {user_line()}); "
         f"put them on one mesh first"
-    )
-
-
-def _axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
-    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
-    if mesh._root is not root._root:
-        return None
-    axes = root._layout.axes
-    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
-
-
-def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
-    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
-    axes = _axes_in(spec.mesh, root)
-    if axes is None:
-        return None
-    placements: list[Placement] = [REPLICATE] * root.ndim
-    for axis, placement in zip(axes, spec.placements, strict=True):
-        placements[axis] = placement
-    return Spec.of(root, placements, spec.shape, spec.dtype)
-
-
-def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
-    """Both layouts on the larger of their meshes."""
-    if source.mesh == target.mesh:
-        return source, target
-    lifted = on_root(source, target.mesh)
-    if lifted is not None:
-        return lifted, target
-    lifted = on_root(target, source.mesh)
-    if lifted is not None:
-        return source, lifted
-    raise ValueError(
-        f"{op} got {source!r} on {source.mesh!r} for {target!r} on {target.mesh!r}: these are not parts of one "
-        f"another (at {user_line()}); put them on one mesh first"
     )
 
 
@@ -279,3 +254,75 @@ def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
     if tensor._stale is not None:
         lifted._stale = tensor._stale.read_only()
     return lifted
+
+
+# ---- 0-d tensors where torch takes a number: ``x[i]``, ``x.repeat(n, 1)``, ``torch.add(x, y, alpha=a)``
+#
+# Of such a tensor torch takes the value, which may decide about the shape of the result or about which rank holds it:
+# the value is read on every rank before anything is laid out. Where torch also takes a tensor in that place (``x + t``,
+# ``x.clamp(t)``), it stays one.
+
+_POSITIONS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})  # bool and uint8 are masks
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Read = Callable[[str, Tensor], Any]
+
+
+def with_numbers(func: Any, args: Any, kwargs: Any) -> _Arguments | None:
+    """The arguments with numbers in place of 0-d tensors that stand for them; None if there are none."""
+    return _replaced(func, args, kwargs, number_of)
+
+
+def is_general(func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor]) -> bool:
+    """Whether the DTensors of a call are on several meshes, or some stand for numbers; reads none of those."""
+    mesh = tensors[0]._spec.mesh
+    if any(tensor._spec.mesh is not mesh for tensor in tensors):
+        return True
+    return _replaced(func, args, kwargs, lambda op, tensor: None) is not None
+
+
+def _replaced(func: Any, args: Any, kwargs: Any, read: _Read) -> _Arguments | None:
+    name = op_name(func).base
+    if OPERATORS[name].indexes:
+        key = _plain_key(name, args[1], read)
+        return None if key is args[1] else ((args[0], key, *args[2:]), kwargs)
+    places = _tensor_places(name)
+    if places is None:
+        return None
+    by_place = [a if i in places else _with_values(name, a, read) for i, a in enumerate(args)]
+    named = torch_keywords(kwargs) if kwargs else kwargs
+    by_name = {k: v if k in places else _with_values(name, v, read) for k, v in named.items()}
+    same = all(map(is_, by_place, args)) and all(by_name[k] is named[k] for k in named)
+    return None if same else (tuple(by_place), by_name)
+
+
+def _plain_key(name: str, key: Any, read: _Read) -> Any:
+    if isinstance(key, Tensor):
+        return read(name, key) if not key.dim() and key.dtype in _POSITIONS else key
+    if type(key) is not tuple or not any(isinstance(k, Tensor) and not k.dim() for k in key):
+        return key
+    keys = tuple(_plain_key(name, k, read) if isinstance(k, Tensor) else k for k in key)
+    return key if all(map(is_, keys, key)) else keys
+
+
+def _with_values(name: str, value: Any, read: _Read) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.dim() or value.dtype is torch.bool else read(name, value)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) and not v.dim() for v in value):
+        return type(value)(_with_values(name, v, read) for v in value)
+    return value
+
+
+@cache
+def _tensor_places(base: str) -> frozenset[int | str] | None:
+    """Positions and names at which some signature of an operation of torch takes a tensor; None: not known."""
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is None:
+        return None
+    places: set[int | str] = set()
+    for overload in packet.overloads():
+        for place, argument in enumerate(getattr(packet, overload)._schema.arguments):
+            if "Tensor" in str(argument.type):
+                places |= {place, "input" if argument.name == "self" else argument.name}
+    return frozenset(places)

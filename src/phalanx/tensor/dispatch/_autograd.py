@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from phalanx.tensor.core._copied_views import fresh
-from phalanx.tensor.core._dtensor import DTensor, wrap
-from phalanx.tensor.core._implicit_communication import moved_for
-from phalanx.tensor.dispatch._arguments import on_one_mesh
+from phalanx.tensor.core._dtensor import DTensor, local_gradient, wrap
 from phalanx.tensor.layout._placement import Partial
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import (
@@ -57,15 +54,7 @@ def _seed(output: Any, given: Any) -> Any:
         return torch.ones_like(output._local) * given * scale
     if given.shape != output.shape:
         raise RuntimeError(f"backward of {spec!r} got a gradient of shape {tuple(given.shape)}")
-    return entered_gradient(brought_gradient("backward from a given gradient", given, spec), spec)
-
-
-def brought_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
-    """The local of a gradient for a tensor of layout ``spec``; it may come in any layout, also on a mesh that is a part
-    of the tensor's or that contains it.
-    """
-    source, target = on_one_mesh(op, given._spec, spec.cotangent.with_dtype(given.dtype))
-    return moved_for(op, fresh(given), source, target)
+    return entered_gradient(local_gradient("backward from a given gradient", given, spec), spec)
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
@@ -151,7 +140,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
             raise RuntimeError(
                 f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
             )
-        return entered_gradient(brought_gradient("a gradient hook", result, own), own)
+        return entered_gradient(local_gradient("a gradient hook", result, own), own)
 
     return local_hook
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ import torch.nn.functional as F
 from phalanx.tensor.core._copied_views import fresh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import redistribute_input
-from phalanx.tensor.dispatch._extremes import arg_extreme, extreme, topk
 from phalanx.tensor.dispatch._fallback import run_replicated
 from phalanx.tensor.dispatch._inline_python import run_through, through
 from phalanx.tensor.dispatch._run import run_first, run_first_two, run_mixed, run_rule
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name, torch_keywords
+from phalanx.tensor.ops._registry import OPERATORS, op_name
+from phalanx.tensor.ops._rule import torch_keywords
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # how torch numbers reductions
 _HALF = (torch.float16, torch.bfloat16)
@@ -93,18 +94,9 @@ def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     return _class_loss(_LOSS, (*values, smoothing) if smoothing else values, None, [])
 
 
-# Losses of pairs of elements: where their signature has the reduction.
-_ELEMENTWISE = {
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), 2),
-    **dict.fromkeys(("binary_cross_entropy", "hinge_embedding_loss"), 3),
-    **dict.fromkeys(("binary_cross_entropy_with_logits", "margin_ranking_loss"), 4),
-    "poisson_nll_loss": 5,
-}
-
-
 def elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Element by element where the elements are; then their mean or sum, which is a reduction like any other."""
-    place, options = _ELEMENTWISE[op_name(func).base], dict(kwargs or {})
+    place, options = OPERATORS[op_name(func).base].reduction_at, dict(kwargs or {})
     if len(args) > place:
         reduction = args[place]
         args = (*args[:place], _NONE, *args[place + 1 :])
@@ -299,6 +291,10 @@ def dense_gradient(position: int) -> Callable[[Any, Any, Any], Any]:
     return handler
 
 
+dense_embedding = dense_gradient(4)
+dense_embedding_bag = dense_gradient(5)
+
+
 def layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.layer_norm`` gives weight and bias as keywords; by position they take the quick way."""
     if kwargs and len(args) == 2 and len(kwargs) == 3:  # as torch's body hands it over
@@ -313,12 +309,12 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else given.get("dim")
     if dim is None or len(args) > 2 or given.get("dtype") is not None:
         return run_rule(func, args, kwargs)
+    method = getattr(torch.Tensor, func.__name__)
     if type(dim) is int and type(args[0]) is DTensor:
-        return run_first(_SOFTMAX[func], args[0], (dim,))
-    return run_rule(_SOFTMAX[func], (args[0], dim), None)
+        return run_first(method, args[0], (dim,))
+    return run_rule(method, (args[0], dim), None)
 
 
-_SOFTMAX: dict[Any, Any] = {F.softmax: torch.Tensor.softmax, F.log_softmax: torch.Tensor.log_softmax}
 _NORM_DEFAULTS = {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5}
 
 
@@ -337,13 +333,6 @@ def setitem(func: Any, args: Any, kwargs: Any) -> None:
         run_rule(func, args, kwargs)
 
 
-# Functions of torch.nn.functional with a rule under their name, and their bodies, which know how to work in place.
-ACTIVATIONS: dict[Any, Any] = {
-    func: through(func)
-    for func in (F.relu, F.silu, F.elu, F.leaky_relu, F.hardtanh, F.relu6, F.mish, F.celu, F.selu)
-}
-
-
 def activation(func: Any, args: Any, kwargs: Any) -> Any:
     """``F.relu(x, inplace=False)`` and the like; in place they are other functions."""
     if kwargs and "inplace" in kwargs:
@@ -353,32 +342,8 @@ def activation(func: Any, args: Any, kwargs: Any) -> Any:
         in_place = args[-1] is True  # their other arguments are numbers
     if in_place:
         given = args[:-1] if args[-1] is True else args
-        return run_through(ACTIVATIONS[func], func, given, {**(kwargs or {}), "inplace": True})
+        return run_through(_body_of(func), func, given, {**(kwargs or {}), "inplace": True})
     return run_rule(func, args, kwargs)
 
 
-# Functions of torch.nn.functional whose body need not run: they are one call of a function that has the rule.
-FUNCTIONAL = {
-    F.layer_norm: layer_norm,
-    F.embedding: embedding,
-    F.cross_entropy: functional_cross_entropy,
-    **dict.fromkeys(_SOFTMAX, softmax),
-    **dict.fromkeys(ACTIVATIONS, activation),
-}
-
-COMPOSITE = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise_loss),
-    "broadcast_tensors": broadcast_tensors,
-    "__setitem__": setitem,
-    "cross_entropy_loss": cross_entropy,
-    "nll_loss_nd": nll_loss,
-    "batch_norm": batch_norm,
-    "embedding": dense_gradient(4),
-    "embedding_bag": dense_gradient(5),
-    **dict.fromkeys(("argmax", "argmin"), arg_extreme),
-    **dict.fromkeys(("max", "min"), extreme),
-    "topk": topk,
-    "linalg_vector_norm": vector_norm,
-    "scaled_dot_product_attention": attention,
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
-}
+_body_of = cache(through)  # of an activation, which knows how to work in place

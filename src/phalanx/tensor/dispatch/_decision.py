@@ -14,28 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.tensor.core._dtensor import DTensor
-from phalanx.tensor.core._memory_order import OrderedCall, has_free_order
+from phalanx.tensor.core._memory_order import OrderedCall
 from phalanx.tensor.core._strides import Aliasing
 from phalanx.tensor.dispatch._arguments import Structure, flatten
-from phalanx.tensor.dispatch._empty_shards import anchored, holds_nothing
+from phalanx.tensor.dispatch._empty_shards import anchored
+from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
-from phalanx.tensor.ops._names import OpName, op_name
-from phalanx.tensor.ops._rule import Call, In, LocalRun, Sharding
+from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
+from phalanx.tensor.ops._rule import Call, In, LocalRun, Operator, Sharding
 from phalanx.tensor.ops._select import select
-from phalanx.tensor.ops.rules import RULES
 from phalanx.tensor.redistribute._execute import Route, route_of
-from phalanx.tensor.redistribute._log import log_decision, log_no_layout
+from phalanx.tensor.redistribute._log import EVERYTHING, TRAFFIC, logger
 from phalanx.tensor.redistribute._plan import plan_redistribute
 from phalanx.tensor.redistribute._sums import Hooks, summing_hooks
-
-# They return their argument itself if there is nothing to do.
-RETURNS_SELF = frozenset({
-    "to", "type", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat",
-    "cdouble", "chalf", "cpu", "cuda", "positive", "conj", "resolve_conj", "resolve_neg",
-})  # fmt: skip
-# These return it, a view of it, or a copy, as its strides say.
-COPIES_IF_NEEDED = frozenset({"contiguous", "reshape", "flatten", "ravel"})
 
 
 class Decision:
@@ -91,9 +83,12 @@ def decide(
     """Ask the rule and choose. The DTensors are on one mesh."""
     name = op_name(func)
     structure = structure or flatten(args, kwargs)
-    inputs = [In(i, t._spec) for i, t in enumerate(tensors)]
+    inputs = []
+    for i, tensor in enumerate(tensors):
+        spec = tensor._spec
+        inputs.append(In(i, spec, spec.shape, len(spec.shape), spec.dtype))
     call_args, call_kwargs = structure.rebuild(inputs)
-    call = Call(name.base, func, call_args, call_kwargs, inputs, True, name.in_place)
+    call = Call(OPERATORS[name.base], func, call_args, call_kwargs, inputs, True, name.in_place)
     with unseen():
         return _decide(call, name)
 
@@ -115,53 +110,62 @@ def _decide(call: Call, name: OpName) -> Decision:
 
 def _decide_one(call: Call, name: OpName) -> Decision:
     inputs = call.inputs
-    rule = RULES.get(name.base)  # None: it was taken away since the handler was found
-    if rule is None or not inputs or inputs[0].spec.mesh.get_coordinate() is None:
+    rule = call.op.rule  # None: it was taken away since the handler was found
+    if rule is None or not inputs or inputs[0].spec.is_outside:
         return REPLICATED
     sharding = rule(call)
     if sharding is None:
-        log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
+        _log_no_layout(name.base, inputs, "its rule has nothing for these arguments")
         return REPLICATED
     keep = inputs[0].spec.placements if name.in_place else None
     layouts = select(inputs, sharding, keep)
     if layouts is None:
-        log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
+        _log_no_layout(name.base, inputs, "none of its rule's layouts fits these inputs")
         return REPLICATED
     decision = _make(call, name, sharding, layouts)
-    log_decision(name.base, inputs, decision, len(sharding.choices))
+    _log_decision(name.base, inputs, decision, len(sharding.choices))
     return decision
 
 
 def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decision:
     ins, outs = layouts
-    targets = tuple(one.spec.with_placements(p) for one, p in zip(call.inputs, ins, strict=True))
+    targets = tuple(
+        one.spec if p == one.spec.placements else one.spec.with_placements(p)
+        for one, p in zip(call.inputs, ins, strict=True)
+    )
     if name.in_place:
         form = "self"
         outputs: tuple[Spec, ...] = (call.inputs[0].spec,)
     else:
         shapes = sharding.shapes or call.output_shapes()
         form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
-        mesh, dtype = call.inputs[0].spec.mesh, call.inputs[0].dtype
+        first = call.inputs[0].spec
         assert len(shapes) == len(outs), (
             f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
         )
-        outputs = tuple(Spec.of(mesh, p, shape, dtype) for p, shape in zip(outs, shapes, strict=True))
+        outputs = tuple(
+            first
+            if p == first.placements and shape == first.shape
+            else Spec.of(first.mesh, p, shape, first.dtype)
+            for p, shape in zip(outs, shapes, strict=True)
+        )
         if sharding.local is None and sharding.bind is None:
             _check_promise(call, targets, outputs)
     run = _local_call(sharding, LocalRun(call.func, targets, outputs))
-    if not name.in_place and call.name not in COPIES_IF_NEEDED and has_free_order((*targets, *outputs)):
+    specs = {*targets, *outputs}
+    if not name.in_place and call.op.aliasing != "if_needed" and any(spec.has_free_order for spec in specs):
         run = OrderedCall(run, call, targets, outputs, sharding)
     decision = Decision(call.name, form, outputs, run)
     decision.is_view = sharding.is_view
-    if sharding.is_view or call.name in COPIES_IF_NEEDED:
+    if sharding.is_view or call.op.aliasing == "if_needed":
         decision.aliasing = Aliasing(call)
-    decision.is_new = name.in_place or not _may_be_old(call.name, targets, outputs)
+    decision.is_new = name.in_place or not _may_be_old(call.op, targets, outputs)
     if (
         call.grad
         and form != "self"
         and decision.aliasing is None
         and decision.is_new
-        and holds_nothing((*targets, *outputs))
+        and any(0 in spec.local_shape and spec.num_elements for spec in specs)  # this rank holds nothing
     ):
         decision.call = anchored(run, call, targets)
     plans = [
@@ -175,10 +179,10 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
     return decision.settled()
 
 
-def _may_be_old(name: str, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
+def _may_be_old(op: Operator, targets: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> bool:
     source = targets[0]
-    if name not in COPIES_IF_NEEDED:
-        return name in RETURNS_SELF or (name == "mT.get" and not source.shape)
+    if op.aliasing != "if_needed":
+        return op.aliasing == "self" or (op.name == "mT.get" and not source.shape)
     thin = any(part <= 1 < size for part, size in zip(source.local_shape, source.shape, strict=True))
     return thin or outputs[0].shape == source.shape
 
@@ -209,9 +213,38 @@ def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[i
         axes = tuple(
             axis
             for axis, placement in enumerate(target.placements)
-            if placement.is_replicate()
+            if placement is REPLICATE
             and target.mesh.shape[axis] > 1
-            and any(not out[axis].is_replicate() for out in outs)
+            and any(out[axis] is not REPLICATE for out in outs)
         )
         if axes:
             yield index, axes
+
+
+def _log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
+    """What came in, what was chosen, what that moves, and why."""
+    if not logger.isEnabledFor(TRAFFIC):
+        return
+    call, outs = _call_text(name, inputs), ", ".join(out.layout for out in decision.outputs)
+    if decision.moves:
+        moved = "; ".join(f"input {i}: {route.plan!r}" for i, route in decision.moves)
+        logger.log(
+            TRAFFIC,
+            "%s -> %s, moves %s: the fewest bytes of %d choices an axis",
+            call,
+            outs,
+            moved,
+            num_choices,
+        )
+    else:
+        logger.log(EVERYTHING, "%s -> %s, moves nothing", call, outs)
+
+
+def _log_no_layout(name: str, inputs: Sequence[In], why: str) -> None:
+    if logger.isEnabledFor(TRAFFIC):
+        logger.log(TRAFFIC, "%s: %s", _call_text(name, inputs), why)
+
+
+def _call_text(name: str, inputs: Sequence[In]) -> str:
+    given = ", ".join(repr(one.spec) for one in inputs)
+    return f"rank {inputs[0].spec.mesh.get_rank()}: {name}({given})"

@@ -19,11 +19,6 @@ from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._rule import Call
 
 
-def holds_nothing(specs: Sequence[Spec]) -> bool:
-    """Whether this rank's part of one of them is empty where the whole is not."""
-    return any(0 in spec.local_shape and spec.num_elements for spec in specs)
-
-
 def anchored(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Callable[..., Any]:
     """``run``, the local call of ``call``, which makes new tensors: with those in the graph of all its inputs.
 

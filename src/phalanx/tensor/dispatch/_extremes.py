@@ -21,7 +21,8 @@ from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.dispatch._run import run_rule
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, StridedShard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name, torch_keywords
+from phalanx.tensor.ops._registry import op_name
+from phalanx.tensor.ops._rule import torch_keywords
 
 
 class _Cut:

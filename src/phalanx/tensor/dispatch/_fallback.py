@@ -15,17 +15,11 @@ from phalanx.tensor.core._copied_views import check_writable, mark_copied_view, 
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import note_fallback
-from phalanx.tensor.dispatch._arguments import NeedsPromotion, flatten, promote, walk_tensors
+from phalanx.tensor.dispatch._arguments import NeedsPromotion, flatten, promote, run_handler, walk_tensors
 from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name
-
-# They write to arguments without raising the version of the tensor: (name -> positions of those tensors).
-WRITES_UNSEEN = {
-    "batch_norm": (3, 4), "native_batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
-    "apply": (0,), "map": (0,), "map2": (0,),
-}  # fmt: skip
+from phalanx.tensor.ops._registry import OPERATORS, op_name
 
 
 def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -33,13 +27,12 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = dict(kwargs) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
-        return write_out(func(*args, **kwargs), out)
+        return write_out(run_handler(func, args, kwargs), out)
     name = op_name(func)
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(name, args, kwargs)
-        return func(*args, **kwargs)
+        return run_handler(func, *promote(name, args, kwargs))
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):
         note_fallback(name.base, [t._spec for t in tensors])
@@ -48,7 +41,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     local_args, local_kwargs = structure.rebuild(wholes)
     result = func(*local_args, **local_kwargs)
     written = {i for i, whole in enumerate(wholes) if _version(whole) != versions[i]}
-    written |= _unseen_writes(name.base, args, tensors)
+    written |= _silent_writes(name.base, args, tensors)
     for index in written:
         write_back(tensors[index], wholes[index], name.base)
     mesh = tensors[0]._spec.mesh
@@ -71,11 +64,11 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _unseen_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
-    positions = WRITES_UNSEEN.get(name, ())
+def _silent_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
+    """Which of ``tensors`` the operator wrote to without raising their version."""
     return {
         index
-        for position in positions
+        for position in OPERATORS[name].writes
         if position < len(args)
         for index, tensor in enumerate(tensors)
         if args[position] is tensor
@@ -115,7 +108,7 @@ def write_out(result: Any, out: Any) -> Any:
             raise RuntimeError(f"out= has dtype {out.dtype}, to which {result.dtype} cannot be cast")
         if torch.is_grad_enabled() and (out.requires_grad or result.requires_grad):
             raise RuntimeError("functions with out= do not support gradients")
-        out.copy_(result)
+        run_handler(torch.Tensor.copy_, (out, result), {})
         return out
     filled = [write_out(one, target) for one, target in zip(result, out, strict=True)]
     return type(result)(filled) if type(result).__module__ == "torch.return_types" else type(out)(filled)

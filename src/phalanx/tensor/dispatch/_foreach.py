@@ -18,30 +18,14 @@ from phalanx.tensor.core._copied_views import check_writable, fresh, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import check_collective, moved_for
 from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.ops._registry import OPERATORS
 
-# They compute each element of a result from the elements at its place.
-_ELEMENTWISE = frozenset({
-    "_foreach_abs", "_foreach_acos", "_foreach_add", "_foreach_addcdiv", "_foreach_addcmul", "_foreach_asin",
-    "_foreach_atan", "_foreach_ceil", "_foreach_clamp_max", "_foreach_clamp_min", "_foreach_clone", "_foreach_copy",
-    "_foreach_cos", "_foreach_cosh", "_foreach_div", "_foreach_erf", "_foreach_erfc", "_foreach_exp",
-    "_foreach_expm1", "_foreach_floor", "_foreach_frac", "_foreach_lerp", "_foreach_lgamma", "_foreach_log",
-    "_foreach_log10", "_foreach_log1p", "_foreach_log2", "_foreach_maximum", "_foreach_minimum", "_foreach_mul",
-    "_foreach_neg", "_foreach_pow", "_foreach_reciprocal", "_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid",
-    "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt", "_foreach_sub", "_foreach_tan",
-    "_foreach_tanh", "_foreach_trunc", "_foreach_zero",
-})  # fmt: skip
-# They may run on the contributions to a partial tensor, whatever its reduction.
-_ON_CONTRIBUTIONS = frozenset({"_foreach_zero", "_foreach_copy"})
-_OPTIMIZERS = frozenset({"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"})
+PREFIX = "_foreach_"
 
 
-def list_handler(base: str) -> Callable[[Any, Any, Any], Any] | None:
-    """The handler of a function on lists, by its name without the ``_`` of writing in place; None: it is none."""
-    if base in _ELEMENTWISE:
-        return foreach
-    if base.startswith("_foreach_"):
-        return _each
-    return fused if base in _OPTIMIZERS else None
+def list_handler(base: str) -> Callable[[Any, Any, Any], Any]:
+    """Find the handler of ``_foreach_*``, by its name without the ``_`` of writing in place."""
+    return foreach if OPERATORS[base.removeprefix(PREFIX)].foreach else _each
 
 
 def foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -93,7 +77,10 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     if any(not isinstance(t, DTensor) for t in first):
         return _by_kind(func, args, kwargs)
     specs = [t._spec for t in first]
-    odd = any(spec.is_partial for spec in specs) and base not in _ON_CONTRIBUTIONS
+    odd = (
+        any(spec.is_partial for spec in specs)
+        and OPERATORS[base.removeprefix(PREFIX)].foreach != "contributions"
+    )
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _each(func, args, kwargs)
     if name.endswith("_"):
@@ -205,10 +192,10 @@ def _place(values: Iterable[Any], place: int) -> list[Any]:
     return [value[place] if isinstance(value, (list, tuple)) else value for value in values]
 
 
-def _single(name: str) -> Callable[..., Any]:
+def _single(name: str) -> Any:
     """The function of one tensor that ``name`` applies to each of a list."""
-    method = name.removeprefix("_foreach_")
-    found = _SINGLE.get(method)
+    method = name.removeprefix(PREFIX)
+    found: Any = getattr(_OfOne, method, None)
     if found is None:
         found = getattr(Tensor, method, None) if method.endswith("_") else getattr(torch, method, None)
     if found is None:
@@ -218,31 +205,27 @@ def _single(name: str) -> Callable[..., Any]:
     return found
 
 
-def _norm(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
-    return norm
+class _OfOne:
+    """Functions of one tensor, where ``torch`` has none of the name or one that takes other arguments."""
 
+    @staticmethod
+    def norm(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+        return torch.linalg.vector_norm(tensor, ord, dtype=dtype)
 
-def _power_sum(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensor:
-    return tensor.to(dtype or tensor.dtype).abs().pow(ord).sum()
+    @staticmethod
+    def powsum(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+        return tensor.to(dtype or tensor.dtype).abs().pow(ord).sum()
 
+    @staticmethod
+    def maximum(tensor: Tensor, other: Any) -> Any:
+        return (torch.maximum if isinstance(other, Tensor) else torch.clamp_min)(tensor, other)
 
-def _limit(of_tensors: Any, of_number: Any) -> Callable[..., Any]:
-    def limit(tensor: Tensor, other: Any) -> Any:
-        return of_tensors(tensor, other) if isinstance(other, Tensor) else of_number(tensor, other)
+    @staticmethod
+    def minimum(tensor: Tensor, other: Any) -> Any:
+        return (torch.minimum if isinstance(other, Tensor) else torch.clamp_max)(tensor, other)
 
-    return limit
-
-
-# Functions whose name or arguments are others than those of the function of single tensors.
-_SINGLE: dict[str, Callable[..., Any]] = {
-    "norm": _norm,
-    "powsum": _power_sum,
-    "maximum": _limit(torch.maximum, torch.clamp_min),
-    "minimum": _limit(torch.minimum, torch.clamp_max),
-    "maximum_": torch.Tensor.clamp_min_,
-    "minimum_": torch.Tensor.clamp_max_,
-}
+    maximum_ = torch.Tensor.clamp_min_
+    minimum_ = torch.Tensor.clamp_max_
 
 
 def fused(func: Any, args: Any, kwargs: Any) -> None:

@@ -7,7 +7,7 @@ that took part decides by the same numbers: parts that do not fit raise on each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import check_plain, mesh_or_current, one_for_each_axis
 from phalanx.tensor.dispatch._local_shapes import Coordinate, Part, coordinates, gathered_parts, listing
-from phalanx.tensor.layout._placement import Partial, Placement, Shard
+from phalanx.tensor.layout._placement import Placement, Shard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.redistribute._execute import LINEAR_OPS, GradLayout
+from phalanx.tensor.redistribute._execute import GradLayout
 from phalanx.tensor.redistribute._log import listening, log_collectives
 
 
@@ -28,6 +28,7 @@ def from_local(
     placements: Sequence[Placement] | None,
     run_check: bool,
     shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
     grad_placements: Sequence[Placement] | None,
 ) -> DTensor:
     """See ``DTensor.from_local``."""
@@ -48,8 +49,12 @@ def from_local(
     log_collectives("from_local to", spec, heard)
     if grad_placements is not None:
         apply: Any = GradLayout.apply
-        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
-    return wrap(local.view_as(local), spec)
+        result = wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
+    else:
+        result = wrap(local.view_as(local), spec)
+    if stride is not None:
+        _check_stride(result, tuple(stride))
+    return result
 
 
 def _fitting(
@@ -141,37 +146,7 @@ class _Replaced(torch.autograd.Function):
         return grads[0], None
 
 
-def part_with_gradient(local: Tensor, spec: Spec, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """What ``to_local`` of a tensor laid out as ``spec`` returns where it will be differentiated."""
-    if torch.is_grad_enabled():
-        apply: Any
-        given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
-        if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
-            apply = _NoGradient.apply
-            return cast(Tensor, apply(local, spec))
-        if given is not spec.cotangent:
-            apply = GradLayout.apply
-            return cast(Tensor, apply(local, given, spec.cotangent))
-    return local.view_as(local) if local.is_leaf else local
-
-
-class _NoGradient(torch.autograd.Function):
-    """Identity, which raises when a gradient comes back: that of a contribution to a maximum is not that of it."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: Spec) -> Tensor:
-        ctx.spec = spec
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"rank {ctx.spec.mesh.get_rank()}: backward through to_local() of {ctx.spec!r}, whose contributions have "
-            f"no gradient; redistribute it before (where no gradient is needed), or detach()"
-        )
-
-
-def check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
+def _check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
     """``given`` is that of a contiguous whole, or of one in the order of the local tensor; dims of one row may say
     anything.
     """

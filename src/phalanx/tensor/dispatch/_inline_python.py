@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.core._modes import settings
 from phalanx.tensor.dispatch._arguments import promote
-from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._registry import op_name
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

@@ -33,17 +33,18 @@ from phalanx.tensor.dispatch._arguments import (
     NeedsPromotion,
     Structure,
     flatten,
+    is_general,
     key_of_any_numbers,
     promote,
+    run_handler,
+    with_numbers,
 )
 from phalanx.tensor.dispatch._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor.dispatch._fallback import run_replicated, write_out
-from phalanx.tensor.dispatch._numbers import has_numbers, with_numbers
 from phalanx.tensor.dispatch._results import finish
 from phalanx.tensor.dispatch._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
-from phalanx.tensor.ops._names import in_signature_order, op_name
-from phalanx.tensor.ops.rules import RULES
-from phalanx.tensor.ops.rules._pointwise import BINARY, UNARY, pointwise
+from phalanx.tensor.ops._registry import OPERATORS, op_name
+from phalanx.tensor.ops._signatures import in_signature_order
 from phalanx.tensor.redistribute._execute import move, run_plan
 from phalanx.tensor.redistribute._sums import reduce_gradient
 
@@ -59,8 +60,6 @@ SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are eq
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
-# Numbers among the arguments are operands: not devices, nor the ``reduction`` of a loss.
-_ANY_NUMBERS = frozenset((*UNARY, *BINARY)) - {"to", "type", "cpu", "cuda"}
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
 _FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
@@ -277,17 +276,14 @@ def _learn(
     structure: Structure | None = None,
 ) -> Decision:
     """Decide and remember: for any numbers, where these change nothing."""
-    name = op_name(func).base
-    if name in _ANY_NUMBERS and RULES.get(name) is pointwise:
+    if OPERATORS[op_name(func).base].numbers:
         general = key_of_any_numbers(args, kwargs)
         if general is not None:
             found = (func, general)
             known = _cache.get(found)
             if known is not None:
                 return known
-    mesh = tensors[0]._spec.mesh
-    several_meshes = structure is None and any(t._spec.mesh is not mesh for t in tensors)
-    if several_meshes or (structure is None and len(tensors) > 1 and has_numbers(func, args, kwargs)):
+    if structure is None and len(tensors) > 1 and is_general(func, args, kwargs, tensors):
         decision = GENERAL
     else:
         decision = decide(func, args, kwargs, tensors, structure)
@@ -348,15 +344,14 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = in_signature_order(func, dict(kwargs)) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
-        return write_out(func(*args, **kwargs), out)
+        return write_out(run_handler(func, args, kwargs), out)
     plain = with_numbers(func, args, kwargs)
     if plain is not None:
-        return func(*plain[0], **plain[1])
+        return run_handler(func, *plain)
     try:
         structure = flatten(args, kwargs)
     except NeedsPromotion:
-        args, kwargs = promote(op_name(func), args, kwargs)
-        return func(*args, **kwargs)
+        return run_handler(func, *promote(op_name(func), args, kwargs))
     tensors = structure.tensors
     if structure.key is None:
         decision = decide(func, args, kwargs, tensors, structure)

@@ -18,11 +18,21 @@ from typing import Any, Literal
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
-class Placement:
+class _Interned(type):
+    """Makes one object of equal placements, so that a comparison is ``is``, and a hash is free."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return _known.setdefault((cls, made._fields()), made)
+
+
+_known: dict[tuple[type, tuple[Any, ...]], Placement] = {}
+
+
+class Placement(metaclass=_Interned):
     """How one mesh axis holds a tensor; see ``Shard``, ``Replicate``, ``Partial``."""
 
-    __slots__ = ("_hash",)
-    _hash: int
+    __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
         return False
@@ -35,16 +45,6 @@ class Placement:
 
     def _fields(self) -> tuple[Any, ...]:
         return ()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) and self._fields() == other._fields())
-
-    def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:  # asked for the first time; layouts are looked up in every operation
-            object.__setattr__(self, "_hash", hash((type(self).__name__, *self._fields())))
-            return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._fields()

@@ -42,14 +42,17 @@ class Spec:
     """
 
     __slots__ = (
-        "__weakref__", "dtype", "is_partial", "local_shape", "local_strides", "mesh", "placements", "routes",
-        "shape", "template", "variants",
+        "__weakref__", "coordinate", "dtype", "is_outside", "is_partial", "local_shape", "local_strides", "mesh",
+        "num_elements", "placements", "routes", "shape", "template", "variants",
     )  # fmt: skip
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     dtype: torch.dtype
+    num_elements: int
+    coordinate: tuple[int, ...]  # this rank's in the mesh; the origin, for a rank outside of it
+    is_outside: bool  # this rank is, and holds nothing
     local_shape: tuple[int, ...]
     local_strides: tuple[int, ...]  # of a row-major part
     is_partial: bool  # on some axis
@@ -74,7 +77,12 @@ class Spec:
                 known.placements = normalize(placements, mesh.ndim, len(size))
                 known.shape = size
                 known.dtype = dtype
-                known.local_shape = known._local_shape()
+                known.num_elements = math.prod(size)
+                own = mesh.get_coordinate()
+                known.is_outside, known.coordinate = own is None, own or (0,) * mesh.ndim
+                known.local_shape = (
+                    (0,) * max(1, len(size)) if own is None else known.shape_at(known.coordinate)
+                )
                 known.is_partial = any(isinstance(p, Partial) for p in known.placements)
                 known.variants, known.routes = {}, {}
                 with unseen(), torch.inference_mode(False):  # checkpointing saves wrappers for backward
@@ -98,9 +106,6 @@ class Spec:
         if found is None:
             found = self.variants[given] = Spec.of(self.mesh, given, self.shape, self.dtype)
         return found
-
-    def with_shape(self, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
-        return Spec.of(self.mesh, placements, shape, self.dtype)
 
     @property
     def replicated(self) -> Spec:
@@ -132,10 +137,6 @@ class Spec:
         return all(p.is_replicate() for p in self.placements)
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def local_bytes(self) -> int:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
@@ -147,11 +148,6 @@ class Spec:
             for axis, p in enumerate(self.placements)
             if isinstance(p, Shard) and p.dim == dim
         ]
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's place in the mesh (the origin, for a rank outside of it)."""
-        return self.mesh.get_coordinate() or (0,) * self.mesh.ndim
 
     def local_indices(self, dim: int) -> list[int]:
         """The global indices of ``dim`` that this rank holds, ascending within each cut."""
@@ -191,10 +187,10 @@ class Spec:
             self.variants["thin"] = found
         return found
 
-    def _local_shape(self) -> tuple[int, ...]:
-        if self.mesh.get_coordinate() is None:
-            return (0,) * max(1, len(self.shape))  # this rank is outside of the mesh and holds nothing
-        return self.shape_at(self.coordinate)
+    @property
+    def has_free_order(self) -> bool:
+        """Whether some rank's shard does not tell the order of the dims."""
+        return self.has_thin_part and (self.has_empty_part or sum(size > 1 for size in self.shape) > 1)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -217,3 +213,22 @@ def _rebuild(
 
 
 Spec.__hash__ = object.__hash__  # type: ignore[method-assign]  # interned: identity is equality
+
+
+def axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
+    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
+    if mesh._root is not root._root:
+        return None
+    axes = root._layout.axes
+    return [axes.index(a) for a in mesh._layout.axes] if all(a in axes for a in mesh._layout.axes) else None
+
+
+def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
+    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    axes = axes_in(spec.mesh, root)
+    if axes is None:
+        return None
+    placements: list[Placement] = [REPLICATE] * root.ndim
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        placements[axis] = placement
+    return Spec.of(root, placements, spec.shape, spec.dtype)

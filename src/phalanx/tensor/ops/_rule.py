@@ -2,57 +2,100 @@
 
 Owns ``Call`` (one torch call, its DTensor arguments replaced by ``In``), ``Choice`` (what one mesh axis may do) and
 ``Sharding`` (a rule's answer). Rules are pure functions from ``Call`` to ``Sharding`` or None (no rule for this
-call: it is computed replicated). They are listed in ``rules/__init__.py``; ``_select.py`` picks among choices by
-bytes.
+call: it is computed replicated). They are listed in ``_registry.py``; ``_select.py`` picks among choices by bytes.
+Owns ``Operator`` too, what that table says of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from phalanx.tensor.layout._placement import REPLICATE, Placement
+from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import unseen
-from phalanx.tensor.ops._names import torch_keywords
+
+Rule = Callable[["Call"], "Sharding | None"]
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One row of the table of operators (``_registry.py``): how it runs on DTensors, its forms, what it promises.
+
+    A handler is named ``module.function``; ``patches/_handlers.py`` knows the modules. It takes (func, args, kwargs) as
+    torch gave them. Names of several forms are separated by spaces.
+    """
+
+    name: str
+    rule: Rule | None = None
+    handler: str = ""  # runs it in place of the rule, or leaves some calls to the rule
+    functional: str = (
+        ""  # handler of ``torch.nn.functional``'s Python function of this name, whose body does not run
+    )
+    in_place: str = ""  # handler of the form that writes to its first argument
+    refused: str = ""  # why it raises
+    in_place_refused: str = ""
+    # ---- forms
+    dunders: str = ""  # Python operators that are this one; those with an ``i`` in front write in place
+    quick: str = (
+        ""  # methods and operators that DTensor has without the detour through torch's argument parser
+    )
+    foreach: Literal["", "locals", "contributions"] = (
+        ""  # ``_foreach_<name>`` runs on the locals, also partial ones
+    )
+    sharded: str = ""  # for ShardedTensor: "metadata", "shards" (element by element), or its handler's name
+    # ---- promises
+    numbers: bool = False  # numbers among its arguments are operands: a decision holds for all of them
+    linear: Linear = ""  # which tensors may be partial sums, with a result that is one too
+    cast: torch.dtype | Literal["", "given"] = ""  # the dtype of the result
+    aliasing: Literal["", "view", "self", "if_needed"] = ""  # what it may return besides a new tensor
+    makes_anew: bool = False  # of its first argument it takes no values
+    indexes: bool = False  # its second argument is an index
+    reduction_at: int = -1  # position of a loss's reduction
+    writes: tuple[int, ...] = ()  # arguments that it writes to without raising their version
+    module_makes: Literal["", "states", "offsets"] = ""  # plain tensors that modules give it
+
+
+Linear = Literal["", "first", "identity", "dividend", "either", "both", "values"]
+"""``first``: the first; ``identity``: that, whatever its reduction; ``dividend``: the first, divided by no zero;
+``either``: one of two; ``both``: two together; ``values``: those of three that are no condition."""
+
+
+# torch takes numpy's names for these arguments too, in every function.
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def torch_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` under torch's names.
+
+    >>> torch_keywords({"axis": 0, "keepdims": True})
+    {'dim': 0, 'keepdim': True}
+    """
+    return {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+
+
+@dataclass(slots=True)
 class In:
     """Stands for a DTensor argument inside a ``Call``."""
 
-    __slots__ = ("index", "spec")
-
-    def __init__(self, index: int, spec: Spec) -> None:
-        self.index = index
-        self.spec = spec
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.spec.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.spec.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
+    index: int
+    spec: Spec
+    shape: torch.Size
+    ndim: int
+    dtype: torch.dtype
 
     @property
     def sharded_dims(self) -> set[int]:
-        return {p.dim for p in self.spec.placements if p.is_shard()}  # type: ignore[attr-defined]  # is_shard
+        return {p.dim for p in self.spec.placements if isinstance(p, Shard)}
 
     @property
     def is_partial(self) -> bool:
-        return any(p.is_partial() for p in self.spec.placements)
-
-    def __repr__(self) -> str:
-        return f"In({self.index}, {self.spec!r})"
+        return self.spec.is_partial
 
 
 @dataclass(frozen=True)
@@ -86,34 +129,34 @@ class Sharding:
     bind: Callable[[LocalRun], Callable[..., Any]] | None = None
 
 
+@dataclass(slots=True)
 class LocalRun:
     """What a rule's ``local`` may ask when it runs: the function, and the layouts that were chosen."""
 
-    __slots__ = ("func", "inputs", "outputs")
-
-    def __init__(self, func: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
-        self.func = func
-        self.inputs = inputs
-        self.outputs = outputs
+    func: Any
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
 
 
 @dataclass
 class Call:
     """One torch call. ``args`` and ``kwargs`` are the caller's, with ``In`` in place of DTensors and torch's names in
-    place of numpy's.
+    place of numpy's. What it computes on meta tensors it computes without the user's modes: ``decide`` sees to that.
     """
 
-    name: str
+    op: Operator
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[In]
     grad: bool
     in_place: bool = False
+    name: str = field(init=False)
     _meta: Any = field(default=None, repr=False)
     asked_for_grad: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.name = self.op.name
         self.kwargs = torch_keywords(self.kwargs)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
@@ -140,7 +183,7 @@ class Call:
         """What the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
-                self._meta = (self.on(self._papers()),)
+                self._meta = (self.on(self._meta_tensors()),)
             except AssertionError as error:  # torch's way to refuse arguments on meta tensors
                 raise RuntimeError(f"{self.name} on a DTensor: {error}") from error
         return self._meta[0]
@@ -148,12 +191,16 @@ class Call:
     def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
         """The first input as a meta tensor with these strides, and what the call returns for it."""
         first, *others = self.inputs
-        papers = [_paper(first, first.shape, strides), *(_paper(one, one.shape) for one in others)]
-        return papers[0], self.on(papers)
+        with unseen():
+            tensors = [
+                _meta_tensor(first, first.shape, strides),
+                *(_meta_tensor(one, one.shape) for one in others),
+            ]
+            return tensors[0], self.on(tensors)
 
     def on(self, tensors: Sequence[Tensor]) -> Any:
         """What the call returns for these tensors, which are on one device, in place of its inputs."""
-        with torch.no_grad(), unseen():
+        with torch.no_grad():
             return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
     def output_shapes(self) -> list[torch.Size]:
@@ -163,7 +210,7 @@ class Call:
         """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
         try:
             result = self.on(
-                [_paper(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
+                [_meta_tensor(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
             )
         except CANNOT_TELL:
             return None
@@ -175,11 +222,11 @@ class Call:
         """For each tensor that the call returns, which inputs get a gradient through it; None if meta tensors cannot
         tell.
         """
-        return self._reached(self.func, self._papers())
+        return self._reached(self.func, self._meta_tensors())
 
     def reached_here(self, run: Callable[..., Any], specs: Sequence[Spec]) -> list[frozenset[int]] | None:
         """The same of ``run``, the local call of a rank that holds nothing, by running it."""
-        with unseen(), torch.inference_mode(False):
+        with torch.inference_mode(False):
             parts = [
                 torch.zeros(spec.local_shape, dtype=one.dtype, device=spec.mesh.device_type)
                 for one, spec in zip(self.inputs, specs, strict=True)
@@ -190,15 +237,15 @@ class Call:
         for tensor in tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         try:
-            with torch.inference_mode(False), torch.enable_grad(), unseen():
+            with torch.inference_mode(False), torch.enable_grad():
                 made = run(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
         except CANNOT_TELL:
             return None
         results = tensors_in(made)
         return [frozenset(i for i, leaf in enumerate(tensors) if _leads_to(one, leaf)) for one in results]
 
-    def _papers(self) -> list[Tensor]:
-        return [_paper(one, one.shape) for one in self.inputs]
+    def _meta_tensors(self) -> list[Tensor]:
+        return [_meta_tensor(one, one.shape) for one in self.inputs]
 
 
 # What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
@@ -206,9 +253,9 @@ CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 _DEVICES = ("cpu", "cuda")
 
 
-def _paper(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
+def _meta_tensor(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
     """A meta tensor in place of an input; row-major without ``strides``."""
-    with unseen(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         if strides is None:
             return torch.empty(shape, dtype=one.dtype, device="meta")
         return torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
@@ -273,9 +320,6 @@ def none_thin(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
 
 def _laid_out(call: Call, placements: Sequence[tuple[Placement, ...]]) -> list[Spec]:
     return [one.spec.with_placements(given) for one, given in zip(call.inputs, placements, strict=True)]
-
-
-Rule = Callable[[Call], "Sharding | None"]
 
 
 def only_if(good: Callable[[Call, Sequence[tuple[Placement, ...]]], bool], rule: Rule) -> Rule:

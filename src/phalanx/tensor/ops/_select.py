@@ -24,7 +24,7 @@ def select(inputs: Sequence[In], sharding: Sharding, keep: tuple[Placement, ...]
 
     ``keep``: the placements that the first input and the first output must have (in-place operations).
     """
-    num_axes = inputs[0].spec.mesh.ndim
+    num_axes = len(inputs[0].spec.placements)
     per_axis = []
     for axis in range(num_axes):
         allowed = [c for c in sharding.choices if keep is None or _keeps(c, keep[axis])]
@@ -40,6 +40,8 @@ def select(inputs: Sequence[In], sharding: Sharding, keep: tuple[Placement, ...]
         cost = _cost(inputs, layouts[0], math.inf if best is None else best[0])
         if best is None or cost < best[0]:
             best = (cost, layouts)
+            if cost == 0:  # nothing moves
+                break
     if best is not None or width >= max(map(len, per_axis)):
         return None if best is None else best[1]
     return _first_valid(inputs, sharding, per_axis)
@@ -82,7 +84,7 @@ def _fits(inputs: Sequence[In], placements: Sequence[tuple[Placement, ...]]) -> 
 
 
 def _keeps(choice: Choice, placement: Placement) -> bool:
-    return choice.inputs[0] == placement and choice.outputs[0] == placement
+    return choice.inputs[0] is placement and choice.outputs[0] is placement
 
 
 def _transpose(combination: Sequence[Choice], num_inputs: int) -> Layouts:
@@ -95,7 +97,7 @@ def _estimate(inputs: Sequence[In], choice: Choice, axis: int) -> float:
     total = 0.0
     for one, after in zip(inputs, choice.inputs, strict=True):
         before = one.spec.placements[axis]
-        if before == after:
+        if before is after:
             continue
         size = float(one.spec.num_elements * one.spec.dtype.itemsize) + 4096
         if isinstance(before, Partial):

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.tensor.core._copied_views import fresh
-from phalanx.tensor.core._dtensor import DTensor, wrap
-from phalanx.tensor.dispatch._autograd import brought_gradient
+from phalanx.tensor.core._dtensor import DTensor, local_gradient, wrap
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import entered_gradient, exposed_gradient
 
@@ -70,6 +69,10 @@ class _Call:
         self.single = False
         self.context: Any = None
 
+    def node_of(self, node: Any) -> Node:
+        """Wrap the ``grad_fn`` of a result, so that hooks on it see DTensors."""
+        return Node(node, self)
+
 
 class _Lifted(Function):
     """Runs another Function on DTensors made of its own local arguments."""
@@ -117,7 +120,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
         raise RuntimeError(
             f"backward of an autograd.Function returned a {type(value).__name__} for {spec!r}; expected a DTensor"
         )
-    return entered_gradient(brought_gradient("backward of an autograd.Function", value, spec), spec)
+    return entered_gradient(local_gradient("backward of an autograd.Function", value, spec), spec)
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
@@ -177,11 +180,8 @@ def _unwrapped(grads: Any, specs: list[Spec | None]) -> Any:
     return tuple(_gradient(g, spec) for g, spec in zip(grads, specs, strict=True))
 
 
-def install() -> None:
-    """Wrap ``torch.autograd.Function.apply``. Does it once."""
-    plain = Function.__dict__["apply"].__func__
-    if hasattr(plain, "_phalanx"):
-        return
+def function_apply(plain: Any) -> Any:
+    """Lift a user's Function that is applied to DTensors."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for arg in args:
@@ -191,6 +191,4 @@ def install() -> None:
                 return _apply_lifted(cls, args)
         return plain(cls, *args, **kwargs)
 
-    apply._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
-    apply.__doc__ = plain.__doc__
-    Function.apply = classmethod(apply)  # type: ignore[assignment]  # the same call
+    return apply

@@ -13,28 +13,11 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.core._dtensor import DTensor, _find_handler, _handlers, _num_dispatch_modes
+from phalanx.tensor.core._dtensor import DTensor, _num_dispatch_modes, above, handlers
 from phalanx.tensor.dispatch._run import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
+from phalanx.tensor.ops._registry import OPERATORS
 
 _num_function_modes = torch._C._len_torch_function_stack
-
-# The operator, and the function as which torch reports it.
-_OPERATORS = {
-    "__add__": torch.Tensor.add,
-    "__sub__": torch.Tensor.sub,
-    "__mul__": torch.Tensor.mul,
-    "__truediv__": torch.Tensor.div,
-    "__matmul__": torch.Tensor.matmul,
-}
-
-
-# Methods that models call at every step and that have a rule, and one that torch does not report at all.
-_METHODS = (
-    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
-    "split", "contiguous", "sum", "mean", "softmax", "log_softmax", "relu", "exp", "log", "sqrt", "rsqrt", "tanh",
-    "sigmoid", "add", "sub", "mul", "div", "pow", "matmul", "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_",
-    "lerp_", "set_",
-)  # fmt: skip
 
 
 def install() -> None:
@@ -42,10 +25,13 @@ def install() -> None:
     bound: Any = DTensor.__torch_function__
     for call in (bound.__func__, DTensor.redistribute):
         _hidden_from_compilers(call)
-    for name, func in _OPERATORS.items():
-        setattr(DTensor, name, _operator(func, getattr(torch.Tensor, name)))
-    for name in _METHODS:
-        setattr(DTensor, name, _method(getattr(torch.Tensor, name)))
+    for row in OPERATORS.values():
+        for name in row.quick.split():
+            inherited = getattr(torch.Tensor, name)
+            if name.startswith("__"):  # torch reports an operator as the function
+                setattr(DTensor, name, _operator(getattr(torch.Tensor, row.name), inherited))
+            else:
+                setattr(DTensor, name, _method(inherited))
 
 
 def _operator(func: Any, inherited: Any) -> Any:
@@ -58,9 +44,9 @@ def _operator(func: Any, inherited: Any) -> Any:
         ):
             return inherited(self, other)
         try:
-            handler = _handlers[func]
+            handler = handlers[func]
         except KeyError:
-            handler = _find_handler(func)
+            handler = above.find_handler(func)
         return run_pair(func, self, other) if handler is run_rule else handler(func, (self, other), None)
 
     return _hidden_from_compilers(operator)
@@ -71,9 +57,9 @@ def _method(func: Any) -> Any:
         if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
             return func(self, *args, **kwargs)
         try:
-            handler = _handlers[func]
+            handler = handlers[func]
         except KeyError:
-            handler = _find_handler(func)
+            handler = above.find_handler(func)
         if handler is run_rule and not kwargs:
             if not args:
                 return run_one(func, self)

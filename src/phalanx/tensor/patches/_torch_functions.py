@@ -1,98 +1,45 @@
-"""Functions of torch that take a DTensor without asking its class, and would see an empty tensor.
+"""Wrappers of torch's functions that take a DTensor without asking its class, and would see an empty tensor.
 
-Owns the wrappers that ``install`` puts around them, which refuse or do right; calls without DTensors pass straight on.
-A tracer records what happens to this rank's part, so inside ``torch.jit.trace`` every operation on a DTensor raises,
-and every collective (which no trace can hold). Calls outside of a trace pay nothing for that: the remembered handlers
-are dropped when a trace begins, and those found meanwhile look for it (``find_handler``).
+Owns the wrappers, which refuse or do right; calls without DTensors pass straight on. ``_install.py`` lists what each is
+put around.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-import torch.utils.dlpack
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx import comm
 from phalanx.comm.torch_interop._dcp import Spread
-from phalanx.tensor.core._dtensor import DTensor, _handlers
-
-_lock = threading.Lock()
-_num_traces = 0  # of all threads: while there are some, handlers are not remembered
-
-
-def while_tracing(handler: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any] | None:
-    """What to call in place of ``handler`` while some thread is inside ``torch.jit.trace``; None if none is."""
-    if not _num_traces:
-        return None
-
-    def check(func: Any, args: Any, kwargs: Any) -> Any:
-        if torch._C._get_tracing_state() is not None:
-            _refuse_trace(f"{getattr(func, '__name__', func)} on a DTensor")
-        return handler(func, args, kwargs)
-
-    return check
+from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._modes import under_these_modes
+from phalanx.tensor.patches._handlers import refuse_trace, tracing
 
 
-def _refuse_trace(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{what} inside torch.jit: it would record this rank's part. "
-        f"Trace or script the plain module before it is distributed, or give it full_tensor()"
-    )
-
-
-def _refuse_collective(event: comm.CommEvent) -> None:
-    if torch._C._get_tracing_state() is not None:
-        _refuse_trace(f"{event.name} of {event.nbytes} B")
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    global _num_traces
-    with _lock:
-        _num_traces += 1
-    _handlers.clear()
-    try:
-        with comm.observe(_refuse_collective):
-            yield
-    finally:
-        with _lock:
-            _num_traces -= 1
-
-
-def _tracer(plain: Any) -> Any:
-    @functools.wraps(plain)
+def tracer(plain: Any) -> Any:
     def trace(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
-            _refuse_trace("a DTensor as example input")
-        with _tracing():
+            refuse_trace("a DTensor as example input")
+        with tracing():
             return plain(*args, **kwargs)
 
     return trace
 
 
-def _module_compiler(plain: Any) -> Any:
+def module_compiler(plain: Any) -> Any:
     """``torch.jit`` makes its own module of an ``nn.Module``, whether by tracing or by scripting."""
 
-    @functools.wraps(plain)
     def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for name, tensor in (*nn_module.named_parameters(), *nn_module.named_buffers()):
             if isinstance(tensor, DTensor):
-                _refuse_trace(f"{name}, a DTensor, in {type(nn_module).__name__}")
+                refuse_trace(f"{name}, a DTensor, in {type(nn_module).__name__}")
         return plain(nn_module, *args, **kwargs)
 
     return create_script_module
 
 
-def _faker(plain: Any) -> Any:
-    @functools.wraps(plain)
+def faker(plain: Any) -> Any:
     def from_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
@@ -104,16 +51,14 @@ def _faker(plain: Any) -> Any:
     return from_tensor
 
 
-def _packer(plain: Any) -> Any:
-    @functools.wraps(plain)
+def packer(plain: Any) -> Any:
     def to_dlpack(tensor: Any) -> Any:
         return plain(tensor._whole() if isinstance(tensor, Spread) else tensor)
 
     return to_dlpack
 
 
-def _edge_maker(plain: Any) -> Any:
-    @functools.wraps(plain)
+def edge_maker(plain: Any) -> Any:
     def get_gradient_edge(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
@@ -125,24 +70,69 @@ def _edge_maker(plain: Any) -> Any:
     return get_gradient_edge
 
 
-# (module or class, name, what wraps it)
-_DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (torch.jit, "trace", _tracer),
-    (torch.jit, "trace_module", _tracer),
-    (torch.jit, "_get_trace_graph", _tracer),  # torch.onnx
-    (torch.jit._recursive, "create_script_module", _module_compiler),
-    (FakeTensorMode, "from_tensor", _faker),
-    (torch.autograd.graph, "get_gradient_edge", _edge_maker),
-    (torch, "to_dlpack", _packer),
-    (torch.utils.dlpack, "to_dlpack", _packer),
-)
+def grouper(plain: Any) -> Any:
+    """Group DTensors by the device of their data: the wrapper is a meta tensor, so torch would group it as one."""
+
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        if not any(type(t) is DTensor for tensors in tensorlistlist for t in tensors):
+            return plain(tensorlistlist, with_indices)
+        return _group(tensorlistlist, with_indices)
+
+    return group
 
 
-def install() -> None:
-    """Wrap them. Does it once."""
-    for owner, name, wrapper in _DOORS:
-        plain = getattr(owner, name)
-        if not hasattr(plain, "_phalanx"):
-            wrapped = wrapper(plain)
-            wrapped._phalanx = True
-            setattr(owner, name, wrapped)
+def _group(lists: Any, with_indices: bool) -> dict[Any, Any]:
+    kinds = {(t.device, t.dtype) if t is not None else None for t in lists[0]}
+    if len(kinds) == 1 and None not in kinds:  # as nearly always
+        everything = range(len(lists[0])) if with_indices else ()
+        return {kinds.pop(): ([list(tensors) for tensors in lists], list(everything))}
+    groups: dict[Any, Any] = {}
+    filled = [tensors or [None] * len(lists[0]) for tensors in lists]  # optimizers leave unused lists empty
+    for index, column in enumerate(zip(*filled, strict=True)):
+        lead = next(t for t in column if t is not None)
+        columns, indices = groups.setdefault((lead.device, lead.dtype), ([[] for _ in lists], []))
+        for tensors, tensor, given in zip(columns, column, lists, strict=True):
+            if given:
+                tensors.append(tensor)
+        if with_indices:
+            indices.append(index)
+    return groups
+
+
+# ---- activation checkpoints
+#
+# torch keeps the inputs of a checkpointed function as it keeps tensors for backward, so that an outer checkpoint
+# recomputes them. The wrapper requires no gradient in autograd's eyes: recomputed, it would have none, so of a DTensor
+# torch keeps the local tensor. Recomputation happens in backward, where the user's contexts have ended: the modes of
+# forward hold there again, for checkpoints of either kind.
+
+
+def input_saver(plain: Any) -> Any:
+    """Have a checkpoint keep the locals of DTensors and their layouts."""
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        kept = [type(a) is DTensor and a._stale is None for a in args]
+        self.layouts = [a._spec if keep else None for a, keep in zip(args, kept, strict=True)]
+        self.recompute_fn = under_these_modes(self.recompute_fn)
+        plain(self, *(a._local if keep else a for a, keep in zip(args, kept, strict=True)))
+
+    return save_inputs
+
+
+def input_giver(plain: Any) -> Any:
+    """Have a checkpoint give DTensors back."""
+
+    def get_inputs(self: Any) -> list[Any]:
+        found = zip(plain(self), self.layouts, strict=True)
+        return [value if spec is None else wrap(value, spec) for value, spec in found]
+
+    return get_inputs
+
+
+def reentrant_forward(plain: Any) -> Any:
+    """Have a reentrant checkpoint recompute under the modes of its forward."""
+
+    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return plain(ctx, under_these_modes(run_function), *args)
+
+    return forward

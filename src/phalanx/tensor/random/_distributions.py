@@ -84,14 +84,10 @@ def _geometric(dtype: torch.dtype, p: float) -> Make:
 
 UNIFORM = Distribution("uniform_", _uniform, FLOATS | COMPLEX, (("from", 0.0), ("to", 1.0)))
 NORMAL = Distribution("normal_", _normal, FLOATS | COMPLEX, (("mean", 0.0), ("std", 1.0)))
-FILLERS = {
-    "uniform": UNIFORM,
-    "normal": NORMAL,
-    "log_normal": Distribution("log_normal_", _log_normal, FLOATS, (("mean", 1.0), ("std", 2.0))),
-    "exponential": Distribution("exponential_", _exponential, FLOATS, (("lambd", 1.0),)),
-    "cauchy": Distribution("cauchy_", _cauchy, FLOATS, (("median", 0.0), ("sigma", 1.0))),
-    "geometric": Distribution("geometric_", _geometric, FLOATS | INTEGERS, (("p", math.nan),)),
-}
+LOG_NORMAL = Distribution("log_normal_", _log_normal, FLOATS, (("mean", 1.0), ("std", 2.0)))
+EXPONENTIAL = Distribution("exponential_", _exponential, FLOATS, (("lambd", 1.0),))
+CAUCHY = Distribution("cauchy_", _cauchy, FLOATS, (("median", 0.0), ("sigma", 1.0)))
+GEOMETRIC = Distribution("geometric_", _geometric, FLOATS | INTEGERS, (("p", math.nan),))
 
 
 def integers(name: str, dtype: torch.dtype, low: int, high: int) -> Make:

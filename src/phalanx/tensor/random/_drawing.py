@@ -18,7 +18,7 @@ from phalanx.tensor.core._implicit_communication import check_collective, moved_
 from phalanx.tensor.dispatch._arguments import promote
 from phalanx.tensor.layout._placement import Shard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.ops._names import op_name
+from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.random import _philox
 from phalanx.tensor.random._state import next_stream
 

@@ -42,7 +42,7 @@ def _check(func: Any, tensor: DTensor, p: float) -> None:
     require(0 <= p <= 1, f"{func.__name__} on a DTensor needs a probability between 0 and 1, got {p}")
 
 
-def dropout(feature: bool) -> Handler:
+def _dropout(feature: bool) -> Handler:
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
         tensor: DTensor = args[0]
         p, train = option(args, kwargs, 1, "p", 0.5), option(args, kwargs, 2, "train", True)
@@ -54,6 +54,9 @@ def dropout(feature: bool) -> Handler:
         return tensor.mul_(scaled) if func.__name__.endswith("_") else tensor * scaled
 
     return handler
+
+
+dropout, feature_dropout = _dropout(feature=False), _dropout(feature=True)
 
 
 def native_dropout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -68,7 +71,7 @@ def native_dropout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tensor * (mask / (1 - p) if p < 1 else mask), mask.bool()
 
 
-def alpha_dropout(feature: bool) -> Handler:
+def _alpha_dropout(feature: bool) -> Handler:
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
         tensor: DTensor = args[0]
         p, train = option(args, kwargs, 1, "p", 0.5), option(args, kwargs, 2, "train", False)
@@ -86,6 +89,9 @@ def alpha_dropout(feature: bool) -> Handler:
         return tensor.mul_(mask * a).add_(shift) if in_place else tensor * (mask * a) + shift
 
     return handler
+
+
+alpha_dropout, feature_alpha_dropout = _alpha_dropout(feature=False), _alpha_dropout(feature=True)
 
 
 def rrelu(func: Any, args: Any, kwargs: Any) -> Any:

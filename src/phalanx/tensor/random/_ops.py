@@ -1,12 +1,13 @@
 """Random functions on DTensors: each draws one stream and gives every element its own value from it.
 
-Owns their table and the handlers of those that are no dropout (``_dropout.py``); the values are in
-``_distributions.py``. What is not here and draws numbers is refused (``REFUSED``): computed replicated it would use
-torch's generators, whose values differ from rank to rank.
+Owns the handlers of those that are no dropout (``_dropout.py``); the values are in ``_distributions.py``. What draws
+numbers and is not here is refused (``Operator.refused``): computed replicated it would use torch's generators, whose
+values differ from rank to rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,12 @@ from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
 from phalanx.tensor.dispatch._fallback import write_out
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.random import _dropout, _philox
+from phalanx.tensor.random import _philox
 from phalanx.tensor.random._distributions import (
-    FILLERS,
+    CAUCHY,
+    EXPONENTIAL,
+    GEOMETRIC,
+    LOG_NORMAL,
     NORMAL,
     UNIFORM,
     Distribution,
@@ -39,26 +43,9 @@ from phalanx.tensor.random._drawing import (
     require,
     require_dtype,
     require_everywhere,
-    with_distributed_arguments,
     write,
 )
 from phalanx.tensor.random._state import next_stream
-
-REFUSED = frozenset(
-    [
-        "poisson",
-        "binomial",
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "fractional_max_pool2d_with_indices",
-        "fractional_max_pool3d_with_indices",
-        "svd_lowrank",
-        "pca_lowrank",
-        "lobpcg",
-    ]
-)
 
 
 def _like(values: Callable[[str, torch.dtype, Any, Any], _philox.Make]) -> Handler:
@@ -221,6 +208,36 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     return wrap(chosen.clamp_max(whole.shape[-1] - 1).to(local.device), spec)
 
 
+def sparse_(tensor: DTensor, sparsity: float, std: float = 0.01, generator: Any = None) -> DTensor:
+    """Draw normal values of which each column loses the same number, in random rows: ``nn.init.sparse_``.
+
+    torch's own draws the rows from the rank's generator, so that replicas would differ; the other functions of
+    ``nn.init`` are made of random functions on tensors and need nothing.
+    """
+    check_generator({"generator": generator})
+    if tensor.ndim != 2:
+        raise ValueError(f"sparse_ on a DTensor needs 2 dims, got {tuple(tensor.shape)}")
+    values = drawn(tensor, NORMAL.of(tensor.dtype, (tensor, 0.0, std)))
+    spec = tensor._spec.cotangent
+    rows, columns = spec.shape
+    ranking = _philox.words(next_stream(spec.mesh), 0, rows * columns).reshape(rows, columns).argsort(axis=0)
+    is_zero = torch.zeros(rows, columns, dtype=torch.bool)
+    is_zero.scatter_(0, torch.from_numpy(ranking)[: math.ceil(sparsity * rows)], True)
+    for dim in range(2):
+        is_zero = is_zero.index_select(dim, torch.tensor(spec.local_indices(dim), dtype=torch.int64))
+    with torch.no_grad():
+        return write(tensor, values.masked_fill_(is_zero.to(values.device), 0), "sparse_")
+
+
+def sparse_init(plain: Any) -> Any:
+    """Have ``nn.init.sparse_`` take DTensors."""
+
+    def sparse(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (sparse_ if isinstance(tensor, DTensor) else plain)(tensor, *args, **kwargs)  # type: ignore[arg-type]  # a DTensor for the first
+
+    return sparse
+
+
 def _with_out(handler: Handler) -> Handler:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         options = dict(kwargs or {})
@@ -231,26 +248,21 @@ def _with_out(handler: Handler) -> Handler:
     return run
 
 
-RANDOM: dict[str, Handler] = {
-    "rand_like": _like(_standard(UNIFORM)),
-    "randn_like": _like(_standard(NORMAL)),
-    "randint_like": _like(_between),
-    **{name: _fill(distribution.of) for name, distribution in FILLERS.items()},
-    "random": _fill(random_integers),
-    "bernoulli": _with_out(_bernoulli),
-    "dropout": _dropout.dropout(feature=False),
-    "native_dropout": _dropout.native_dropout,
-    "feature_dropout": _dropout.dropout(feature=True),
-    "alpha_dropout": _dropout.alpha_dropout(feature=False),
-    "feature_alpha_dropout": _dropout.alpha_dropout(feature=True),
-    "rrelu": _dropout.rrelu,
-    "rrelu_with_noise": _dropout.rrelu,
-    "multinomial": _with_out(_multinomial),
-}
+# The handlers, under the names that the table of operators gives them.
+rand_like = _like(_standard(UNIFORM))
+randn_like = _like(_standard(NORMAL))
+randint_like = _like(_between)
+uniform = _fill(UNIFORM.of)
+log_normal = _fill(LOG_NORMAL.of)
+exponential = _fill(EXPONENTIAL.of)
+cauchy = _fill(CAUCHY.of)
+geometric = _fill(GEOMETRIC.of)
+random = _fill(random_integers)
+bernoulli = _with_out(_bernoulli)
+multinomial = _with_out(_multinomial)
+_fill_normal, _draw_normal = _fill(NORMAL.of), _with_out(_normal_from)
 
 
-def random_handler(func: Any, base: str) -> Handler | None:
-    handler = RANDOM.get(base)
-    if base == "normal" and func is not torch.Tensor.normal_:
-        handler = _with_out(_normal_from)
-    return None if handler is None else with_distributed_arguments(handler)
+def normal(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.normal_(mean, std)``, which fills, or ``torch.normal(mean, std)`` of tensors."""
+    return (_fill_normal if func is torch.Tensor.normal_ else _draw_normal)(func, args, kwargs)

@@ -4,14 +4,13 @@ Owns ``manual_seed``, ``get_rng_state``, ``set_rng_state`` and ``next_stream``. 
 the first draw on a mesh; ``torch.manual_seed`` starts anew. Meshes are numbered in the order of their first draws and
 the number is mixed into the seed: a program with one mesh draws the same whatever the mesh, one with two does not draw
 the same numbers twice. torch's ``get_rng_state`` / ``set_rng_state`` (which ``fork_rng`` and activation checkpointing
-use) carry this state along: ``install`` wraps them.
+use) carry this state along: ``patches/_install.py`` wraps them.
 
 Invariant: all ranks of a mesh make the same draws on it, in the same order.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import struct
@@ -169,43 +168,35 @@ def set_rng_state(saved: Tensor, device_mesh: DeviceMesh) -> None:
     _rank_state().start(device_mesh, (high << 32 | low, draws))
 
 
-def install() -> None:
-    """Let torch's seeding and its saving and restoring of random state include ours. Does it once."""
-    if hasattr(torch.manual_seed, "_phalanx"):
-        return
-    plain_get, plain_set = torch.get_rng_state, torch.set_rng_state
+def seeder(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Start anew on every mesh when torch is seeded."""
 
-    def seeder(plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            result = plain(*args, **kwargs)
-            _rank_state().forget()
-            return result
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        _rank_state().forget()
+        return result
 
-        return seed
+    return seed
 
-    @functools.wraps(plain_get)
+
+def state_saver(plain: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Put this state into the one that torch saves."""
+
     def get_state() -> Tensor:
-        saved = plain_get()
+        saved = plain()
         _generator_state.put(saved, _rank_state().packed())
         return saved
 
-    @functools.wraps(plain_set)
+    return get_state
+
+
+def state_restorer(plain: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Go on from the state that is in one that torch saved."""
+
     def set_state(new_state: Tensor) -> None:
-        plain_set(new_state)
+        plain(new_state)
         payload = _generator_state.taken(new_state)
-        if (
-            payload is not None
-        ):  # else torch saved it before this module was there, or one of its generators did
+        if payload is not None:  # else torch saved it before it was wrapped, or one of its generators did
             _rank_state().unpack(payload)
 
-    wrapped = {
-        "manual_seed": seeder(torch.manual_seed),
-        "seed": seeder(torch.seed),
-        "get_rng_state": get_state,
-        "set_rng_state": set_state,
-    }
-    wrapped["manual_seed"]._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
-    for name, function in wrapped.items():
-        for module in (torch, torch.random):
-            setattr(module, name, function)
+    return set_state

@@ -9,14 +9,14 @@ backward right for partial tensors. Reductions by min, max and product are not l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.group._staging import settled
-from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial
+from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._plan import Plan, plan_redistribute
 from phalanx.tensor.redistribute._search import LOCAL_KINDS
@@ -273,6 +273,36 @@ class GradLayout(torch.autograd.Function):
             redistribute_local(grads[0], given.with_dtype(grads[0].dtype), wanted.with_dtype(grads[0].dtype)),
             None,
             None,
+        )
+
+
+def local_with_gradient(local: Tensor, spec: Spec, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """Return what ``to_local`` of a tensor laid out as ``spec`` gives where it will be differentiated."""
+    if torch.is_grad_enabled():
+        apply: Any
+        given = spec.cotangent if grad_placements is None else spec.of_gradient(grad_placements)
+        if any(isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS for p in spec.placements):
+            apply = _NoGradient.apply
+            return cast(Tensor, apply(local, spec))
+        if given is not spec.cotangent:
+            apply = GradLayout.apply
+            return cast(Tensor, apply(local, given, spec.cotangent))
+    return local.view_as(local) if local.is_leaf else local
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity, which raises when a gradient comes back: that of a contribution to a maximum is not that of it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"rank {ctx.spec.mesh.get_rank()}: backward through to_local() of {ctx.spec!r}, whose contributions have "
+            f"no gradient; redistribute it before (where no gradient is needed), or detach()"
         )
 
 

@@ -13,15 +13,10 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 from phalanx.comm import CommEvent, observe
-
-if TYPE_CHECKING:
-    from phalanx.tensor.dispatch._decision import Decision
-    from phalanx.tensor.layout._spec import Spec
-    from phalanx.tensor.ops._rule import In
-    from phalanx.tensor.redistribute._plan import Plan
+from phalanx.tensor.layout._spec import Spec
+from phalanx.tensor.redistribute._plan import Plan
 
 logger = logging.getLogger("phalanx.dtensor")
 
@@ -44,30 +39,6 @@ def configure(setting: str | None = None) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False  # whatever handler the program has would write each line once more
-
-
-def log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
-    """What came in, what was chosen, what that moves, and why."""
-    if not logger.isEnabledFor(TRAFFIC):
-        return
-    call, outs = _call(name, inputs), ", ".join(out.layout for out in decision.outputs)
-    if decision.moves:
-        moved = "; ".join(f"input {i}: {route.plan!r}" for i, route in decision.moves)
-        logger.log(
-            TRAFFIC,
-            "%s -> %s, moves %s: the fewest bytes of %d choices an axis",
-            call,
-            outs,
-            moved,
-            num_choices,
-        )
-    else:
-        logger.log(EVERYTHING, "%s -> %s, moves nothing", call, outs)
-
-
-def log_no_layout(name: str, inputs: Sequence[In], why: str) -> None:
-    if logger.isEnabledFor(TRAFFIC):
-        logger.log(TRAFFIC, "%s: %s", _call(name, inputs), why)
 
 
 def log_fallback(rank: int, name: str, layouts: str, line: str) -> None:
@@ -114,8 +85,3 @@ def log_collectives(what: str, spec: Spec, heard: Heard) -> None:
         spec.variants["logged", what] = True
         said = "; ".join(f"{event.name} {event.nbytes} B" for event in heard)
         logger.log(TRAFFIC, "rank %d: %s %r: %s", spec.mesh.get_rank(), what, spec, said)
-
-
-def _call(name: str, inputs: Sequence[In]) -> str:
-    given = ", ".join(repr(one.spec) for one in inputs)
-    return f"rank {inputs[0].spec.mesh.get_rank()}: {name}({given})"

@@ -21,7 +21,7 @@ from phalanx.tensor.ops._rule import (
     none_empty,
     norm_dim,
 )
-from phalanx.tensor.ops.rules._pointwise import broadcast_shape, shard_choices
+from phalanx.tensor.ops.rules._pointwise import broadcast_shape
 from phalanx.tensor.ops.rules._shape import dim_map
 
 
@@ -226,17 +226,6 @@ def basic_index(shape: Sequence[int], keys: Sequence[Any]) -> dict[int, int] | N
             out += 1
         dim += 1
     return mapping
-
-
-def cross_product_free(call: Call) -> Sharding | None:
-    """Pointwise over every dim but the one an argument names (cross, renorm...)."""
-    ndims = {one.ndim for one in call.inputs}
-    if len(ndims) != 1:
-        return None
-    out = broadcast_shape([one.shape for one in call.inputs])
-    dim = norm_dim(call.arg(2, "dim", -1), len(out))
-    choices = [c for d in range(len(out)) if d != dim for c in shard_choices(call, d, out, 1)]
-    return Sharding([*choices, all_replicated(call, 1)])
 
 
 def repeat(call: Call) -> Sharding | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.tensor.layout._placement import PARTIAL_SUM, REPLICATE, Placement, Shard
-from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
+from phalanx.tensor.ops._rule import Call, Choice, In, Rule, Sharding, all_replicated
 
 
 def contraction(
@@ -74,47 +74,38 @@ def linear(call: Call) -> Sharding | None:
     return contraction(call, [batch + "k", "nk"], batch + "n", added)
 
 
-_FIXED: dict[str, tuple[list[str], str]] = {
-    "mm": (["mk", "kn"], "mn"),
-    "bmm": (["bmk", "bkn"], "bmn"),
-    "mv": (["mk", "k"], "m"),
-    "dot": (["k", "k"], ""),
-    "vdot": (["k", "k"], ""),
-    "inner": (["k", "k"], ""),
-    "outer": (["m", "n"], "mn"),
-    "ger": (["m", "n"], "mn"),
-}
-_ADDED: dict[str, tuple[list[str], str]] = {
-    "addmm": (["mk", "kn"], "mn"),
-    "addmv": (["mk", "k"], "m"),
-    "addr": (["m", "n"], "mn"),
-    "baddbmm": (["bmk", "bkn"], "bmn"),
-    "addbmm": (["bmk", "bkn"], "mn"),
-}
+def product(operands: str, output: str) -> Rule:
+    """Make the rule of a product of tensors whose dims are these letters, such as ``product("mk,kn", "mn")``."""
+    texts = operands.split(",")
+
+    def rule(call: Call) -> Sharding | None:
+        if [one.ndim for one in call.inputs] != [len(text) for text in texts]:
+            return None
+        return contraction(call, texts, output)
+
+    return rule
 
 
-def fixed_product(call: Call) -> Sharding | None:
-    texts, output = _FIXED[call.name]
-    if [one.ndim for one in call.inputs] != [len(text) for text in texts]:
-        return None
-    return contraction(call, texts, output)
+def added_product(operands: str, output: str) -> Rule:
+    """Make the rule of ``beta * input + alpha * (a @ b)``: the input is the added term."""
+    texts = operands.split(",")
 
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 3 or [one.ndim for one in call.inputs[1:]] != [len(text) for text in texts]:
+            return None
+        term = call.inputs[0]
+        if term.ndim > len(output):
+            return None
+        meta = term.shape if call.in_place else call.meta().shape
+        letters = output[len(output) - term.ndim :]
+        sizes = meta[len(output) - term.ndim :]
+        text = "".join(
+            letter if own == size else "."
+            for letter, own, size in zip(letters, term.shape, sizes, strict=True)
+        )
+        return contraction(call, texts, output, {0: text})
 
-def added_product(call: Call) -> Sharding | None:
-    """``beta * input + alpha * (a @ b)``: the input is the added term."""
-    texts, output = _ADDED[call.name]
-    if len(call.inputs) != 3 or [one.ndim for one in call.inputs[1:]] != [len(text) for text in texts]:
-        return None
-    term = call.inputs[0]
-    if term.ndim > len(output):
-        return None
-    meta = call.inputs[0].shape if call.in_place else call.meta().shape
-    letters = output[len(output) - term.ndim :]
-    sizes = meta[len(output) - term.ndim :]
-    text = "".join(
-        letter if own == size else "." for letter, own, size in zip(letters, term.shape, sizes, strict=True)
-    )
-    return contraction(call, texts, output, {0: text})
+    return rule
 
 
 def einsum(call: Call) -> Sharding | None:

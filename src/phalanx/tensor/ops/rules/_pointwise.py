@@ -1,260 +1,19 @@
 """Element by element: every input sharded alike (where its dim is not broadcast) gives that sharding.
 
-Owns the rules for pointwise functions and their names. Some are linear and pass sums that are still partial: see
-``linear.py``.
+Owns their rule. Some are linear (``Operator.linear``): what is still a partial sum may pass through them.
 """
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Sequence
+from numbers import Number
+from typing import Any
 
 import torch
 
-from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
-from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
-from phalanx.tensor.ops.rules._linear import CAST_NAMES, linear_choices
-
-UNARY = [
-    *CAST_NAMES,
-    "abs",
-    "absolute",
-    "acos",
-    "acosh",
-    "angle",
-    "arccos",
-    "arccosh",
-    "arcsin",
-    "arcsinh",
-    "arctan",
-    "arctanh",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "bitwise_not",
-    "ceil",
-    "celu",
-    "clone",
-    "conj",
-    "conj_physical",
-    "contiguous",
-    "cos",
-    "cosh",
-    "deg2rad",
-    "detach",
-    "digamma",
-    "elu",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "fix",
-    "floor",
-    "frac",
-    "gelu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "i0",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "isreal",
-    "leaky_relu",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "log_sigmoid",
-    "logical_not",
-    "logit",
-    "logsigmoid",
-    "mish",
-    "mvlgamma",
-    "neg",
-    "negative",
-    "polygamma",
-    "positive",
-    "rad2deg",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "resolve_conj",
-    "resolve_neg",
-    "round",
-    "rsqrt",
-    "selu",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "signbit",
-    "silu",
-    "sin",
-    "sinc",
-    "sinh",
-    "softplus",
-    "softshrink",
-    "sqrt",
-    "square",
-    "tan",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-    "trunc",
-    "special_bessel_j0",
-    "special_bessel_j1",
-    "special_bessel_y0",
-    "special_bessel_y1",
-    "special_digamma",
-    "special_entr",
-    "special_erf",
-    "special_erfc",
-    "special_erfcx",
-    "special_erfinv",
-    "special_exp2",
-    "special_expit",
-    "special_expm1",
-    "special_gammaln",
-    "special_i0",
-    "special_i0e",
-    "special_i1",
-    "special_i1e",
-    "special_log1p",
-    "special_log_ndtr",
-    "special_logit",
-    "special_modified_bessel_i0",
-    "special_modified_bessel_i1",
-    "special_modified_bessel_k0",
-    "special_modified_bessel_k1",
-    "special_multigammaln",
-    "special_ndtr",
-    "special_ndtri",
-    "special_polygamma",
-    "special_psi",
-    "special_round",
-    "special_scaled_modified_bessel_k0",
-    "special_scaled_modified_bessel_k1",
-    "special_sinc",
-    "special_spherical_bessel_j0",
-    "ones_like",
-    "zeros_like",
-    "full_like",
-    "empty_like",
-    "to",
-    "type",
-    "cpu",
-    "cuda",
-    "nan_to_num",
-    "clip",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "fill",
-    "zero",
-    "real",
-    "imag",
-]
-
-BINARY = [
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "rdiv",
-    "floor_divide",
-    "rfloor_divide",
-    "fmod",
-    "remainder",
-    "pow",
-    "rpow",
-    "float_power",
-    "atan2",
-    "arctan2",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "bitwise_left_shift",
-    "bitwise_right_shift",
-    "copysign",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "equal_to",
-    "not_equal",
-    "greater",
-    "greater_equal",
-    "less",
-    "less_equal",
-    "fmax",
-    "fmin",
-    "gcd",
-    "lcm",
-    "heaviside",
-    "hypot",
-    "igamma",
-    "igammac",
-    "ldexp",
-    "logaddexp",
-    "logaddexp2",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "maximum",
-    "minimum",
-    "nextafter",
-    "special_zeta",
-    "special_xlog1py",
-    "xlogy",
-    "special_xlogy",
-    "special_gammainc",
-    "special_gammaincc",
-    "isclose",
-    "polar",
-    "complex",
-    "copy",
-    "masked_fill",
-    "where",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "special_chebyshev_polynomial_t",
-    "special_chebyshev_polynomial_u",
-    "special_chebyshev_polynomial_v",
-    "special_chebyshev_polynomial_w",
-    "special_hermite_polynomial_h",
-    "special_hermite_polynomial_he",
-    "special_laguerre_polynomial_l",
-    "special_legendre_polynomial_p",
-    "special_shifted_chebyshev_polynomial_t",
-    "special_shifted_chebyshev_polynomial_u",
-    "special_shifted_chebyshev_polynomial_v",
-    "special_shifted_chebyshev_polynomial_w",
-    "rlshift",
-    "rrshift",
-]
-
-# Losses without their reduction, which ``_composite.py`` takes away first.
-LOSSES = [
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss", "poisson_nll_loss",
-]  # fmt: skip
-
-_ALIASES = frozenset({"detach", "real", "imag"})  # their result shares the memory of their argument
-_MAKES_ANEW = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "zero"})
+from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor.ops._rule import Call, Choice, Sharding, all_replicated
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -274,24 +33,24 @@ def pointwise(call: Call) -> Sharding | None:
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
         return None  # it gives indices
     choices = [all_replicated(call, 1)]
-    dims = sorted(
-        {d for one in call.inputs for d in _out_dims(one, len(out)) if out[d] > 1 or len(shapes) == 1}
-    )
+    found = {
+        p.dim + len(out) - one.ndim
+        for one in call.inputs
+        for p in one.spec.placements
+        if isinstance(p, Shard)
+    }
+    dims = sorted(d for d in found if out[d] > 1 or len(shapes) == 1)
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
-    choices += linear_choices(call)
-    if call.name in _MAKES_ANEW:
+    choices += _linear_choices(call)
+    if call.op.makes_anew:
         value = (REPLICATE,) * (len(call.inputs) - 1)  # what full_like fills with
         choices += [
             Choice((p, *value), (REPLICATE if p.is_partial() else p,))
-            for p in {*call.inputs[0].spec.placements}
+            for p in dict.fromkeys(call.inputs[0].spec.placements)
         ]
         choices = [c for c in choices if not c.outputs[0].is_partial() or call.in_place]
     made = None if call.in_place else [torch.Size(out)]
-    return Sharding(choices, shapes=made, is_view=call.name in _ALIASES, elementwise=True)
-
-
-def _out_dims(one: In, ndim: int) -> set[int]:
-    return {d + ndim - one.ndim for d in one.sharded_dims}
+    return Sharding(choices, shapes=made, is_view=call.op.aliasing == "view", elementwise=True)
 
 
 def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> list[Choice]:
@@ -303,15 +62,91 @@ def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> li
     for one in call.inputs:
         for p in one.spec.placements:
             if isinstance(p, Shard) and p.dim + len(out) - one.ndim == dim:
-                ways[p.on_dim(dim)] = None
+                ways[p if p.dim == dim else p.on_dim(dim)] = None
     result = []
     for way in ways or {Shard(dim): None}:
         assert isinstance(way, Shard), "only shards were collected"
         inputs: list[Placement] = []
         for one in call.inputs:
             own = dim - (len(out) - one.ndim)
-            inputs.append(
-                REPLICATE if own < 0 or (one.shape[own] == 1 and out[dim] != 1) else way.on_dim(own)
-            )
+            if own < 0 or (one.shape[own] == 1 and out[dim] != 1):
+                inputs.append(REPLICATE)
+            else:
+                inputs.append(way if own == dim else way.on_dim(own))
         result.append(Choice(tuple(inputs), (way,) * num_outputs))
     return result
+
+
+def _linear_choices(call: Call) -> list[Choice]:
+    """Inputs that are partial together, and a result that is so too."""
+    sets, is_cast = _sets(call), call.op.cast != ""
+    if not sets or not _is_linear_in_numbers(call):
+        return []
+    unchanged = is_cast and not call.in_place and _cast_to(call) is call.inputs[0].dtype
+    if is_cast and not unchanged and not _stays_inexact(call):
+        return []
+    ops = {p.reduce_op for one in call.inputs for p in one.spec.placements if isinstance(p, Partial)}
+    choices = []
+    any_op = unchanged or call.op.linear == "identity"
+    for op in sorted(ops if any_op else ops & {"sum", "avg"}):
+        partial = Partial(op)
+        for together in sets:
+            if max(together) >= len(call.inputs):
+                continue
+            if call.kwargs.get("rounding_mode") is not None:
+                continue
+            inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
+            choices.append(Choice(inputs, (partial,)))
+    return choices
+
+
+def _is_linear_in_numbers(call: Call) -> bool:
+    """Whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
+    infinity that the sum has. Not-a-number is the same either way.
+    """
+    numbers: list[Any] = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Number)]
+    if call.op.linear == "dividend" and 0 in numbers:
+        return False
+    return not any(cmath.isinf(number) for number in numbers if not isinstance(number, int))
+
+
+# The tensor arguments that may be partial together (the others replicated), by ``Operator.linear``. Where a constant
+# second argument would be added, both are tensors.
+_SETS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "": (),
+    "first": ((0,),),
+    "identity": ((0,),),
+    "dividend": ((0,),),
+    "either": ((0,), (1,)),
+    "both": ((0, 1),),
+}
+
+
+def _sets(call: Call) -> tuple[tuple[int, ...], ...]:
+    if call.op.linear != "values":
+        return _SETS[call.op.linear]
+    # the condition is the first argument of torch.where and the second of Tensor.where
+    values = tuple(i for i, one in enumerate(call.inputs) if one.dtype.is_floating_point)
+    return (values,) if len(call.inputs) == 3 and len(values) == 2 else ()
+
+
+def _stays_inexact(call: Call) -> bool:
+    """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
+    if call.in_place:
+        kinds = {one.dtype for one in call.inputs}
+        return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
+    before, after = call.inputs[0].dtype, _cast_to(call)
+    if after is None or after.itemsize < before.itemsize:
+        return False  # rounding each contribution is not rounding the sum
+    return (before.is_floating_point and (after.is_floating_point or after.is_complex)) or (
+        before.is_complex and after.is_complex
+    )
+
+
+def _cast_to(call: Call) -> torch.dtype | None:
+    """The dtype of a cast; None if it is given by name."""
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    if given or call.name == "type":
+        return given[0] if given else None
+    named = call.op.cast
+    return named if isinstance(named, torch.dtype) else call.inputs[-1].dtype

@@ -15,6 +15,7 @@ import torch
 
 from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement, Shard, chunk_sizes
 from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated
+from phalanx.tensor.ops.rules._pointwise import pointwise
 from phalanx.tensor.ops.rules._shape import along
 
 
@@ -103,11 +104,7 @@ def extreme(op: str) -> Callable[[Call], Sharding | None]:
             return None
         one = call.inputs[0]
         dims, keepdim = _reduced(call)
-        allowed = (
-            not call.needs_grad
-            and call.name in ("amax", "amin", "max", "min", "prod")
-            and not one.dtype.is_complex
-        )
+        allowed = not call.needs_grad and not one.dtype.is_complex
         allowed = allowed and one.dtype is not torch.bool and all(_none_empty(call, d) for d in dims)
         if one.dtype in (torch.float16, torch.bfloat16) and op == "product":
             allowed = False
@@ -123,8 +120,6 @@ def _none_empty(call: Call, dim: int) -> bool:
 
 def max_or_min(call: Call) -> Sharding | None:
     """``max(x)``, ``max(x, dim)`` (values and indices), ``max(x, y)`` (pointwise)."""
-    from phalanx.tensor.ops.rules._pointwise import pointwise
-
     if len(call.inputs) == 2:
         return pointwise(call)
     if len(call.args) == 1 and not call.kwargs:

@@ -109,7 +109,7 @@ def reshape(call: Call) -> Sharding | None:
         mapping[first] = onto
         if len(real_ins) > 1 or len(real_outs) > 1:
             leading[first] = (before[first], after[onto])
-    is_view = call.name not in ("reshape", "flatten", "ravel")
+    is_view = call.op.aliasing != "if_needed"
     return dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
 
 
@@ -199,17 +199,21 @@ def unbind(call: Call) -> Sharding | None:
     return dim_map(call, mapping, num_outputs=one.shape[dim])
 
 
-def split(call: Call) -> Sharding | None:
-    """split, chunk, tensor_split...: dims other than the one that is split keep their cut."""
-    if len(call.inputs) != 1:
-        return None
-    one = call.inputs[0]
-    dims = {"hsplit": 0 if one.ndim == 1 else 1, "vsplit": 0, "dsplit": 2}
-    dim = dims[call.name] if call.name in dims else norm_dim(call.arg(2, "dim", 0), one.ndim)
-    if not one.ndim:
-        return None
-    mapping = {d: d for d in range(one.ndim) if d != dim}
-    return dim_map(call, mapping, num_outputs=len(call.output_shapes()))
+def split(fixed: int | None) -> Callable[[Call], Sharding | None]:
+    """Make the rule of split, chunk, hsplit...: dims other than the one that is split stay sharded.
+
+    ``fixed``: the dim of functions that take none; the last, where a tensor has fewer.
+    """
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1 or not call.inputs[0].ndim:
+            return None
+        one = call.inputs[0]
+        dim = norm_dim(call.arg(2, "dim", 0), one.ndim) if fixed is None else min(fixed, one.ndim - 1)
+        mapping = {d: d for d in range(one.ndim) if d != dim}
+        return dim_map(call, mapping, num_outputs=len(call.output_shapes()))
+
+    return rule
 
 
 def untouched_dims(

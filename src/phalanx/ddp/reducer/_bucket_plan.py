@@ -1,4 +1,4 @@
-"""The plan of a pass: which parameters there are and where each one's gradient lies.
+"""Says which parameters take part in a pass and where each one's gradient lies.
 
 A plan is fixed between two agreements of the ranks; the reducer replaces it as a whole. It owns the buckets' memory.
 """
@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.ddp.buckets._flat_buffer import FlatBufferPool
 from phalanx.ddp.buckets._layout import Caps, assign_buckets, complete_order
-from phalanx.ddp.buckets._memory import Slab, SlabPool
-from phalanx.ddp.buckets._parameters import Member
-from phalanx.ddp.reducer import _step_metadata as ledger
+from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer._pass import LARGE_BYTES
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
 
 
-class Plan:
+class BucketPlan:
     """Layout and memory for the given members. ``order`` is the expected order of arrival; without one, the reverse of
     registration, which all ranks share without asking."""
 
     def __init__(
         self,
         group: Group,
-        members: Sequence[Member],
+        members: Sequence[NamedParameter],
         caps: Caps,
         order: Sequence[int] | None,
         *,
+        metadata_length: int,
         aliasing_allowed: bool,
     ) -> None:
         self.members = list(members)
@@ -40,19 +40,24 @@ class Plan:
         self.caps = caps
         self.order = complete_order(order or [], len(members))
         self.layout = assign_buckets(self.infos, self.order, caps)
+        self.num_buckets = len(self.layout)
         self.sparse = [index for index, info in enumerate(self.infos) if info.sparse]
         self.large = [not info.sparse and info.nbytes >= LARGE_BYTES for info in self.infos]
         self.bucket_of, self.place_of = [-1] * len(members), [0] * len(members)
         for bucket, indices in enumerate(self.layout):
             for place, index in enumerate(indices):
                 self.bucket_of[index], self.place_of[index] = bucket, place
-        # The last bucket carries the ledger if it can hold its numbers exactly.
-        self.ledger_rides = bool(self.layout) and self.infos[self.layout[-1][0]].dtype is torch.float32
+        # How many arrivals complete each bucket. Sparse parameters are in none, but the last one speaks for them.
+        self.member_counts = [len(indices) for indices in self.layout]
+        if self.member_counts:
+            self.member_counts[-1] += len(self.sparse)
+        # The last bucket carries the metadata of a step if it can hold its numbers exactly.
+        self.metadata_fits = bool(self.layout) and self.infos[self.layout[-1][0]].dtype is torch.float32
         tails = [0] * len(self.layout)
-        if self.ledger_rides:
-            tails[-1] = ledger.length(len(members))
+        if self.metadata_fits:
+            tails[-1] = metadata_length
         self.pools = [
-            SlabPool(
+            FlatBufferPool(
                 [self.params[index] for index in indices],
                 tail,
                 allocator(group),
@@ -60,20 +65,6 @@ class Plan:
             )
             for indices, tail in zip(self.layout, tails, strict=True)
         ]
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.layout)
-
-    def member_counts(self) -> list[int]:
-        """How many arrivals complete each bucket. Sparse parameters are in none, but the last one speaks for them."""
-        counts = [len(indices) for indices in self.layout]
-        if counts:
-            counts[-1] += len(self.sparse)
-        return counts
-
-    def writable_slabs(self, busy: set[int]) -> list[Slab]:
-        return [pool.writable(busy) for pool in self.pools]
 
     def forget_memory(self) -> None:
         for pool in self.pools:

@@ -1,13 +1,13 @@
-"""The flat memory of one bucket, and when it may be written again.
+"""Keeps the flat memory of one bucket, and says when it may be written again.
 
-A slab is one flat tensor: the gradients of the bucket's parameters one after the other, then an optional tail that
-carries the ledger. Gradients handed to the user may be views of it, so before a backward pass writes into a slab,
-nobody else may still look at it: ``SlabPool.writable`` takes a slab that is free of foreign views, or a new one.
-This is how gradients cost no copy and yet behave like tensors of their own, and how what ``.grad`` held before the
-step survives a step that fails.
+A flat buffer is one tensor: the gradients of the bucket's parameters one after the other, then an optional tail that
+carries the metadata of the step. Gradients handed to the user may be views of it, so before a backward pass writes
+into a buffer, nobody else may still look at it: ``FlatBufferPool.writable`` takes one that is free of foreign views, or
+a new one. This is how gradients cost no copy and yet behave like tensors of their own, and how what ``.grad`` held
+before the step survives a step that fails.
 
 With ``aliasing_allowed`` (``gradient_as_bucket_view=True``) the user has said that old gradients may be overwritten:
-then only gradients that are still attached to a parameter keep a slab busy.
+then only gradients that are still attached to a parameter keep a buffer busy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
-class Slab:
+class FlatBuffer:
     """Flat memory with one view per parameter."""
 
     def __init__(self, flat: Tensor, params: Sequence[nn.Parameter]) -> None:
@@ -38,7 +38,7 @@ class Slab:
         self._own_references = self._references()
 
     def fresh_view(self, param: Tensor, place: int) -> Tensor:
-        """A view to give away: as long as anyone holds it, the slab counts as looked at."""
+        """A view to give away: as long as anyone holds it, the buffer counts as looked at."""
         return view_like(self.flat, param, self._offsets[place])
 
     @property
@@ -72,8 +72,8 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class SlabPool:
-    """The slabs of one bucket; at most one spare is kept."""
+class FlatBufferPool:
+    """The buffers of one bucket; at most one spare is kept."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], tail: int, allocate: Allocate, *, aliasing_allowed: bool
@@ -82,20 +82,20 @@ class SlabPool:
         self._tail = tail
         self._allocate = allocate
         self._aliasing_allowed = aliasing_allowed
-        self._slabs: list[Slab] = []
+        self._buffers: list[FlatBuffer] = []
         self._copies: dict[torch.dtype, Tensor] = {}
 
-    def writable(self, busy: Collection[int]) -> Slab:
-        """A slab that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
-        for place, slab in enumerate(self._slabs):
-            if slab.key not in busy and (self._aliasing_allowed or not slab.has_foreign_views()):
-                self._slabs.insert(0, self._slabs.pop(place))
-                return slab
+    def writable(self, busy: Collection[int]) -> FlatBuffer:
+        """A buffer that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
+        for place, buffer in enumerate(self._buffers):
+            if buffer.key not in busy and (self._aliasing_allowed or not buffer.has_foreign_views()):
+                self._buffers.insert(0, self._buffers.pop(place))
+                return buffer
         numel = sum(param.numel() for param in self._params) + self._tail
         flat = self._allocate(numel, self._params[0].dtype, self._params[0].device)
-        self._slabs.insert(0, Slab(flat, self._params))
-        del self._slabs[2:]
-        return self._slabs[0]
+        self._buffers.insert(0, FlatBuffer(flat, self._params))
+        del self._buffers[2:]
+        return self._buffers[0]
 
     def space_for_copy(self, dtype: torch.dtype) -> Tensor:
         """Flat memory for the bucket's gradients in another dtype, the same at each call.
@@ -109,5 +109,5 @@ class SlabPool:
 
     def forget(self) -> None:
         """Drop all memory, e.g. since a collective that never ended may still write to it."""
-        self._slabs.clear()
+        self._buffers.clear()
         self._copies.clear()

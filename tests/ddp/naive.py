@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.ddp.buckets._parameters import named_members
+from phalanx.ddp.buckets._parameters import trained_parameters
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -34,7 +34,7 @@ class NaiveDataParallel(nn.Module):
         """Mean (or sum, or weighted mean) over the ranks; parameters that no rank used keep what they have."""
         total_weight = torch.tensor([1.0 if weight is None else weight])
         self.group.all_reduce(total_weight)
-        for member in named_members(self.module, ()):
+        for member in trained_parameters(self.module, ()):
             param = member.param
             used = torch.tensor([float(param.grad is not None)])
             self.group.all_reduce(used)

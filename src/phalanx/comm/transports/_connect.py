@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -29,85 +29,81 @@ from phalanx.comm.failure import _addresses
 from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
-from phalanx.comm.group._group import DEFAULT_TIMEOUT, Group, Interrupt
-from phalanx.comm.stores import Store
+from phalanx.comm.stores import Store, wrap_c10d_store
 from phalanx.comm.transports import _auto, _release
 from phalanx.comm.transports._by_device import ByDeviceTransport
 from phalanx.comm.transports._c10d import C10dTransport
-from phalanx.comm.transports._interface import Transport
+from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
 from phalanx.errors import PeerLost, PeerTimeout, StoreTimeout
 from phalanx.protocol import group_prefix
+
+SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
 
 _CONNECT_TIMEOUT = 30.0
 _SLICE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank belongs: everything that two ranks need to find each other."""
+class Connection:
+    """What a ``Group`` is made of: its transport, and how to get those of its subgroups."""
 
-    store: Store
-    rank: int
-    size: int
-    timeout: float
-    job: str
-    generation: int
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(
-                f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)"
-            )
+    transport: Transport
+    ranks: Sequence[int]
+    make_subgroup: SubgroupMaker
+    timeout: float = DEFAULT_TIMEOUT
+    job: str = "local"
+    generation: int = 0
+    store: Store | None = None
+    checker: CallChecker | None = None
 
 
-def create_group(place: Place, backend: str, interrupt: Interrupt) -> Group:
-    place = replace(place, store=place.store.namespace(group_prefix(place.job, place.generation)))
-    peers = _exchange_identities(place, interrupt)
-    checker = (
-        CallChecker(place.store, place.rank, place.size, place.timeout) if collectives_checked() else None
-    )
+def connect_ranks(spec: GroupSpec, backend: str, interrupt: Interrupt) -> Connection:
+    """Meet the other ranks of the generation and connect to them; collective."""
+    spec = replace(spec, store=spec.store.namespace(group_prefix(spec.job, spec.generation)))
+    peers = _exchange_identities(spec, interrupt)
+    checker = CallChecker(spec.store, spec.rank, spec.size, spec.timeout) if collectives_checked() else None
 
     def make_subgroup(ranks: tuple[int, ...], key: str) -> Transport:
-        sub = replace(place, store=place.store.namespace(key), rank=ranks.index(place.rank), size=len(ranks))
+        sub = replace(spec, store=spec.store.namespace(key), rank=ranks.index(spec.rank), size=len(ranks))
         members = {index: peers[rank] for index, rank in enumerate(ranks)}
         return _connect(sub, backend, members, lambda: None)
 
-    return Group(
-        _connect(place, backend, peers, interrupt),
-        ranks=range(place.size),
+    return Connection(
+        transport=_connect(spec, backend, peers, interrupt),
+        ranks=range(spec.size),
         make_subgroup=make_subgroup,
-        timeout=place.timeout,
-        job=place.job,
-        generation=place.generation,
-        store=place.store,
+        timeout=spec.timeout,
+        job=spec.job,
+        generation=spec.generation,
+        store=spec.store,
         checker=checker,
     )
 
 
-def _exchange_identities(place: Place, interrupt: Interrupt) -> dict[int, Identity]:
+def _exchange_identities(spec: GroupSpec, interrupt: Interrupt) -> dict[int, Identity]:
     mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
-    own = f"member/{place.rank}"
-    place.store.set(own, mine)
-    keys = [f"member/{rank}" for rank in range(place.size)]
-    deadline = time.monotonic() + place.timeout
+    own = f"member/{spec.rank}"
+    spec.store.set(own, mine)
+    keys = [f"member/{rank}" for rank in range(spec.size)]
+    deadline = time.monotonic() + spec.timeout
     while True:
         try:
-            records = place.store.wait(keys, timeout=_SLICE)
+            records = spec.store.wait(keys, timeout=_SLICE)
             break
         except StoreTimeout:
-            if place.store.get(own) != mine:
-                place.store.set(own, mine)  # a stranger wrote over it or deleted it
+            if spec.store.get(own) != mine:
+                spec.store.set(own, mine)  # a stranger wrote over it or deleted it
             cause = interrupt()
             if cause is not None:
                 raise cause from None
             if time.monotonic() > deadline:
-                found = place.store.get_many(keys)
+                found = spec.store.get_many(keys)
                 missing = tuple(rank for rank, value in enumerate(found) if value is None)
                 raise PeerTimeout(
-                    f"rank {place.rank}: ranks {list(missing)} did not join generation {place.generation} of job "
-                    f"{place.job!r} within {place.timeout:g} s; check that they were started with world size "
-                    f"{place.size} and reach {place.store.address}",
-                    generation=place.generation,
+                    f"rank {spec.rank}: ranks {list(missing)} did not join generation {spec.generation} of job "
+                    f"{spec.job!r} within {spec.timeout:g} s; check that they were started with world size "
+                    f"{spec.size} and reach {spec.store.address}",
+                    generation=spec.generation,
                     ranks=missing,
                 ) from None
     return {rank: _identity(rank, record) for rank, record in enumerate(records)}
@@ -129,9 +125,9 @@ def _identity(rank: int, data: bytes) -> Identity:
     )
 
 
-def _connect_auto(place: Place, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
+def _connect_auto(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
     """One transport for CPU tensors and, where there is an accelerator, another for its tensors."""
-    cpu = _auto.connect_auto(place, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
+    cpu = _auto.connect_auto(spec, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
     device = _auto.accelerator()
     if device is None:
         return cpu
@@ -140,43 +136,43 @@ def _connect_auto(place: Place, peers: dict[int, Identity], interrupt: Interrupt
         return cpu
 
     def connect() -> Transport:
-        _auto.say_chosen(place, f"{choice.kind} for tensors on {device}", choice.why)
-        return _connect(replace(place, store=place.store.namespace(device)), choice.kind, peers, interrupt)
+        _auto.say_chosen(spec, f"{choice.kind} for tensors on {device}", choice.why)
+        return _connect(replace(spec, store=spec.store.namespace(device)), choice.kind, peers, interrupt)
 
     return ByDeviceTransport(cpu, device, connect)
 
 
-def _connect(place: Place, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
+def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
     if backend == "auto":
-        return _connect_auto(place, peers, interrupt)
-    store = place.store.as_c10d()
-    engine = _make_in_thread(place, peers, interrupt, lambda: make_engine(backend, place, store))
+        return _connect_auto(spec, peers, interrupt)
+    store = spec.store.as_c10d()
+    engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store))
     if backend == "gloo":
-        _addresses.publish(place.store, place.rank)
+        _addresses.publish(spec.store, spec.rank)
     failures = FailureDetector(
-        rank=place.rank,
-        size=place.size,
-        generation=place.generation,
-        timeout=place.timeout,
+        rank=spec.rank,
+        size=spec.size,
+        generation=spec.generation,
+        timeout=spec.timeout,
         peers=peers,
-        store=place.store,
+        store=spec.store,
     )
-    return C10dTransport(engine, backend, place.timeout, failures, store=store)
+    return C10dTransport(engine, backend, spec.timeout, failures, store=store)
 
 
-def make_engine(backend: str, place: Place, store: C10dStore) -> Any:
+def make_engine(backend: str, spec: GroupSpec, store: C10dStore) -> Any:
     """A c10d backend by name: torch's own, or one that was registered with ``Backend.register_backend``."""
-    timeout = timedelta(seconds=place.timeout)
-    connect = timedelta(seconds=min(place.timeout, _CONNECT_TIMEOUT))
+    timeout = timedelta(seconds=spec.timeout)
+    connect = timedelta(seconds=min(spec.timeout, _CONNECT_TIMEOUT))
     store.set_timeout(connect)  # an abandoned thread must not wait for a dead peer's keys for long
     if backend == "gloo":
-        engine = dist.ProcessGroupGloo(store, place.rank, place.size, connect)
+        engine = dist.ProcessGroupGloo(store, spec.rank, spec.size, connect)
         engine._set_default_timeout(timeout)
         return engine
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+        return dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
         known = ["auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)]
@@ -185,16 +181,16 @@ def make_engine(backend: str, place: Place, store: C10dStore) -> Any:
         common = torch._C._distributed_c10d._DistributedBackendOptions()
         common.store, common.group_rank, common.group_size, common.timeout = (
             store,
-            place.rank,
-            place.size,
+            spec.rank,
+            spec.size,
             timeout,
         )
         return plugin.creator_fn(common, None)
-    return plugin.creator_fn(store, place.rank, place.size, timeout)
+    return plugin.creator_fn(store, spec.rank, spec.size, timeout)
 
 
 def _make_in_thread(
-    place: Place, peers: dict[int, Identity], interrupt: Interrupt, make: Callable[[], Any]
+    spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt, make: Callable[[], Any]
 ) -> Any:
     """Run ``make`` in a thread; give up when a peer of this machine dies or ``interrupt`` says so."""
     outcome: list[Any] = []
@@ -210,24 +206,24 @@ def _make_in_thread(
         done.set()
 
     background.start(run, "phalanx-connect", on_failure=failed)
-    local = {rank: peer for rank, peer in peers.items() if peer.machine == peers[place.rank].machine}
+    local = {rank: peer for rank, peer in peers.items() if peer.machine == peers[spec.rank].machine}
     while not done.wait(_SLICE):
-        dead = tuple(rank for rank, peer in local.items() if rank != place.rank and not peer.is_alive())
-        cause = interrupt() or (_died_while_joining(place, dead) if dead else None)
+        dead = tuple(rank for rank, peer in local.items() if rank != spec.rank and not peer.is_alive())
+        cause = interrupt() or (_died_while_joining(spec, dead) if dead else None)
         if cause is not None:
             raise cause
     if errors:
         if isinstance(errors[0], RuntimeError) and FailureDetector.is_fault(errors[0]):
-            raise _died_while_joining(place, ()) from errors[0]
+            raise _died_while_joining(spec, ()) from errors[0]
         raise errors[0]
     return outcome.pop()
 
 
-def _died_while_joining(place: Place, dead: tuple[int, ...]) -> PeerLost:
+def _died_while_joining(spec: GroupSpec, dead: tuple[int, ...]) -> PeerLost:
     who = f"rank {', '.join(map(str, dead))}" if dead else "a rank"
     return PeerLost(
-        f"rank {place.rank}: {who} was lost while generation {place.generation} formed; form the next one",
-        generation=place.generation,
+        f"rank {spec.rank}: {who} was lost while generation {spec.generation} formed; form the next one",
+        generation=spec.generation,
         ranks=dead,
     )
 
@@ -235,7 +231,8 @@ def _died_while_joining(place: Place, dead: tuple[int, ...]) -> PeerLost:
 # -- groups that users bring, and torch's default group ---------------------------------------------------------
 
 
-def wrap_group(process_group: dist.ProcessGroup) -> Group:
+def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
+    """Use a c10d process group that the caller made and keeps."""
     rank, size = process_group.rank(), process_group.size()
     name = _engine_name(process_group)
     failures = FailureDetector(rank=rank, size=size, timeout=DEFAULT_TIMEOUT)
@@ -243,12 +240,10 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
     ranks = dist.get_process_group_ranks(process_group) if registered else list(range(size))
 
     def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
-        from phalanx.comm.stores import wrap_c10d_store  # only groups that users bring need it
-
         store = wrap_c10d_store(process_group.get_group_store()).namespace(
             f"phalanx/{process_group.group_name}/{key}"
         )
-        place = Place(
+        spec = GroupSpec(
             store=store,
             rank=members.index(rank),
             size=len(members),
@@ -257,12 +252,12 @@ def wrap_group(process_group: dist.ProcessGroup) -> Group:
             generation=0,
         )
         native = store.as_c10d()
-        engine = make_engine(name, place, native)
-        detector = FailureDetector(rank=place.rank, size=place.size, timeout=DEFAULT_TIMEOUT, store=store)
+        engine = make_engine(name, spec, native)
+        detector = FailureDetector(rank=spec.rank, size=spec.size, timeout=DEFAULT_TIMEOUT, store=store)
         return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, store=native)
 
-    return Group(
-        C10dTransport(_engine_of(process_group), name, DEFAULT_TIMEOUT, failures, store=None),
+    return Connection(
+        transport=C10dTransport(_engine_of(process_group), name, DEFAULT_TIMEOUT, failures, store=None),
         ranks=ranks,
         make_subgroup=make_subgroup,
     )
@@ -288,26 +283,21 @@ def _engine_name(process_group: Any) -> str:
     return str(process_group.name()).lower()
 
 
-def make_torch_default(group: Group) -> Callable[[], None]:
-    """Make torch's default process group over the same ranks; returns what undoes it."""
-    if group.store is None:
-        raise RuntimeError(
-            f"rank {group.rank}: this group has no store (simulated or wrapped ranks); "
-            f"only groups from Group.create can become torch's default group"
-        )
+def make_torch_default(spec: GroupSpec, backend: str) -> Callable[[], None]:
+    """Make torch's default process group over the ranks of ``spec``; returns what undoes it."""
     if dist.is_initialized():
         raise RuntimeError(
-            f"rank {group.rank}: torch has a default process group already; "
+            f"rank {spec.rank}: torch has a default process group already; "
             f"destroy it first (torch.distributed.destroy_process_group()), or use Group.wrap on it"
         )
-    backend = group.backend if group.backend in ("gloo", "nccl", "ucc", "mpi") else "gloo"
-    store: C10dStore | None = group.store.namespace("default").as_c10d()
+    engine = backend if backend in ("gloo", "nccl", "ucc", "mpi") else "gloo"
+    store: C10dStore | None = spec.store.namespace("default").as_c10d()
     dist.init_process_group(
-        backend,
+        engine,
         store=store,
-        rank=group.rank,
-        world_size=group.size,
-        timeout=timedelta(seconds=group.timeout),
+        rank=spec.rank,
+        world_size=spec.size,
+        timeout=timedelta(seconds=spec.timeout),
     )
     made = dist.group.WORLD
     owner = os.getpid()

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ddp import cases
+from ddp.naive import NaiveDataParallel
 from phalanx.comm import observe, simulate
 from phalanx.ddp import DistributedDataParallel, ReplicaMismatch
-from phalanx.ddp._naive import NaiveDataParallel
 from phalanx.errors import RankFailed
 
 pytestmark = pytest.mark.fast

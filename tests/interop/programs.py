@@ -1,0 +1,308 @@
+"""Programs of plain torch, one per library of torch that stands on process groups. Each returns numbers to compare.
+
+They know nothing of Phalanx: a test runs each on gloo and on the backend ``phalanx`` and compares what ranks return.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def _two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batches: int = 1) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        for index in range(micro_batches):
+            if micro_batches > 1:
+                model.set_requires_gradient_sync(index == micro_batches - 1)
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _full(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def device_mesh() -> list[object]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(rows, group=mesh.get_group("dp"))
+    columns = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(columns, group=mesh["tp"].get_group())
+    both = torch.ones(1)
+    dist.all_reduce(both, group=mesh["dp", "tp"]._flatten().get_group())
+    return [rows, columns, both]
+
+
+def dtensor() -> list[object]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(0)])
+    product = (x @ x.t()).redistribute(mesh, [Replicate()]).to_local()
+    return [product, x.redistribute(mesh, [Shard(1)]).to_local(), x.sum().full_tensor()]
+
+
+def fully_sharded() -> list[object]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _two_layers()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    _train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return _full(model)
+
+
+def fully_sharded_in_half_precision_with_accumulation() -> list[object]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _two_layers()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    _train(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
+    return _full(model)
+
+
+def hybrid_sharded() -> list[object]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _two_layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    _train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return _full(model)
+
+
+def tensor_parallel_and_fully_sharded() -> list[object]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(dist.get_rank() // 2)  # ranks of one tp group see the same data
+    for _ in range(3):
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _full(model)
+
+
+def functional_collectives() -> list[object]:
+    import torch.distributed._functional_collectives as functional
+
+    world, x = dist.group.WORLD, torch.full((4,), float(dist.get_rank()))
+    return [
+        functional.all_reduce(x, "sum", world).clone(),
+        functional.all_gather_tensor(x, 0, world).clone(),
+        functional.reduce_scatter_tensor(torch.arange(8.0), "sum", 0, world).clone(),
+        functional.all_to_all_single(torch.arange(8.0), None, None, world).clone(),
+        functional.broadcast(x, 1, world).clone(),
+        functional.all_reduce_coalesced([x, x + 1], "avg", world)[1].clone(),
+    ]
+
+
+def checkpoint() -> list[object]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    model = _two_layers()
+    fully_shard(model)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    try:
+        dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder[0]}/now")
+        dcp.async_save(get_model_state_dict(model), checkpoint_id=f"{folder[0]}/later").result()
+        loaded = []
+        for name in ("now", "later"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            state = get_model_state_dict(model)
+            dcp.load(state, checkpoint_id=f"{folder[0]}/{name}")
+            set_model_state_dict(model, state)
+            loaded += _full(model)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    mine = {name: value * 2 for name, value in whole.items()} if dist.get_rank() == 0 else {}
+    from_one = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, mine, options=from_one)
+    return [*loaded, *_full(model)]
+
+
+def _pipeline(schedule: type) -> list[object]:
+    from torch.distributed.pipelining import PipelineStage
+
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layers = [nn.Linear(8, 8) for _ in range(size)]
+    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    run = schedule(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+    data, losses = torch.arange(64.0).reshape(8, 8) / 64, []
+    if rank == 0:
+        run.step(data)
+    elif rank == size - 1:
+        run.step(target=data, losses=losses)
+    else:
+        run.step()
+    return [layers[rank].weight.grad, *[loss.detach() for loss in losses]]
+
+
+def pipeline_gpipe() -> list[object]:
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    return _pipeline(ScheduleGPipe)
+
+
+def pipeline_1f1b() -> list[object]:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    return _pipeline(Schedule1F1B)
+
+
+def join_with_uneven_inputs() -> list[object]:
+    from torch.distributed.algorithms.join import Join
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    with Join([model]):
+        for index in range(3 + dist.get_rank()):
+            model(torch.ones(2, 3) * index).sum().backward()
+    return [model.module.weight.grad]
+
+
+def zero_redundancy_optimizer() -> list[object]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(_two_layers())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    _train(model, optimizer)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def subgroups_come_and_go() -> list[object]:
+    found = []
+    for ranks in ([0, 1], [1, 2, 3], [0, 1, 2, 3]):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            x = torch.full((2,), float(dist.get_rank()))
+            dist.all_reduce(x, group=group)
+            found += [x, dist.get_process_group_ranks(group)]
+            dist.destroy_process_group(group)
+    return found
+
+
+def sparse_all_reduce() -> list[object]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one = torch.sparse_coo_tensor([[rank, rank + 1]], torch.ones(2), (size + 1,))
+    dist.all_reduce(one)
+    two = torch.sparse_coo_tensor([[rank % 2, 1], [0, rank]], torch.ones(2, 3) * rank, (2, size, 3))
+    dist.all_reduce(two)
+    return [one.to_dense(), two.to_dense()]
+
+
+def coalesced() -> list[object]:
+    x, y = torch.ones(3), torch.full((3,), float(dist.get_rank()))
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    twice = torch.ones(3)
+    with dist._coalescing_manager():
+        dist.all_reduce(twice)
+        dist.all_reduce(twice)
+    gathered = [torch.empty(3 * dist.get_world_size()) for _ in range(2)]
+    with dist._coalescing_manager():
+        for output in gathered:
+            dist.all_gather_into_tensor(output, y)
+    return [x, y, twice, *gathered]
+
+
+def _shapes(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return list(value.shape)
+    return [_shapes(item) for item in value]
+
+
+def what_works_hold() -> list[object]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((2,), float(rank))
+
+    def parts() -> list[torch.Tensor]:
+        return [torch.empty(2) for _ in range(size)]
+
+    works = {
+        "all_reduce": dist.all_reduce(x, async_op=True),
+        "broadcast": dist.broadcast(x, 0, async_op=True),
+        "reduce": dist.reduce(x, 0, async_op=True),
+        "all_gather": dist.all_gather(parts(), x, async_op=True),
+        "all_gather_into_tensor": dist.all_gather_into_tensor(torch.empty(2 * size), x, async_op=True),
+        "all_to_all": dist.all_to_all(parts(), parts(), async_op=True),
+        "all_to_all_single": dist.all_to_all_single(
+            torch.empty(2 * size), torch.ones(2 * size), async_op=True
+        ),
+        "gather": dist.gather(x, parts() if rank == 0 else None, 0, async_op=True),
+        "scatter": dist.scatter(x, parts() if rank == 0 else None, 0, async_op=True),
+        "barrier": dist.barrier(async_op=True),
+    }
+    found: list[object] = []
+    for name, work in works.items():
+        work.wait()
+        found.append([name, _shapes(work.get_future().wait()), _shapes(work.result())])
+    return found
+
+
+def calls_of_the_group_itself() -> list[object]:
+    from datetime import timedelta
+
+    world, size = dist.group.WORLD, dist.get_world_size()
+    x = torch.full((2,), float(dist.get_rank()))
+    world.allreduce(x).wait()
+    world.allreduce([x], dist.ReduceOp.MAX).wait()
+    world.broadcast(x, 1).wait()
+    reduced = x.clone()
+    world.reduce(reduced, 0).wait()
+    parts = [torch.empty(2) for _ in range(size)]
+    world.allgather(parts, x).wait()
+    world.barrier(timeout=timedelta(seconds=30)).wait()
+    return [
+        x,
+        reduced if world.rank() == 0 else 0,
+        *parts,
+        world.size(),
+        world.rank(),
+        world.group_name,
+        world.group_desc,
+    ]
+
+
+PROGRAMS: list[Callable[[], list[object]]] = [
+    device_mesh, dtensor, fully_sharded, fully_sharded_in_half_precision_with_accumulation, hybrid_sharded,
+    tensor_parallel_and_fully_sharded, functional_collectives, checkpoint, pipeline_gpipe, pipeline_1f1b,
+    join_with_uneven_inputs, zero_redundancy_optimizer, subgroups_come_and_go, sparse_all_reduce, coalesced,
+    what_works_hold, calls_of_the_group_itself,
+]  # fmt: skip

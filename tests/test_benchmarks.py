@@ -1,0 +1,80 @@
+"""What benchmarks record is stored, read back and compared; every benchmark has a quick form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from benchmarks import _results
+from benchmarks.__main__ import QUICK, known
+from benchmarks._results import Figure, Stored, read_figures, record, write
+from benchmarks.compare import Change, changes, compare_files, source_of
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(_results, "FOLDER", tmp_path / "results")
+    monkeypatch.setenv(_results.VARIABLE, str(tmp_path / "figures"))
+    return tmp_path
+
+
+def test_every_benchmark_has_a_quick_form() -> None:
+    assert set(QUICK) == set(known())
+
+
+def test_a_run_is_stored_with_its_ratios_machine_and_commit(folder: Path) -> None:
+    record("dtensor/forward/add", "us", 4.0, 13.0)
+    record("dtensor/block", "us", 1000.0, 5000.0, low=990.0, high=1100.0)
+    path = write({"dtensor": read_figures(folder / "figures")}, {"dtensor": 0.1}, Path(__file__).parent)
+    content = json.loads(path.read_text())
+    assert content["figures"]["dtensor"]["dtensor/forward/add"]["ratio"] == 3.25
+    assert content["machine"]["cores"] >= 1
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert head.stdout.startswith(content["commit"].rstrip("+")) or content["commit"] == "unknown"
+    assert Stored.read(path).figures("dtensor")["dtensor/block"].high == 1100.0
+
+
+def test_nobody_collects_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_results.VARIABLE, raising=False)
+    record("dtensor/forward/add", "us", 4.0)
+    assert not list(tmp_path.iterdir())
+
+
+def figures(ours: float, theirs: float | None = None) -> dict[str, Figure]:
+    return {"a": Figure(name="a", unit="s", ours=ours, theirs=theirs)}
+
+
+def test_what_moved_is_told_from_what_the_machine_did() -> None:
+    [slower] = changes([(figures(1.0, 3.0), figures(1.3, 3.0)), (figures(1.0, 3.0), figures(1.4, 3.1))])
+    assert slower.moved
+    assert slower.median == pytest.approx(1.35)
+    [busy] = changes([(figures(1.0, 3.0), figures(1.5, 4.5)), (figures(1.0, 3.0), figures(1.4, 4.2))])
+    assert not busy.moved
+    assert busy.normalized == pytest.approx(1.0)
+    assert not Change("a", [1.2, 0.9]).moved  # the rounds do not agree
+
+
+def test_two_files_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = []
+    for number, seconds in enumerate((1.0, 2.0)):
+        path = write({"elastic": figures(seconds, 10.0)}, {}, Path(__file__).parent)
+        stored.append(Stored.read(path.rename(folder / f"{number}.json")))
+    assert compare_files(*stored) == 0
+    assert "MOVED" in capsys.readouterr().out
+
+
+def test_a_tree_is_a_folder_or_a_commit() -> None:
+    root = Path(__file__).parent.parent
+    with source_of(str(root)) as source:
+        assert source == (root / "src").resolve()
+    with (
+        pytest.raises(SystemExit, match="neither a folder with src nor a commit"),
+        source_of("no-such-commit"),
+    ):
+        pass

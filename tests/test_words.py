@@ -1,0 +1,125 @@
+"""Words have one meaning each: no class name is defined twice, and no private metaphor stands for the field's word.
+
+What the words that are left mean is written in docs/words.md, which these tests read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "phalanx"
+
+# The field has a word for each of these: patches, without user modes, meta, shared parameters, inline Python
+# functions, worker pool, agent channel, recovery, membership, flat buffer, step metadata, ...
+BANNED = {
+    "book", "books", "crew", "door", "doors", "journal", "ledger", "obey", "paper", "roster", "seat", "slab",
+    "surprise", "team", "through", "tie", "ties", "unseen", "veteran",
+}  # fmt: skip
+# These are plain words inside a function; as the name of a class or a file they hide a shard, a local or a global
+# tensor, or a copied view.
+BANNED_FOR_CLASSES_AND_FILES = BANNED | {"cut", "fresh", "part", "parts", "stale", "whole"}
+
+# What is still to be renamed: these only become fewer.
+STILL_TWICE = {
+    "Call", "Choice", "Cut", "Ended", "Entry", "Event", "Exchange", "Facts", "Layout", "Meeting",
+    "Member", "Move", "Piece", "Place", "Plan", "RankState", "RankToken", "Record", "Regrouped", "Seat",
+    "Seen", "Shard", "Step", "Watch", "Watcher", "Whole",
+}  # fmt: skip
+STILL_RETURNING = {
+    "_addresses", "_api", "_arguments", "_attribution", "_buffers", "_c10d", "_channel", "_collectives",
+    "_distribute", "_exchange", "_factories", "_file", "_group", "_handler", "_init", "_interface",
+    "_join", "_layout", "_load", "_memory", "_ops", "_options", "_order", "_placement", "_plan",
+    "_pointwise", "_record", "_reduce", "_registry", "_report", "_results", "_run", "_signature",
+    "_spec", "_state", "_values", "_watch",
+}  # fmt: skip
+STILL_BANNED = {
+    "FixedRoster", "HeldParts", "Ledger", "Part", "Parts", "Roster", "Seat", "Slab", "SlabPool",
+    "StoreRoster", "SurpriseCommunication", "Team", "Whole", "_AxisCut", "_Cut", "_Whole",
+    "_close_books", "_fresh", "_leave_from_the_door", "_ledger_of_its_own", "_paper", "_parse_seat",
+    "_take_seat", "_unseen_writes", "first_seat", "is_veteran", "keep_in_slab", "keeping_ties",
+    "make_roster", "run_through", "run_through_dtensor", "seat", "seat_after_loss", "seat_at_boundary",
+    "through", "unseen",
+}  # fmt: skip
+
+
+def words_of(name: str) -> set[str]:
+    """
+    >>> sorted(words_of("_leave_from_theDoor"))
+    ['door', 'from', 'leave', 'the']
+    """
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+@functools.cache
+def definitions() -> list[tuple[str, str, Path]]:
+    """(kind, name, file) of every class, function and module."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        found.append(("file", path.parent.name if path.stem == "__init__" else path.stem, path))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.append(("class", node.name, path))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(("function", node.name, path))
+    return found
+
+
+def classes() -> dict[str, list[Path]]:
+    """Where classes are defined, by their names without underscores."""
+    found: dict[str, list[Path]] = {}
+    for kind, name, path in definitions():
+        if kind == "class" and path not in found.setdefault(name.lstrip("_"), []):
+            found[name.lstrip("_")].append(path)
+    return found
+
+
+def stems() -> dict[str, list[Path]]:
+    """Where private modules lie, by their names."""
+    found: dict[str, list[Path]] = {}
+    for kind, name, path in definitions():
+        if kind == "file" and name.startswith("_") and path.stem != "__init__":
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def listed(heading: str) -> set[str]:
+    """The names in the first column of a table of docs/words.md."""
+    text = (ROOT / "docs" / "words.md").read_text()
+    section = re.search(rf"^## [^\n]*\b{heading}\b[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"docs/words.md has no section on {heading}"
+    return set(re.findall(r"^\| `(\w+)(?:\.py)?` \|", section[1], re.MULTILINE))
+
+
+def banned_names() -> set[str]:
+    return {
+        name
+        for kind, name, _ in definitions()
+        if words_of(name) & (BANNED if kind == "function" else BANNED_FOR_CLASSES_AND_FILES)
+    }
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    twice = {name for name, places in classes().items() if len(places) > 1}
+    assert twice - listed("classes") <= STILL_TWICE, {
+        name: classes()[name] for name in twice - listed("classes")
+    }
+    assert listed("classes") <= twice, "no longer defined twice; take it out of docs/words.md"
+
+
+def test_a_file_name_that_returns_has_one_meaning() -> None:
+    twice = {name for name, places in stems().items() if len(places) > 1}
+    unsaid = twice - listed("files") - STILL_RETURNING
+    assert not unsaid, f"say in docs/words.md what {unsaid} mean everywhere, or call them something else"
+    assert listed("files") <= twice, "no longer there twice; take it out of docs/words.md"
+
+
+def test_no_metaphor_stands_for_a_word_of_the_field() -> None:
+    assert banned_names() <= STILL_BANNED, sorted(banned_names() - STILL_BANNED)

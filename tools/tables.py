@@ -1,0 +1,297 @@
+"""``make tables``: writes the tables of measurements in the documents from the stored runs of the benchmarks.
+
+A table stands between ``<!-- measured: name -->`` and ``<!-- end -->``; what is between them is written here, from the
+newest file of ``benchmarks/results`` that has figures of its benchmark. No figure is typed by hand.
+
+python -m tools.tables
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._results import Figure, Stored, newest_with
+
+ROOT = Path(__file__).parent.parent
+SPOT = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Figures = Mapping[str, Figure]
+
+
+class Table(NamedTuple):
+    """What a table is made of: the benchmark whose figures it shows, and how."""
+
+    benchmark: str
+    rows: Callable[[Figures], Iterable[Sequence[str]]]
+
+
+def short(value: float) -> str:
+    """Three digits, without an exponent.
+
+    >>> short(0.04567), short(3.14159), short(5995.4), short(7.0)
+    ('0.046', '3.1', '5,995', '7.0')
+    """
+    digits = max(0, 1 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{digits}f}"
+
+
+def amount(figure: Figure | None, side: str = "ours") -> str:
+    """A time or an amount, in a unit that fits; nothing where a run kept ratios only.
+
+    >>> amount(Figure(name="x", unit="us", ours=5995.0)), amount(None)
+    ('6.0 ms', '')
+    """
+    value = getattr(figure, side) if figure else None
+    if value is None or figure is None:
+        return ""
+    if figure.unit.startswith("of "):
+        return ""  # only the ratio was kept
+    units = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+    if figure.unit not in units:
+        return f"{short(value)} {figure.unit}"
+    seconds = value * units[figure.unit]
+    name, scale = next(((n, s) for n, s in reversed(units.items()) if seconds >= s), ("ns", 1e-9))
+    return f"{short(seconds / scale)} {name.replace('us', 'µs')}"
+
+
+def times(figure: Figure | None) -> str:
+    """How many times quicker than theirs: ``3.2x``."""
+    return f"{short(figure.ratio)}x" if figure and figure.ratio else ""
+
+
+def part(figure: Figure | None) -> str:
+    """Ours over theirs: ``0.78``."""
+    return f"{1 / figure.ratio:.2f}" if figure and figure.ratio else ""
+
+
+def mean(figures: Sequence[Figure]) -> float:
+    """The geometric mean of ratios."""
+    return math.exp(sum(math.log(figure.ratio or 1.0) for figure in figures) / len(figures))
+
+
+def span(figures: Sequence[Figure], side: str) -> str:
+    least, most = (pick(figures, key=lambda figure: getattr(figure, side)) for pick in (min, max))
+    return f"{amount(least, side)} to {amount(most, side)}"
+
+
+def dtensor(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "torch", "here", "torch's time over ours", "goal"
+    groups = (
+        ("14 operations, forward", "forward/", 2.8),
+        ("the same, forward and backward", "forward+backward/", 3.5),
+        ("redistribute S(0)->R, S(0)->S(1), R->S(0)", "redistribute/", 8),
+        ("tensor-parallel transformer block, forward and backward", "block", 5),
+        ("AdamW foreach", "AdamW/foreach", 1),
+        ("AdamW for-loop", "AdamW/for-loop", 2.5),
+        ("AdamW fused", "AdamW/fused", 1),
+    )
+    for title, start, goal in groups:
+        these = [figure for name, figure in found.items() if name.startswith(f"dtensor/{start}")]
+        sides = [
+            span(these, side) if len(these) > 1 else amount(these[0], side) for side in ("theirs", "ours")
+        ]
+        yield title, *sides, f"{mean(these):.2f}x", f"{goal:g}x"
+
+
+def ddp(found: Figures) -> Iterable[Sequence[str]]:
+    variants = ("gloo", "same host", "gloo fp16", "same host fp16")
+    goals = {"small": 0.85, "transformer": 0.85, "bound": 0.62}
+    titles = {
+        "small": "2,000 small parameters",
+        "transformer": "25M transformer",
+        "bound": "communication-bound",
+    }
+    yield "model", "gloo (1.00)", "same host", "gloo, fp16 hook (1.00)", "same host, fp16 hook"
+    for name, goal in goals.items():
+        cells = []
+        for variant in variants:
+            values = [part(found.get(f"ddp/{name}/{view}/{variant}")) for view in ("plain", "views")]
+            wanted = 1.0 if variant.startswith("gloo") else goal
+            marked = [f"**{value}**" if value and float(value) > wanted else value for value in values]
+            cells.append(" / ".join(marked) + ("" if wanted == 1.0 else f" ({goal})"))
+        yield titles[name], *cells
+
+
+def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
+    yield "model", "counted as", "torch", "gloo", "same host"
+    for name in ("small", "transformer", "bound"):
+        for how in ("peak", "proportional"):
+            ours = [found.get(f"ddp/memory/{name}/{carrier}/{how}") for carrier in ("gloo", "same host")]
+            if ours[0]:
+                yield name, how, amount(ours[0], "theirs"), *(amount(figure) for figure in ours)
+
+
+def came_back(figure: Figure | None) -> list[str]:
+    """Theirs and ours, of the note that benchmarks of kills leave."""
+    counts = re.findall(r"\d+ of \d+", figure.note if figure else "")
+    return [f" ({count} came back)" for count in reversed(counts)] or ["", ""]
+
+
+def worst(figure: Figure | None) -> str:
+    if figure is None or figure.high is None:
+        return ""
+    return f" (worst {amount(Figure(name='', unit=figure.unit, ours=figure.high))})"
+
+
+def elastic(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "phalanx", "torchrun + torch DDP", "ours over theirs"
+    for title, name in (
+        ("SIGKILL to the next committed step, median", "kill/next step"),
+        ("SIGKILL to full size again, median", "kill/full size"),
+    ):
+        figure = found.get(f"elastic/{name}")
+        torchs, ours = came_back(figure)
+        yield title, amount(figure) + worst(figure) + ours, amount(figure, "theirs") + torchs, part(figure)
+    for title, name in (
+        ("step, the same micro-batches as DDP", "step/micro-batches"),
+        ("step, the same work in one batch", "step/one batch"),
+    ):
+        figure = found.get(f"elastic/{name}")
+        yield title, amount(figure), amount(figure, "theirs"), part(figure)
+
+
+def launch(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "torchrun", "phalanx run", "ours over theirs"
+    for title, name in (
+        ("command to first all-reduce of 2 workers", "start/2"),
+        ("the same, 8 workers", "start/8"),
+        ("processor time of a job of 2 workers that does nothing else", "processor time/2"),
+        ("the same, 8 workers", "processor time/8"),
+        ("SIGKILL of a worker to all in a working group again, under `restart`", "kill"),
+    ):
+        if figure := found.get(f"launch/{name}"):
+            torchs, ours = came_back(figure)
+            yield title, amount(figure, "theirs") + torchs, amount(figure) + ours, part(figure)
+
+
+def rendezvous(found: Figures) -> Iterable[Sequence[str]]:
+    yield "nodes", "ours, memory store", "ours, TCP store", "torch, TCP store"
+    for count in sorted({int(name.split("/")[2]) for name in found}):
+        tcp = found.get(f"rendezvous/tcp/{count}")
+        yield (
+            f"{count:,}",
+            amount(found.get(f"rendezvous/memory/{count}")),
+            amount(tcp),
+            amount(tcp, "theirs"),
+        )
+
+
+def sampler(found: Figures) -> Iterable[Sequence[str]]:
+    yield (
+        "samples", "replicas", "first index: ours", "torch", "per index: ours", "torch", "ratio",
+        "memory for an epoch: ours", "torch",
+    )  # fmt: skip
+    for name, first in found.items():
+        if not name.startswith("sampler/first/"):
+            continue
+        length, replicas = name.split("/")[2:]
+        per_index, memory, seek = (
+            found.get(f"sampler/{what}/{length}/{replicas}") for what in ("per_index", "memory", "seek")
+        )
+        number, power = length.split("e+")
+        yield (
+            f"10^{int(power)}" if number == "1" else f"{number}·10^{int(power)}",
+            replicas,
+            amount(first) + (f" (seek {amount(seek)})" if seek else ""),
+            amount(first, "theirs"),
+            amount(per_index),
+            amount(per_index, "theirs"),
+            times(per_index),
+            amount(memory),
+            amount(memory, "theirs"),
+        )
+
+
+def shard(found: Figures) -> Iterable[Sequence[str]]:
+    yield "case, our time over torch's", "gloo", "auto", "goal"
+    for title, name, goal in (
+        ("`shard_module`, 200 parameters", "shard_module", "0.5"),
+        ("`gather`, 64 MB", "gather", "0.5"),
+        ("`reshard` by rows to columns and back, 64 MB", "reshard and back", "0.5"),
+        ("save, 64 MB, against `torch.distributed.checkpoint`", "save", "0.7"),
+        ("load of the same, with every byte checked", "load", "0.7"),
+    ):
+        yield title, *(part(found.get(f"shard/{name}/{group}")) for group in ("gloo", "auto")), goal
+
+
+def same_host(found: Figures) -> Iterable[Sequence[str]]:
+    sizes = ("4 KB", "256 KB", "4 MB", "32 MB", "128 MB")
+    yield "2 ranks / 4 ranks", *sizes
+    for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        for way, suffix in (("shm", ""), ("shared", ", shared")):
+            cells = []
+            for size in sizes:
+                both = [times(found.get(f"comm/same host/{ranks}/{kind}/{size}/{way}")) for ranks in (2, 4)]
+                cells.append(" / ".join(filter(None, both)))
+            yield f"{kind}{suffix}", *cells
+
+
+def as_backend(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "gloo", "phalanx", "gloo's time over ours"
+    for name, figure in found.items():
+        if name.startswith("comm/as backend/"):
+            yield name.split("/")[2], amount(figure, "theirs"), amount(figure), times(figure)
+
+
+def kills(found: Figures) -> Iterable[Sequence[str]]:
+    yield "ranks", "others are", "noticed", "next group works"
+    doing = {"busy": "reducing", "blocked": "blocked in a collective", "between": "between collectives"}
+    for name, noticed in found.items():
+        match = re.fullmatch(r"comm/kill/(\w+)/(\d)/(\w+)/noticed", name)
+        if match:
+            works = found.get(name.replace("noticed", "next group works"))
+            ranks = match[2] if match[1] == "shm" else f"{match[2]}, {match[1]}"
+            yield ranks, doing[match[3]], amount(noticed) + worst(noticed), amount(works) + worst(works)
+
+
+TABLES = {
+    "as_backend": Table("comm", as_backend),
+    "ddp": Table("ddp", ddp),
+    "ddp_memory": Table("ddp", ddp_memory),
+    "dtensor": Table("dtensor", dtensor),
+    "elastic": Table("elastic", elastic),
+    "kills": Table("comm", kills),
+    "launch": Table("launch", launch),
+    "rendezvous": Table("rendezvous", rendezvous),
+    "same_host": Table("comm", same_host),
+    "sampler": Table("sampler", sampler),
+    "shard": Table("shard", shard),
+}
+
+
+def source(stored: Stored, benchmark: str) -> str:
+    """One line on where figures come from."""
+    content, machine = stored.content, stored.content["machine"]
+    others = content["others"].get(benchmark)
+    said = "" if others is None else f"; other processes used {others:g} cores meanwhile"
+    return (
+        f"`python -m benchmarks {benchmark}` at {content['commit']}, {content['date'][:10]}: {machine['cpu']}, "
+        f"{machine['cores']} cores, torch {machine['torch']}{said}."
+    )
+
+
+def render(name: str) -> str:
+    """What stands between the marks of a table."""
+    table = TABLES[name]
+    stored = newest_with(table.benchmark)
+    head, *rows = table.rows(stored.figures(table.benchmark))
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head))
+    return f"{source(stored, table.benchmark)}\n\n" + "\n".join(lines) + "\n"
+
+
+def filled(text: str) -> str:
+    """A document with its tables written anew."""
+    return SPOT.sub(lambda match: f"{match[1]}{render(match[2])}{match[3]}", text)
+
+
+def documents() -> list[Path]:
+    return [path for path in sorted((ROOT / "docs").glob("*.md")) if SPOT.search(path.read_text())]
+
+
+if __name__ == "__main__":
+    for document in documents():
+        document.write_text(filled(document.read_text()))
