@@ -62,10 +62,12 @@ class Fields:
             self._refuse(name, value, f"an integer of at least {low}" if low > -MAX_INTEGER else "an integer")
         return int(value)
 
-    def number(self, name: str, *, default: Any = _ABSENT) -> float:
-        """A finite number."""
+    def number(self, name: str, *, default: Any = _ABSENT, finite: bool = True) -> float:
+        """A number; a finite one unless told otherwise."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not _is_finite(value):
+        if type(value) is int and not _is_finite(value):
+            self._refuse(name, value, "a number")
+        if type(value) not in (int, float) or (finite and not _is_finite(value)):
             self._refuse(name, value, "a finite number")
         return float(value)
 

@@ -20,8 +20,8 @@ from phalanx.elastic.checkpoint._saves import _hash, read_save
 from phalanx.elastic.checkpoint._state_codec import decode, encode
 from phalanx.elastic.checkpoint._stream import parse_header
 from phalanx.elastic.tools._history import make_history
-from phalanx.elastic.tools._json_lines import parse_lines
 from phalanx.elastic.tools._report import render
+from phalanx.events._writer import parse_lines
 
 TENSORS = [torch.arange(4.0), torch.ones(2, dtype=torch.int64)]
 STATE = {

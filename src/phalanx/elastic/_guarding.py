@@ -30,6 +30,7 @@ from phalanx.elastic._guard import (
 )
 from phalanx.elastic.reduce._flat_layout import Flat
 from phalanx.elastic.reduce._slots import slot_range
+from phalanx.events._types import NonFiniteFound
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
@@ -92,7 +93,8 @@ class Guarding:
         if reaction is Reaction.COMPUTE_AGAIN:
             seat = self._job.team.seat
             self._suspect = (step.number, seat.generation, seat.round)
-            self._job.events.emit("nonfinite", step=step.number, reaction=reaction.value, grads=facts.grads)
+            found = NonFiniteFound(step=step.number, reaction=reaction.value, grads=facts.grads)
+            self._job.events.write(found)
         elif reaction is Reaction.GO_ON and facts.is_again:
             warnings.warn(
                 f"the gradient of step {step.number} was not finite and is when computed again: the computation is "
@@ -146,15 +148,16 @@ class Guarding:
         job.buffers.restore()
         message = explain(step.number, step.epoch, facts, reports, self.nonfinite_state())
         slots = {report.slot: report.samples for report in reports}
-        job.events.emit(
-            "nonfinite",
-            step=step.number,
-            epoch=step.epoch,
-            reaction=Reaction.STOP.value,
-            loss=None if step.loss is None else str(step.loss),
-            grads=facts.grads,
-            buffers=facts.buffers,
-            slots=slots,
+        job.events.write(
+            NonFiniteFound(
+                step=step.number,
+                epoch=step.epoch,
+                reaction=Reaction.STOP.value,
+                loss=None if step.loss is None else str(step.loss),
+                grads=facts.grads,
+                buffers=facts.buffers,
+                slots={str(slot): samples for slot, samples in slots.items()},
+            )
         )
         self._finish_save()
         raise NonFinite(message, step=step.number, slots=slots)
@@ -190,7 +193,8 @@ class Guarding:
         names = self.nonfinite_state()
         if names:
             step = self._job.step
-            self._job.events.emit("nonfinite", step=step - 1, reaction=Reaction.STOP.value, state=names)
+            found = NonFiniteFound(step=step - 1, reaction=Reaction.STOP.value, state=names)
+            self._job.events.write(found)
             self._finish_save()
             raise NonFinite(explain_state(step, names), step=step - 1)
 

@@ -40,10 +40,12 @@ from phalanx.elastic.membership._sync import BitsWarning, differences, fingerpri
 from phalanx.elastic.reduce._buffers import Buffers
 from phalanx.elastic.reduce._flat_layout import Layout
 from phalanx.elastic.reduce._partials import Pool
-from phalanx.elastic.tools._json_lines import Audit, Events
-from phalanx.elastic.tools._progress import Progress
-from phalanx.elastic.tools._troubles import Troubles
+from phalanx.elastic.tools._audit_log import Audit
+from phalanx.elastic.tools._status_line import StatusLine
 from phalanx.errors import CommError
+from phalanx.events._troubles import Troubles
+from phalanx.events._types import Resumed, TrainingFinished, TrainingStarted
+from phalanx.events._writer import EventLog
 
 MAX_WORKERS = 1024
 
@@ -121,8 +123,9 @@ class Job:
         name = roster.worker_id.replace("/", "_")
         self.troubles = Troubles()
         self.audit = Audit(logs and logs / f"audit-{name}.jsonl", troubles=self.troubles)
-        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id, troubles=self.troubles)
-        self.progress = Progress(run.progress)
+        path = logs and logs / f"events-{name}.jsonl"
+        self.events = EventLog(path, worker=roster.worker_id, troubles=self.troubles)
+        self.progress = StatusLine(run.progress)
         self.saving = Saving(saves, self.events, self.troubles)
         self.team = Team(self, roster)
         self.is_fresh = True
@@ -218,7 +221,7 @@ class Job:
                 self.team.part()
                 self._has_looped = True
                 self.telling.tell_again()
-                self.events.emit("finished", step=self.step)
+                self.events.write(TrainingFinished(step=self.step))
                 self.audit.ended(self.lineage, self.step)
                 self.loading.close()
                 self.saving.settle()
@@ -240,7 +243,7 @@ class Job:
                 "may_repeat": self.schedule.sampler.order.may_repeat,
             }
         )
-        self.events.emit("started", pid=os.getpid())
+        self.events.write(TrainingStarted(pid=os.getpid()))
         self.team.begin()
 
     def close(self) -> None:
@@ -433,7 +436,7 @@ class Job:
                 stacklevel=2,
             )
         self.load_state_dict({**state, "resumes": state["resumes"] + 1})
-        self.events.emit("resumed", step=self.step)
+        self.events.write(Resumed(step=self.step))
         return True
 
     def begin_attempt(self, parent: int | None = None) -> None:

@@ -26,6 +26,14 @@ from phalanx.elastic.membership._sync import bring_level, fingerprint
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._reduction import Exchange
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
+from phalanx.events._types import (
+    GroupLost,
+    NotNeeded,
+    RankTakenOver,
+    RoundFormed,
+    StateReceived,
+    TrainingLeft,
+)
 from phalanx.protocol import Finish, Ready
 
 if TYPE_CHECKING:
@@ -115,7 +123,9 @@ class Team:
         if self._is_apart:
             self._settle(lambda: self.roster.rejoin(self.seat.generation, self._ready()))
             return
-        self._job.events.emit("lost", generation=self.seat.generation, step=self._job.step, reason=str(cause))
+        self._job.events.write(
+            GroupLost(generation=self.seat.generation, step=self._job.step, reason=str(cause))
+        )
         while True:
             try:
                 self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
@@ -136,7 +146,7 @@ class Team:
         # Who was asked to leave after its part of the reduction had gone out does not leave here: the others count on
         # it, and were they all to leave like that, nobody would save.
         if everyone or self.leave.is_counted:
-            self._job.events.emit("left", step=self._job.step, generation=self.seat.generation)
+            self._job.events.write(TrainingLeft(step=self._job.step, generation=self.seat.generation))
             self.roster.step_aside(self.seat)
             raise SystemExit(0)
         self._settle(lambda: self.roster.seat_at_boundary(self.seat, self._ready()))
@@ -254,13 +264,13 @@ class Team:
             taken = self.roster.take_over(over)
         except NothingLeft as error:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
-            job.events.emit("surplus", step=over.finish.step)
+            job.events.write(NotNeeded(step=over.finish.step))
             raise SystemExit(0) from None
         if taken is None:
             return False
         job.take_state(taken.state)
-        job.events.emit("received", step=job.step, source=taken.source)
-        job.events.emit("took_over", step=job.step, rank=taken.rank, generation=taken.generation)
+        job.events.write(StateReceived(step=job.step, source=taken.source))
+        job.events.write(RankTakenOver(step=job.step, rank=taken.rank, generation=taken.generation))
         self._seat = Seat(taken.generation, 0, taken.workers, taken.rank, None)
         self._is_apart = True
         self._begin_epilogue(over.finish, (taken.rank, len(taken.workers)), taken.generation)
@@ -289,7 +299,7 @@ class Team:
             problem = self._save_or_tell()
             if problem:
                 raise NotSaved(problem)
-        self._job.events.emit("left", step=self._job.step)
+        self._job.events.write(TrainingLeft(step=self._job.step))
         raise SystemExit(0)
 
     def _tell(self, before: Seat | None, seat: Seat, seconds: float) -> None:
@@ -303,7 +313,7 @@ class Team:
             step=self._job.step,
             seconds=seconds,
         )
-        self._job.events.emit("regrouped", **vars(news), rank=seat.rank, machine=fingerprint())
+        self._job.events.write(RoundFormed(**vars(news), rank=seat.rank, machine=fingerprint()))
         callbacks = self._job.callbacks
         if before is None:
             return

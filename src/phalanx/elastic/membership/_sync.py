@@ -20,6 +20,7 @@ from phalanx.elastic.membership._committed_steps import check_setback
 from phalanx.elastic.membership._identity import describe_model, identity, tell_apart
 from phalanx.elastic.membership._rounds import Seat, choose_source
 from phalanx.errors import PhalanxError
+from phalanx.events._types import StateReceived, StateSent, StepsRepeated
 from phalanx.protocol import FRESH
 
 if TYPE_CHECKING:
@@ -78,12 +79,11 @@ def bring_level(job: Job, seat: Seat) -> None:
     ]
     if seat.rank == source:
         for rank in behind:
-            job.events.emit(
-                "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
-            )
+            size = send_state(seat.group, job.state_dict(), rank)
+            job.events.write(StateSent(to=seat.workers[rank], bytes=size))
     elif seat.rank in behind:
         job.take_over(receive_state(seat.group, source))
-        job.events.emit("received", step=job.step, source=seat.workers[source])
+        job.events.write(StateReceived(step=job.step, source=seat.workers[source]))
     elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
         # It was cut off from an evaluation that the others completed.
         job.count_evaluation(max(told, key=_num_evaluations)["evaluations"][1])
@@ -118,7 +118,7 @@ def _go_back(job: Job, seat: Seat, before: int, after: int) -> None:
     may_begin_again = job.run.begin_again or not job.team.roster.can_change
     has_saves = job.saving.options is not None
     if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and seat.rank == 0:
-        job.events.emit("went_back", step=after, before=before)
+        job.events.write(StepsRepeated(step=after, before=before))
         job.team.roster.ledger.go_back(before, after)
 
 
