@@ -80,13 +80,13 @@ SUBLAYERS: dict[str, list[str]] = {
     "events": ["_troubles", "_types", "_lines", "_writer"],
 }  # fmt: skip
 # Imports that still point up, and modules that still stand in circles, by package: these numbers only fall.
-STILL_UP = {"comm": 2, "launch": 2, "tensor": 11, "shard": 3, "elastic": 6}
-STILL_CIRCLING = {"comm": 3, "elastic": 7, "launch": 5, "tensor": 35, "shard": 14}
+STILL_UP = {"comm": 2, "launch": 2, "tensor": 11, "shard": 3, "elastic": 0}
+STILL_CIRCLING = {"comm": 3, "launch": 5, "tensor": 35, "shard": 14}
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()
 # Imports inside functions that do not say yet why, by package: these numbers only fall.
 UNEXPLAINED = {
-    "__main__": 2, "_torch_hook": 1, "comm": 21, "data": 1, "ddp": 1, "elastic": 7, "launch": 49, "shard": 10,
+    "__main__": 2, "_torch_hook": 1, "comm": 21, "data": 1, "ddp": 1, "launch": 49, "shard": 10,
     "tensor": 15,
 }  # fmt: skip
 WHY_LATE = re.compile("start-up|optional|platform")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import phalanx
 from junk import changed, long, quick, raw, torn
 from phalanx import protocol
-from phalanx.elastic.membership._store_membership import StoreRoster, make_roster
+from phalanx.elastic.membership._store_coordinator import StoreCoordinator, make_coordinator
 from phalanx.launch import WorkerSpec
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
@@ -195,8 +195,8 @@ def test_one_flag_says_how_long_agents_and_their_workers_wait(
         spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=handler, entrypoint=print)
         (place,) = generation.places(None)
         env = worker_environment(place, generation.job_facts(spec, "heal"), {})
-        coordinator = make_roster(None, env, comm_timeout=5.0)
-        assert isinstance(coordinator, StoreRoster)
+        coordinator = make_coordinator(None, env, comm_timeout=5.0)
+        assert isinstance(coordinator, StoreCoordinator)
         assert (
             coordinator.timeout == expected < handler.join_timeout == conf.get("join_timeout", timeouts.JOIN)
         )

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from phalanx.comm.stores import MemoryStore
 from phalanx.elastic import ResultLost, StepsLost
-from phalanx.elastic._exit import has_ended_well
-from phalanx.elastic.membership._committed_steps import Ledger, check_setback
-from phalanx.elastic.membership._final_state import Contact, Keeper
+from phalanx.elastic.membership._committed_steps import CommittedSteps, check_setback
+from phalanx.elastic.membership._final_state import FinalStateServer, StoreAccess
 from phalanx.elastic.membership._finish import Vacant, find_vacant, parse_finish, prefer
+from phalanx.elastic.membership._leave import has_ended_well
 from phalanx.launch.rendezvous._runs import is_past
 from phalanx.protocol import (
     SETBACKS,
@@ -71,19 +71,19 @@ def test_going_back_needs_saves_or_permission(before, after, has_saves, may_begi
 
 def test_setbacks_are_said_and_counted(capsys):
     store = MemoryStore()
-    ledger = Ledger(store, JobKeys())
-    assert ledger.note(57)
-    assert not ledger.note(58), "it is written now and then only"
-    assert ledger.num_committed() == 57
-    ledger.go_back(57, 50)
-    ledger.go_back(50, 0)
+    committed_steps = CommittedSteps(store, JobKeys())
+    assert committed_steps.note(57)
+    assert not committed_steps.note(58), "it is written now and then only"
+    assert committed_steps.num_committed() == 57
+    committed_steps.go_back(57, 50)
+    committed_steps.go_back(50, 0)
     assert Setbacks.from_json(store.get(SETBACKS)) == Setbacks(count=2, num_steps=57, last_from=50, last_to=0)
-    assert ledger.num_committed() == 0
+    assert committed_steps.num_committed() == 0
     said = capsys.readouterr().err.splitlines()
     assert "from step 57 to step 50, its newest save; 7 steps are computed again" in said[0]
     assert "from step 50 to step 0, its beginning; 50 steps are computed again" in said[1]
     store.set(JobKeys().committed, b"garbage")
-    assert ledger.num_committed() == 0
+    assert committed_steps.num_committed() == 0
 
 
 def test_a_script_has_ended_well_only_with_code_0():
@@ -107,9 +107,9 @@ def test_a_job_is_run_anew_when_the_last_run_is_over(closing, num_live, now, exp
 
 
 @pytest.fixture
-def contact() -> Contact:
+def contact() -> StoreAccess:
     root = MemoryStore()
-    at = Contact(
+    at = StoreAccess(
         store=root.clone(), root=root, keys=JobKeys(), job="j", worker_id="a", timeout=0.2, comm_timeout=5.0
     )
     members = Members(1, (MemberNode("n", 1, "h", "", 0, 1, worker_ids=("a",)),))
@@ -120,25 +120,25 @@ def contact() -> Contact:
 def test_a_rank_that_stays_vacant_ends_the_wait_of_the_others_with_an_error(contact):
     """Its node is gone, say, and no other comes: those who wait for its script must not end with code 0."""
     finish = Finish(generation=0, round=0, step=6, workers=("a", "b"))
-    keeper = Keeper(contact.clone(), finish, 0, 1, None)
+    server = FinalStateServer(contact.clone(), finish, 0, 1, None)
     try:
         with pytest.raises(ResultLost, match=r"rank 1 \(worker b\) was lost after the last step"):
-            keeper.stay(100.0)
+            server.stay(100.0)
         assert contact.store.get(ended_key("a")) is None, "its own end is to count as a failure"
     finally:
-        keeper.stop()
+        server.stop()
 
 
 def test_who_has_waited_long_enough_for_a_script_says_so_and_goes(contact, capsys):
     contact.store.set(members_key(1), b"{garbage")
     finish = Finish(generation=0, round=0, step=6, workers=("a", "b"))
-    keeper = Keeper(contact.clone(), finish, 0, 0, None)
+    server = FinalStateServer(contact.clone(), finish, 0, 0, None)
     try:
-        keeper.stay(0.05)
+        server.stay(0.05)
         assert "has waited 0.05 s for the scripts of ranks [1] to end" in capsys.readouterr().err
         assert contact.store.get(ended_key("a")) is not None
         contact.store.set(ended_key("b"), b"1")
-        keeper.stay(100.0)
-        assert keeper._thread.is_alive(), "a record that is none must not end it"
+        server.stay(100.0)
+        assert server._thread.is_alive(), "a record that is none must not end it"
     finally:
-        keeper.stop()
+        server.stop()

@@ -107,7 +107,7 @@ def test_all_workers_hear_that_the_save_at_their_leave_failed(tmp_path, monkeypa
 
     def run(group):
         job = make_job(saves=Saves(directory=tmp_path), run=RunOptions(progress=False, group=group))
-        job.team.leave.requested = group.rank == 1  # what SIGTERM does in the main thread
+        job.regrouping.leave.requested = group.rank == 1  # what SIGTERM does in the main thread
         with pytest.raises(NotSaved, match=r"at step 1 could not be saved .*No space left"):
             train(job, max_steps=3)
         return True

@@ -37,7 +37,7 @@ class Telling:
             loss=step.loss,
             samples=step.num_samples,
             generation=job.generation,
-            round=job.team.seat.round,
+            round=job.regrouping.membership.round,
             world_size=job.world_size,
         )
         job.progress.show(event, job.troubles.status)

@@ -22,7 +22,7 @@ class StepsLost(JobStopped):
     """All workers were lost, and there is no save to go on from."""
 
 
-class Ledger:
+class CommittedSteps:
     """The record of one job; without a store it forgets everything."""
 
     def __init__(self, store: Store | None, keys: JobKeys) -> None:

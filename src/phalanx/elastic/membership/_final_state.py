@@ -29,8 +29,8 @@ from phalanx.comm.stores import Store
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json
 from phalanx.elastic.checkpoint._stream import receive_state, send_encoded
+from phalanx.elastic.membership._coordinator import NothingLeft, ResultLost
 from phalanx.elastic.membership._finish import find_vacant, prefer
-from phalanx.elastic.membership._interface import NothingLeft, ResultLost
 from phalanx.elastic.membership._store_monitor import report_progress
 from phalanx.errors import CommError, PeerLost, StoreError
 from phalanx.protocol import PRESENT, Finish, JobKeys, dump_count, timeouts
@@ -46,7 +46,7 @@ Encoded = tuple[Json, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contact:
+class StoreAccess:
     """A worker's own connection to the job's store, and what it needs to meet others there."""
 
     store: Store
@@ -57,7 +57,7 @@ class Contact:
     timeout: float
     comm_timeout: float
 
-    def clone(self) -> Contact:
+    def clone(self) -> StoreAccess:
         return replace(self, store=self.store.clone(), root=self.root.clone())
 
     def close(self) -> None:
@@ -115,7 +115,9 @@ class TakenOver:
     state: State
 
 
-def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str, str]) -> TakenOver | None:
+def take_over(
+    at: StoreAccess, finish: Finish, generation: int, members: Mapping[str, str]
+) -> TakenOver | None:
     """Claim a vacant rank and fetch the final state; None when the generation breaks meanwhile.
 
     ``NothingLeft`` when no rank is vacant, ``ResultLost`` when one is and nobody hands the state over.
@@ -125,10 +127,10 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     problems: dict[str, str] = {}
     while True:
         found = at.store.get_many([at.keys.keeps(generation, worker) for worker in members])
-        keepers = [
+        servers = [
             w for w, data in zip(members, found, strict=True) if data == dump_count(1) and w not in problems
         ]
-        for source in keepers:
+        for source in servers:
             try:
                 state = _fetch(at, source, generation)
                 return TakenOver(rank, workers, generation, source, state)
@@ -136,7 +138,7 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
                 problems[source] = str(error)
             if at.broken(generation) is not None:
                 return None
-        if not keepers:
+        if not servers:
             break
     why = "; ".join(f"{worker}: {problem}" for worker, problem in problems.items())
     raise ResultLost(
@@ -146,7 +148,7 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     )
 
 
-def _claim(at: Contact, finish: Finish, members: Mapping[str, str]) -> int:
+def _claim(at: StoreAccess, finish: Finish, members: Mapping[str, str]) -> int:
     while True:
         holders = at.holders(finish, range(len(finish.workers)))
         if at.worker_id in holders:
@@ -162,7 +164,7 @@ def _claim(at: Contact, finish: Finish, members: Mapping[str, str]) -> int:
         at.store.compare_and_set(at.keys.claim(finish.generation, best.rank), before, at.worker_id.encode())
 
 
-def _fetch(at: Contact, source: str, generation: int) -> State:
+def _fetch(at: StoreAccess, source: str, generation: int) -> State:
     at.store.set(at.keys.ask(generation, source, at.worker_id), PRESENT)
     group = at.meet(source, at.worker_id, generation)
     try:
@@ -171,11 +173,11 @@ def _fetch(at: Contact, source: str, generation: int) -> State:
         group.close()
 
 
-class Keeper:
+class FinalStateServer:
     """The thread of one worker after the last step; ``state`` is a copy, or None if it is not to be handed over."""
 
     def __init__(
-        self, at: Contact, finish: Finish, rank: int, generation: int, state: Encoded | None
+        self, at: StoreAccess, finish: Finish, rank: int, generation: int, state: Encoded | None
     ) -> None:
         self.generation = generation
         self.num_served = 0
@@ -255,7 +257,7 @@ class Keeper:
     def stay(self, limit: float) -> None:
         """Say that this worker's script has ended; return when those of all others have, or after ``limit`` seconds.
 
-        ``ResultLost`` when a rank stays vacant for longer than a worker may wait for a seat.
+        ``ResultLost`` when a rank stays vacant for longer than a worker may wait for a place.
         """
         with self._at.store.clone() as store:
             at = replace(self._at, store=store)
@@ -287,7 +289,7 @@ class Keeper:
                     self._stop.wait(min(0.25, 0.02 + (now - began) / 10))
 
     def _check_vacant(
-        self, at: Contact, vacant: Mapping[int, str], since: Mapping[int, float], now: float
+        self, at: StoreAccess, vacant: Mapping[int, str], since: Mapping[int, float], now: float
     ) -> None:
         for rank, worker in vacant.items():
             if now - since[rank] > at.timeout:

@@ -12,20 +12,20 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.elastic.membership._rounds import Seat
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.protocol import Finish, RecordError
 
 log = logging.getLogger(__name__)
 
 
-def finish_of(seat: Seat, step: int, hosts: Mapping[str, str]) -> Finish:
+def finish_of(membership: Membership, step: int, hosts: Mapping[str, str]) -> Finish:
     """The record of a job's end, written by the workers of its last round."""
     return Finish(
-        generation=seat.generation,
-        round=seat.round,
+        generation=membership.generation,
+        round=membership.round,
         step=step,
-        workers=seat.workers,
-        hosts=tuple(hosts.get(worker, "") for worker in seat.workers),
+        workers=membership.workers,
+        hosts=tuple(hosts.get(worker, "") for worker in membership.workers),
     )
 
 

@@ -2,11 +2,11 @@
 
 Agents agree on the *members* of a generation. Which of them are ready to compute is the workers' own business: within
 a generation they form *rounds*, so that survivors never wait for a replacement that still imports and builds its
-model; it gets a seat in the next round, at a step boundary.
+model; it gets a place in the next round, at a step boundary.
 
 Rules: (1) a round's list is written once, by the worker that ``choose_round`` names; (2) workers with live state
-("veterans") wait for all veterans they knew, never for newcomers; (3) when nobody has state, all members are waited
-for; (4) while veterans are inside an evaluation, which newcomers cannot join, only they get a seat, and who is one step
+wait for all of them that they knew, never for newcomers; (3) when nobody has state, all members are waited
+for; (4) while they are inside an evaluation, which newcomers cannot join, only they get a place, and who is one step
 behind: its loop comes to that evaluation after it has taken the step over.
 """
 
@@ -20,7 +20,7 @@ from phalanx.protocol import Ready, Round
 
 
 @dataclass(frozen=True)
-class Seat:
+class Membership:
     """This worker's place in one round of one generation; ``group`` is None when it is alone."""
 
     generation: int
@@ -38,15 +38,15 @@ def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[st
     ('a', Round(workers=('a', 'c'), move_to=None))
     """
     here = [worker for worker in members if worker in ready]
-    veterans = [worker for worker in here if ready[worker].has_state]
-    if not veterans:
+    with_state = [worker for worker in here if ready[worker].has_state]
+    if not with_state:
         return (members[0], Round(tuple(members))) if len(here) == len(members) else None
     if awaited_peers(members, ready):
         return None
-    best = max(ready[worker].position for worker in veterans)
-    writer = next(worker for worker in veterans if ready[worker].position == best)
+    best = max(ready[worker].position for worker in with_state)
+    writer = next(worker for worker in with_state if ready[worker].position == best)
     if best[2]:
-        follow = {worker for worker in veterans if ready[worker].step == best[0] - 1}
+        follow = {worker for worker in with_state if ready[worker].step == best[0] - 1}
         return writer, Round(tuple(w for w in here if w in follow or ready[w].position == best))
     return writer, Round(tuple(here))
 

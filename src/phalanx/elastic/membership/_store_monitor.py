@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from phalanx import protocol
 from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
-from phalanx.elastic.membership._committed_steps import Ledger
-from phalanx.elastic.membership._rounds import Seat
+from phalanx.elastic.membership._committed_steps import CommittedSteps
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.errors import PeerLost, StoreError
 from phalanx.protocol import PRESENT, JobKeys, ProgressReport, timeouts
 
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Signals:
-    """Flags of one seat: set by the watcher, read by the main thread."""
+    """Flags of one place: set by the monitor, read by the main thread."""
 
     broken: PeerLost | None = None
     wish: bool = False
     """Regroup at the next step boundary."""
 
 
-class Watcher:
+class StoreMonitor:
     def __init__(
         self,
         store: Store,
         keys: JobKeys,
-        seat: Seat,
+        membership: Membership,
         worker_id: str,
         signals: Signals,
         absent: tuple[str, ...] = (),
     ) -> None:
-        """``absent``: the members of the generation that have no seat in this round."""
+        """``absent``: the members of the generation that have no place in this round."""
         self.progress = (-1, 0)
         """The step, and how often the main thread reported."""
         self.is_waiting = False
@@ -53,14 +53,14 @@ class Watcher:
         """How many steps are committed, if this worker is the one to write it down."""
         self._store = store
         self._keys = keys
-        self._ledger = Ledger(store, keys)
+        self._committed_steps = CommittedSteps(store, keys)
         self._noted = 0
-        self._seat = seat
+        self._membership = membership
         self._worker_id = worker_id
         self._signals = signals
         self._stop = threading.Event()
         self._thread = Background(self._run, "phalanx-watch", on_failure=self._fail, stop=self._stop)
-        g = seat.generation
+        g = membership.generation
         self._looked_at = [
             protocol.broken_key(g),
             protocol.regroups_key(worker_id),
@@ -89,7 +89,7 @@ class Watcher:
                     return
                 self._report()
                 committed = self.committed
-                if committed != self._noted and self._ledger.note(committed):
+                if committed != self._noted and self._committed_steps.note(committed):
                     self._noted = committed
             except StoreError as error:
                 self._break(f"the job's store is gone: {error}")
@@ -121,16 +121,16 @@ class Watcher:
             return protocol.Broken.from_json(data)
         except protocol.RecordError as error:
             if not self._has_complained:
-                log.warning("generation %d: ignored a record: %s", self._seat.generation, error)
+                log.warning("generation %d: ignored a record: %s", self._membership.generation, error)
             self._has_complained = True
             return None
 
     def _break(self, reason: str) -> None:
-        g = self._seat.generation
+        g = self._membership.generation
         error = PeerLost(f"generation {g} is over: {reason}", generation=g)
         self._signals.broken = error
-        if self._seat.group is not None:
-            self._seat.group.abort(error)
+        if self._membership.group is not None:
+            self._membership.group.abort(error)
 
     def _report(self) -> None:
         progress, now = self.progress, time.monotonic()

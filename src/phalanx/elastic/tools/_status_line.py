@@ -48,7 +48,7 @@ class StatusLine:
         self._last = (now, step.step)
 
     def _show_live(self, text: str) -> None:
-        from rich.console import Console
+        from rich.console import Console  # start-up: loaded when used
         from rich.live import Live
 
         try:

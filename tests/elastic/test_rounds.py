@@ -1,4 +1,4 @@
-"""Who gets a seat: pure decisions, also under random declarations."""
+"""Who gets a place: pure decisions, also under random declarations."""
 
 from __future__ import annotations
 
