@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from phalanx import protocol
 from phalanx.comm.stores import MemoryStore
 from phalanx.launch.agent._worker_ids import WorkerIds
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
 from phalanx.launch.hang._detector import HangDetector
 from phalanx.launch.recovery import _policy
@@ -22,7 +23,7 @@ from phalanx.launch.recovery._streak import Death, after, is_loop
 from phalanx.launch.system._signals import parse_signals
 from phalanx.launch.workers._environment import (
     JobFacts,
-    Place,
+    RankAssignment,
     resolver_defaults,
     thread_defaults,
     worker_environment,
@@ -110,17 +111,16 @@ def test_survivors_keep_their_place_and_successors_take_the_dead_ones():
     assert worker_ids.ids == ["n.6"]
 
 
-PLACE = Place(
+ASSIGNMENT = RankAssignment(
     worker_id="w7", rank=5, local_rank=1, world_size=8, local_size=4, node_rank=1, num_nodes=2, generation=3,
     master_addr="node0", master_port=1234, store_url="tcp://node0:29400", role_rank=1, role_size=4,
 )  # fmt: skip
-JOB = JobFacts(
-    run_id="j", role="trainer", restarts=2, max_restarts=4, on_failure="heal", use_agent_store=True
-)
+JOB = JobFacts(run_id="j", restarts=2)
+CONFIG = LaunchConfig(1, 2, 4, role="trainer", max_restarts=4, on_failure="heal")
 
 
 def test_workers_get_torchruns_variables_and_ours():
-    env = worker_environment(PLACE, JOB, {})
+    env = worker_environment(ASSIGNMENT, JOB, CONFIG, {})
     assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")} == {
         "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "1", "ROLE_NAME": "trainer",
     }  # fmt: skip
@@ -154,16 +154,16 @@ def test_what_the_user_set_is_kept():
     assert thread_defaults(1, {}) == {}
     assert resolver_defaults({"RES_OPTIONS": "rotate"}) == {}
     outer = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    assert worker_environment(PLACE, JOB, outer)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert worker_environment(ASSIGNMENT, JOB, CONFIG, outer)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 def test_virtual_local_rank_shows_each_worker_its_own_device():
-    job = JobFacts(**{**vars(JOB), "virtual_local_rank": True})
-    env = worker_environment(PLACE, job, {"CUDA_VISIBLE_DEVICES": "4, 6,7"})
+    config = LaunchConfig(1, 2, 4, virtual_local_rank=True)
+    env = worker_environment(ASSIGNMENT, JOB, config, {"CUDA_VISIBLE_DEVICES": "4, 6,7"})
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "6")
-    assert worker_environment(PLACE, job, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert worker_environment(ASSIGNMENT, JOB, config, {})["CUDA_VISIBLE_DEVICES"] == "1"
     with pytest.raises(ValueError, match="local rank 1 has no device: CUDA_VISIBLE_DEVICES=4 lists 1"):
-        worker_environment(PLACE, job, {"CUDA_VISIBLE_DEVICES": "4"})
+        worker_environment(ASSIGNMENT, JOB, config, {"CUDA_VISIBLE_DEVICES": "4"})
 
 
 def test_silent_workers_are_never_suspected():
@@ -218,6 +218,18 @@ def test_a_worker_that_says_that_it_computes_has_started():
     assert hang.limit("w") == 10
 
 
+def test_time_in_which_nobody_looked_is_not_held_against_a_worker():
+    """All processes of a job were stopped and continued: then the last report is old, and nobody hangs."""
+    hang = HangDetector(10, interval=0.5)
+    hang.observe({"w": b"1", "v": b"1"}, now=0, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1001, stopped={"v"})
+    assert hang.hanging(now=1001) == []
+    for now in range(1002, 1011):
+        hang.observe({"w": b"1", "v": b"2"}, now=now)
+    assert hang.hanging(now=1010) == ["w"]
+
+
 def test_every_generation_has_one_recovery():
     channel = AgentChannel(MemoryStore())
     first = Recovery(action=Action.RESTART, restarts=1, reason="rank 1")
@@ -235,6 +247,22 @@ def test_everything_in_a_recovery_travels_to_the_other_agents():
     )
     channel.decide(4, sent)
     assert channel.recovery_before(5) == sent
+
+
+def test_what_an_agent_said_for_good_is_written_again_when_it_is_gone():
+    store, lasting = MemoryStore(), {}
+    channel = AgentChannel(store, lasting)
+    channel.say_done(4, 1, "done")
+    channel.say_ended("w")
+    said = store.items()
+    assert lasting == said
+    for key in said:
+        store.delete(key)
+    AgentChannel(store).put_right({**lasting, "other": b"1"})
+    assert store.items() == {**said, "other": b"1"}
+    store.set("other", b"2")
+    AgentChannel(store).put_right({"other": b"1"})
+    assert store.get("other") == b"2"
 
 
 @pytest.mark.parametrize("garbage", [b'{"v":1}', b'{"v":1,"action":"heal","restarts":[]}', b"[]"])

@@ -67,11 +67,11 @@ HANDLERS: Mapping[str, EventHandler | None] = {"null": None, "console": _to_cons
 
 
 def get_event_handler(name: str) -> EventHandler | None:
-    """What ``--event-log-handler`` stands for: ``null``, ``console``, or an entry point of
+    """Return what ``--event-log-handler`` stands for: ``null``, ``console``, or an entry point of
     ``phalanx.events``."""
     if name in HANDLERS:
         return HANDLERS[name]
-    from importlib.metadata import entry_points
+    from importlib.metadata import entry_points  # start-up speed: few ask for it
 
     for entry in entry_points(group="phalanx.events", name=name):
         handler: EventHandler = entry.load()

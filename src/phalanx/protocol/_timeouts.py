@@ -45,6 +45,11 @@ CONTACT_SETTLE: Final = 0.4
 CONTACT_AGAIN: Final = 2.0
 """Until the same is reported once more, should the generation still stand."""
 
+STALE_AFTER: Final = 10.0
+"""After which a generation that has a successor is over for a worker without a place, though no record says so."""
+REPAIR: Final = 0.2
+"""In which workers that live put a record of theirs right that somebody has written over."""
+
 # -- watching and reporting ---------------------------------------------------------------------------------------
 
 WATCH_INTERVAL: Final = 0.05
@@ -63,6 +68,8 @@ WORKER_START: Final = 600.0
 LEAVE_AFTER: Final = 2.0
 """How long a worker with a state waits on for its place when it was told to leave: there it could leave politely, but
 when all workers were told to, no place comes any more."""
+KEEPS_AFTER: Final = 5.0
+"""In which a worker whose script has ended, if its process lives, says that it keeps the final state."""
 STEP_ASIDE: Final = 20.0
 """How long a worker that leaves waits for the others to commit the step that it has committed."""
 HOLD: Final = 3600.0

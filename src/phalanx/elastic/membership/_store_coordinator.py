@@ -22,7 +22,6 @@ from phalanx.elastic.membership._coordinator import (
     EvaluationKnown,
     FixedCoordinator,
     JobOver,
-    RegroupTimeout,
     ToldToLeave,
 )
 from phalanx.elastic.membership._final_state import (
@@ -33,6 +32,7 @@ from phalanx.elastic.membership._final_state import (
     take_over,
 )
 from phalanx.elastic.membership._finish import finish_of, parse_finish
+from phalanx.elastic.membership._patience import Absence, Wait
 from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round
 from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
 from phalanx.errors import CommError, PeerLost, PeerTimeout
@@ -128,7 +128,7 @@ class StoreCoordinator:
         self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
     ) -> Membership:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        round_ = first_round
+        round_, came = first_round, time.monotonic()
         told_at: float | None = None
 
         def report(count: int) -> None:
@@ -140,13 +140,17 @@ class StoreCoordinator:
                     self._store.set(protocol.leaving_key(generation, self.worker_id), PRESENT)
                     raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
 
-        wait, absent = _Wait(self.timeout, report), _Absence(self)
+        wait, absent = (
+            Wait(self.timeout, report),
+            Absence(self.worker_id, self.comm_timeout, self.tell_agents),
+        )
         while True:
-            done, evaluated, broken, members, record, own, said = self._store.get_many(
+            done, evaluated, broken, following, members, record, own, said = self._store.get_many(
                 [
                     self.keys.done,
                     self.keys.evaluation(mine.evaluations),
                     protocol.broken_key(generation),
+                    protocol.members_key(generation + 1),
                     protocol.members_key(generation),
                     self.keys.round(generation, round_),
                     self.keys.ready(generation, self.worker_id),
@@ -161,8 +165,9 @@ class StoreCoordinator:
             if mine.evaluating and evaluated is not None:
                 raise EvaluationKnown(Evaluation.from_json(evaluated).means)
             found = Round.from_json(record) if record is not None else None
-            if broken is not None or (found is not None and found.move_to is not None):
-                generation, round_, declared = generation + 1, 0, False
+            is_stale = following is not None and time.monotonic() - came > timeouts.STALE_AFTER
+            if broken is not None or is_stale or (found is not None and found.move_to is not None):
+                generation, round_, declared, came = generation + 1, 0, False, time.monotonic()
                 continue
             self.generation = generation
             if members is None:
@@ -182,7 +187,7 @@ class StoreCoordinator:
                 self._declare(generation, mine)
                 declared = True
             elif finish is not None and not mine.has_state:
-                if not self._void(finish, generation, ids):
+                if not self._void(finish, generation, ids, came):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
                 membership = self._join(generation, round_, found.workers, ids, mine)
@@ -193,15 +198,15 @@ class StoreCoordinator:
                 round_ += 1
             else:
                 ready = self._ready(generation, ids) if round_ == 0 else {}
-                choice = choose_round(ids, ready) if round_ == 0 else None
-                absent.look(generation, awaited_peers(ids, ready), ids, mine)
+                choice = choose_round(self._awaited(ids, ready, came), ready) if round_ == 0 else None
+                absent.look(generation, awaited_peers(ids, ready), mine)
                 if choice is not None and choice[0] == self.worker_id:
                     key = self.keys.round(generation, round_)
                     self._store.compare_and_set(key, None, choice[1].to_json())
                 else:
                     wait.a_little(f"a place in generation {generation}, round {round_}")
 
-    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...]) -> bool:
+    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...], came: float) -> bool:
         """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
 
         If none does, the final state is lost: once all have come, and all are new, what they found counts no more
@@ -213,12 +218,23 @@ class StoreCoordinator:
         ):
             raise JobOver(finish, generation, self._access.members(generation))
         ready = self._ready(generation, ids)
-        if len(ready) < len(ids) or any(one.has_state for one in ready.values()):
+        is_missing = any(worker not in ready for worker in self._awaited(ids, ready, came))
+        if is_missing or any(one.has_state for one in ready.values()):
             return False
         if parse_finish(self._store.get(self.keys.done)) == finish:
             self._store.delete(self.keys.done)
             self._store.delete(protocol.FINISHING)
         return True
+
+    def _awaited(self, ids: tuple[str, ...], ready: Mapping[str, Ready], came: float) -> tuple[str, ...]:
+        """The members of a generation without those that will not come any more: their scripts have ended.
+
+        One that still lives keeps the final state, and has its time to say so: ``came`` is when this worker came.
+        """
+        if time.monotonic() - came < timeouts.KEEPS_AFTER:
+            return ids
+        ended = self._access.ended([worker for worker in ids if worker not in ready])
+        return tuple(worker for worker in ids if worker not in ended)
 
     def _join(
         self,
@@ -262,7 +278,7 @@ class StoreCoordinator:
     def _declare(self, generation: int, mine: Ready) -> None:
         if (
             mine.has_state
-        ):  # what it has committed since its last report counts as progress, should workers die again
+        ):  # what it has committed since its last report is progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
@@ -284,11 +300,8 @@ class StoreCoordinator:
     def _make_sure_broken(
         self, membership: Membership, cause: CommError, step: int = -1, *, evaluating: bool = False
     ) -> None:
-        """Agents break a generation when they see a death. What only workers can see, they have to tell.
-
-        Agents hear it and break the generation. Where they cannot, since they form the next one already, this worker
-        tells the others by itself.
-        """
+        """Agents break a generation when they see a death. What only workers see they tell the agents, which break it;
+        where these cannot, since they form the next one already, this worker tells the others by itself."""
         key = protocol.broken_key(membership.generation)
         began, has_told = time.monotonic(), False
         while (waited := time.monotonic() - began) < timeouts.BREAK_AFTER:
@@ -398,61 +411,6 @@ class StoreCoordinator:
 
     def close(self) -> None:
         self._stop_watching()
-
-
-class _Absence:
-    """Tells the agents of workers with a state that are members and do not come for as long as a group's timeout."""
-
-    def __init__(self, coordinator: StoreCoordinator) -> None:
-        self._roster = coordinator
-        self._seen: tuple[int, tuple[str, ...]] = (-1, ())
-        self._since = 0.0
-
-    def look(self, generation: int, absent: tuple[str, ...], members: tuple[str, ...], mine: Ready) -> None:
-        coordinator, now = self._roster, time.monotonic()
-        if (generation, absent) != self._seen:
-            self._seen, self._since = (generation, absent), now
-        if not absent or now - self._since < coordinator.comm_timeout:
-            return
-        self._since = now
-        reason = (
-            f"waited {coordinator.comm_timeout:g} s for {', '.join(absent)} to join generation {generation}"
-        )
-        coordinator.tell_agents(
-            generation,
-            protocol.LostContact(
-                by=coordinator.worker_id,
-                of=absent,
-                late=True,
-                peers=(coordinator.worker_id, *absent),
-                step=mine.step,
-                reason=reason,
-            ),
-        )
-
-
-class _Wait:
-    """Short sleeps that grow, up to a deadline; ``report`` is called now and then with a growing number."""
-
-    def __init__(self, timeout: float, report: Callable[[int], None]) -> None:
-        self.timeout = timeout
-        self._report = report
-        self._began = self._reported = time.monotonic()
-        self._sleep = 0.002
-        self._count = 0
-
-    def a_little(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self._began > self.timeout:
-            raise RegroupTimeout(
-                f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?"
-            )
-        if now - self._reported > timeouts.PROGRESS_INTERVAL:
-            self._count += 1
-            self._reported = now
-            self._report(-self._count)
-        time.sleep(self._sleep)
-        self._sleep = min(self._sleep * 1.2, 0.05)
 
 
 def make_coordinator(

@@ -1,4 +1,4 @@
-"""Everything that can happen to an agent, as values, and the threads that report it to the agent's queue.
+"""Reports everything that can happen to an agent, as values in its queue: the events, and the threads that wait.
 
 Owns the blocking waits: for the rendezvous, for the end of the generation, for requests in the store, for the exit
 barrier. Each wait is one daemon thread that posts events and never decides anything. An event carries the number of
@@ -21,7 +21,7 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import LostContact, RecordError, Setbacks, timeouts
+from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,11 @@ class Sources:
         self._handler = handler
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stop_generation: list[Callable[[], None]] = []
+        self.lasting: dict[str, bytes] = {}
+        """What this node has said to the others for good; put right when somebody writes over it."""
 
     def post(self, event: Event) -> None:
-        """From any thread or signal handler."""
+        """Put an event in the queue, from any thread or signal handler."""
         self._queue.put(event)
 
     def next(self, timeout: float) -> Event | None:
@@ -126,7 +128,8 @@ class Sources:
         background.start(wait, "phalanx-rendezvous", on_failure=lambda error: self.post(JoinFailed(error)))
 
     def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
-        """Report the end of a generation, and requests in the store every ``interval`` seconds."""
+        """Report the end of a generation, and requests in the store every ``interval`` seconds; keep there what others
+        wait for."""
         watch = self._handler.watch_generation(info.generation)
         stopped, complaints = threading.Event(), Complaints(log)
         self._stop_generation += [stopped.set, watch.close]
@@ -150,7 +153,9 @@ class Sources:
                     info.store.clone() as store
                 ):  # fails too, when the job is over before this thread has begun
                     channel = AgentChannel(store)
+                    members = {members_key(info.generation): info.members().to_json()}
                     while not stopped.wait(interval):
+                        channel.put_right({**members, **self.lasting})
                         try:
                             requests = channel.read_requests(info.generation, info.node.id)
                         except RecordError as error:
@@ -195,7 +200,7 @@ class Sources:
         self._stop_generation.clear()
 
     def wait_all_done(self, info: RendezvousInfo, timeout: float) -> None:
-        """The exit barrier: report when all nodes have said that they are done."""
+        """Wait at the exit barrier: report when all nodes have said that they are done."""
 
         def wait() -> None:
             error, is_late = "", False
@@ -215,7 +220,7 @@ class Sources:
 def _hear_out(
     channel: AgentChannel, generation: int, ids: list[str], stopped: threading.Event
 ) -> list[LostContact]:
-    """What workers say about lost contact, once all of the group have spoken or had the time to."""
+    """Return what workers say about lost contact, once all of the group have spoken or had the time to."""
     until = time.monotonic() + timeouts.CONTACT_SETTLE
     while True:
         words = channel.read_lost_contact(generation, ids)

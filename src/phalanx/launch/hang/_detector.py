@@ -11,6 +11,7 @@ Of several that are silent, the one is to blame that does not merely wait for ot
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -39,7 +40,7 @@ class _Seen:
 
 
 class HangDetector:
-    """Feed it what the store says about progress; ask it who hangs.
+    """Finds who hangs, from what the store says about progress.
 
     >>> hang = HangDetector(timeout=10.0)
     >>> hang.observe({"a": b"1", "b": None}, now=0.0)
@@ -49,15 +50,21 @@ class HangDetector:
     'b'
     """
 
-    def __init__(self, timeout: float, start_timeout: float = 0.0) -> None:
+    def __init__(self, timeout: float, start_timeout: float = 0.0, interval: float = math.inf) -> None:
+        """``interval``: how often it is fed. When that took much longer, this process was not let run, nor maybe were
+        the workers (all of a job stopped and continued, a machine that slept): that time is not held against them."""
         self._timeout = timeout
         self._start_timeout = max(timeout, start_timeout)
+        self._longest = 4 * interval
+        self._looked = math.inf
         self._seen: dict[str, _Seen] = {}
 
     def observe(self, progress: Mapping[str, bytes | None], now: float, stopped: Container[str] = ()) -> None:
-        """``progress`` holds the newest report of every running worker, None for one that never reported; ``stopped``
-        are those that the kernel does not let run."""
-        for worker_id in list(self._seen):
+        """Take in ``progress``: the newest report of every running worker, None for one that never reported;
+        ``stopped`` are those that the kernel does not let run."""
+        pause, self._looked = max(0.0, now - self._looked - self._longest), now
+        for worker_id, seen in list(self._seen.items()):
+            seen.at += pause
             if worker_id not in progress:
                 del self._seen[worker_id]
         for worker_id, value in progress.items():
@@ -66,23 +73,23 @@ class HangDetector:
                 seen.take(value, now)
             if worker_id not in stopped:
                 seen.stopped_at = None
-            elif seen.stopped_at is None:
-                seen.stopped_at = now
+            else:
+                seen.stopped_at = now if seen.stopped_at is None else seen.stopped_at + pause
 
     def limit(self, worker_id: str) -> float:
-        """How long this worker may be silent, in seconds."""
+        """Return how long this worker may be silent, in seconds."""
         seen = self._seen.get(worker_id)
         is_bound = seen is not None and (seen.has_started or seen.stopped_at is not None)
         return self._timeout if is_bound else self._start_timeout
 
     def reset(self, now: float) -> None:
-        """Everybody gets the full time again: a new generation has formed."""
+        """Give everybody the full time again: a new generation has formed."""
         for seen in self._seen.values():
             seen.at = now
             seen.stopped_at = None
 
     def hanging(self, now: float) -> list[str]:
-        """Workers without progress for too long, the longest first."""
+        """Return workers without progress for too long, the longest first."""
         if not any(seen.value is not None for seen in self._seen.values()):
             return []
         late = [
@@ -97,7 +104,8 @@ class HangDetector:
         return now - seen.at > self.limit(worker_id)
 
     def to_blame(self, now: float, waiting: Container[str]) -> str | None:
-        """The one that hangs and is not ``waiting`` for others, silent for longest; None while that is not clear.
+        """Return the one that hangs and is not ``waiting`` for others, silent for longest; None while that is not
+        clear.
 
         One that waits is taken only after twice the time: by then whoever it waits for, maybe on another node, would
         have been found, so the exchange between them is itself what hangs.
@@ -110,7 +118,7 @@ class HangDetector:
 
 
 def parse_report(data: bytes | None) -> ProgressReport:
-    """What a worker reported; nothing, when it has not, and when it is no report.
+    """Return what a worker reported; nothing, when it has not, and when it is no report.
 
     >>> parse_report(ProgressReport(step=7).to_json()).step, parse_report(None).step, parse_report(b"garbage").step
     (7, -1, -1)
@@ -122,10 +130,10 @@ def parse_report(data: bytes | None) -> ProgressReport:
 
 
 class _Reporter:
-    """A worker's connection for progress reports; made at the first report, one per process."""
+    """Holds a worker's connection for progress reports; made at the first report, one per process."""
 
     def __init__(self) -> None:
-        from phalanx.comm.stores import connect, job_store
+        from phalanx.comm.stores import connect, job_store  # start-up speed: scripts import this module
 
         self.pid = os.getpid()
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The handler that all built-in backends share: a participant, a thread that drives it, and a condition.
+"""Offers a participant to an agent: the handler that all built-in backends share, with a thread that drives it.
 
 Owns threads and time; decisions are ``_decide``'s, store traffic is ``_participant``'s. The background thread
 refreshes the lease, follows the records and leads; agent threads only wait for what it learns. Everything
@@ -222,7 +222,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return [key[len(NODES) :] for key in self._store.items(NODES)]
 
     def _hold_port(self) -> int:
-        """A free port for the workers' bootstrap store, and nobody else's until then.
+        """Return a free port for the workers' bootstrap store, and nobody else's until then.
 
         The socket is bound but never listens: the system gives its port to no one who asks for any, and a
         server that names it may listen (both allow reuse). Only Linux shares like that; elsewhere the port is
@@ -302,7 +302,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._end(RendezvousStateError(f"node {self.node_id} of job {self._run_id!r} failed: {error!r}"))
 
     def _end(self, failure: RendezvousError | None) -> None:
-        """The thread is over: everybody who waits for what it learns has to hear of it."""
+        """Note that the thread is over: everybody who waits for what it learns has to hear of it."""
         with self._changed:
             if failure is not None and not self._stopping:
                 self._failure = failure
@@ -359,7 +359,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return _Watch(self, generation)
 
     def _end_of(self, generation: int) -> GenerationEnd | None:
-        """Why a generation is over for this node, gravest first. Needs ``_changed``."""
+        """Return why a generation is over for this node, gravest first. Needs ``_changed``."""
         facts = self._participant.facts
         end = facts.ends.get(generation)
         if self._failure is not None:
@@ -403,7 +403,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._failure is None
 
     def _wait_for_others(self) -> None:
-        """The store ends with this process: let the others read that the job is closed, and leave."""
+        """Linger where the store ends with this process: let the others read that the job is closed, and leave."""
         deadline = time.monotonic() + self._options.close_timeout
         with self._store.watch(NODES) as watch:
             while self._store.items(NODES) and time.monotonic() < deadline:

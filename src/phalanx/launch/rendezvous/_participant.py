@@ -1,4 +1,4 @@
-"""One node's side of the rendezvous: registers it, follows the news and, when it is its turn, leads.
+"""Takes part in the rendezvous for one node: registers it, follows the news and, when it is its turn, leads.
 
 Guarantees:
 - Two leaders cannot publish two memberships for one generation: the record is written by compare-and-set from
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
@@ -30,7 +30,7 @@ from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Leader
+from phalanx.launch.rendezvous._leader import Facts, Leader
 from phalanx.launch.rendezvous._store_records import END_KEYS, open_record, read_record, ring
 from phalanx.protocol import (
     BELLS,
@@ -56,21 +56,6 @@ from phalanx.protocol import (
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Facts:
-    """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
-    change."""
-
-    latest: Members | None = None
-    ends: dict[int, GenerationEnd] = field(default_factory=dict)
-    closed: str = ""
-    """Why the job is over, or ""."""
-    outcome: str = ""
-    """How it ended, if who closed it said so: ``succeeded`` or ``failed``."""
-    evicted: bool = False
-    """This node's lease ran out; it has to register again."""
 
 
 T = TypeVar("T")
@@ -150,8 +135,8 @@ class Participant:
             self._check(now)  # nobody led and another was quicker: now its name is there
 
     def _open_first(self, key: str, value: bytes | None, parse: Callable[[bytes], T]) -> T | None:
-        """A record that this node finds when it comes. One that it cannot read is either a stranger's, and ignored, or
-        this node is the stranger, and has to hear why."""
+        """Open a record that this node finds when it comes. One that it cannot read is either a stranger's, and
+        ignored, or this node is the stranger, and has to hear why."""
         if value is None:
             return None
         try:
@@ -164,7 +149,7 @@ class Participant:
             return None
 
     def _is_among_friends(self) -> bool:
-        """Whether another node's record can be trusted."""
+        """Return whether another node's record can be trusted."""
         others = self.store.items(NODES)
         others.pop(node_key(self.node.id), None)
         return any(
@@ -193,7 +178,7 @@ class Participant:
             self._watch.close()
 
     def seat(self, wants: int) -> tuple[Members, int] | None:
-        """The generation, numbered at least ``wants``, that this registration is a member of, and its
+        """Return the generation, numbered at least ``wants``, that this registration is a member of, and its
         rank."""
         latest = self.facts.latest
         if latest is None or latest.generation < wants:
@@ -208,7 +193,7 @@ class Participant:
         return latest is not None and latest.generation >= wants and self.seat(wants) is None
 
     def holder_of_rank(self, waited: float) -> MemberNode | None:
-        """The living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
+        """Return the living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
 
         Of a generation that formed while this node waited it is: another was chosen. One that was there
         before may name a dead predecessor, until any lease that it can have left has run out.
@@ -357,7 +342,7 @@ class Participant:
             self._stand(now)
 
     def _lives(self, chosen: LeaderRecord | MemberNode, value: bytes | None) -> bool:
-        """Whether a node's record is still that of the registration that was chosen."""
+        """Return whether a node's record is still that of the registration that was chosen."""
         node = open_record(self.signer, node_key(chosen.id), value, NodeRecord)
         return node is not None and node.ticket == chosen.ticket
 
