@@ -17,7 +17,7 @@ import phalanx
 from junk import changed, long, quick, raw, torn
 from phalanx import protocol
 from phalanx.elastic.membership._store_coordinator import StoreCoordinator, make_coordinator
-from phalanx.launch import WorkerSpec
+from phalanx.launch import LaunchConfig
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
 from phalanx.launch.workers._environment import worker_environment
@@ -191,10 +191,10 @@ def test_one_flag_says_how_long_agents_and_their_workers_wait(
     handler = get_rendezvous_handler(RendezvousParameters("file", str(tmp_path), "j", 1, 1, **conf))
     try:
         info = handler.next_rendezvous()
-        generation = Generation(info, handler)
-        spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=handler, entrypoint=print)
-        (place,) = generation.places(None)
-        env = worker_environment(place, generation.job_facts(spec, "heal"), {})
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, on_failure="heal")
+        generation = Generation(config, info, handler, {})
+        (assignment,) = generation.assignments()
+        env = worker_environment(assignment, generation.job_facts(), config, {})
         coordinator = make_coordinator(None, env, comm_timeout=5.0)
         assert isinstance(coordinator, StoreCoordinator)
         assert (
