@@ -311,7 +311,7 @@ def run_storm(
 
 
 def regroup_times(cluster: Cluster) -> list[float]:
-    """Seconds until all who stayed had a seat and a state again, by round."""
+    """Seconds until all who stayed had a place and a state again, by round."""
     slowest: Counter[tuple[int, int]] = Counter()
     for record in cluster.events("regrouped"):
         if record["worker"] not in record["joined"]:

@@ -47,7 +47,7 @@ def test_three_workers_without_any_fault(world, alone):
     for worker in "abc":
         world.start(worker)
     assert world.join() == dict.fromkeys("abc", alone)
-    assert world.news == [], "the first seat is no regroup"
+    assert world.news == [], "the first place is no regroup"
 
 
 def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, alone):
@@ -82,7 +82,7 @@ def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, 
 
 
 def test_a_generation_that_breaks_while_it_forms_is_skipped(world, alone):
-    """b dies in generation 0, c before it takes its seat in generation 1; a goes on alone in generation 2."""
+    """b dies in generation 0, c before it takes its place in generation 1; a goes on alone in generation 2."""
     world.agree(0, "a", "b", "c")
     c_dies = threading.Event()
 
@@ -129,7 +129,7 @@ def test_a_polite_leave_drops_no_step(world, alone):
 
     def leave(job, step):
         if step.number == 3:
-            job.team.leave.requested = True  # what SIGTERM does in the main thread
+            job.regrouping.leave.requested = True  # what SIGTERM does in the main thread
 
     world.start("a")
     world.start("b", on_step=leave)
@@ -155,7 +155,7 @@ def test_who_is_told_to_leave_when_its_part_of_the_step_has_gone_out_still_saves
         if step.number == 3 and job.worker_id == "b":
             step.reduce()
         if step.number == 3:
-            job.team.leave.requested = True
+            job.regrouping.leave.requested = True
 
     world.start("a", on_step=leave)
     world.start("b", on_step=leave)  # no agent agrees on another generation any more
@@ -234,9 +234,9 @@ def test_a_replacement_takes_the_rank_and_the_state_though_the_first_to_hand_it_
             dead.set()
             raise Die
         if job.worker_id == "b":
-            keeper = job.team._keeper
-            keeper._stop.set()  # it says that it keeps the state, but never answers
-            keeper._thread.join()
+            server = job.regrouping._server
+            server._stop.set()  # it says that it keeps the state, but never answers
+            server._thread.join()
             world.keys.wait(["elastic/1/ask/b/d"], 100.0)
             world.break_(1, "b")
             world.agree(2, "d", "e", "c")
