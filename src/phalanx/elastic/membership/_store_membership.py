@@ -25,13 +25,13 @@ from phalanx.elastic.membership._interface import (
     EvaluationKnown,
     FixedRoster,
     JobOver,
-    RegroupTimeout,
     Roster,
     ToldToLeave,
 )
 from phalanx.elastic.membership._keys import Keys
+from phalanx.elastic.membership._patience import Absence, Wait
 from phalanx.elastic.membership._rounds import Ready, Round, Seat, awaited_veterans, choose_round
-from phalanx.elastic.membership._store_monitor import PROGRESS_EVERY, Signals, Watcher, report_progress
+from phalanx.elastic.membership._store_monitor import Signals, Watcher, report_progress
 from phalanx.errors import CommError, PeerLost, PeerTimeout
 from phalanx.protocol import RecordError
 from phalanx.world import World
@@ -90,6 +90,7 @@ class StoreRoster:
         self._watcher: Watcher | None = None
         self._keeper: Keeper | None = None
         self._has_noted = False
+        self._told: tuple[int, protocol.LostContact] | None = None
 
     # -- seats ------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class StoreRoster:
                     self._store.set(protocol.leaving_key(generation, self.worker_id), b"1")
                     raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
 
-        wait, absent = _Wait(self.timeout, report), _Absence(self)
+        wait, absent = Wait(self.timeout, report), Absence(self)
         while True:
             done, evaluated, broken, following, members, record, own, said = self._store.get_many(
                 [
@@ -177,6 +178,7 @@ class StoreRoster:
                 continue
             self.generation = generation
             if members is None:
+                self._tell_again(generation - 1)
                 wait.a_little(f"the members of generation {generation}")
                 continue
             ids = tuple(member.id for member in protocol.Members.from_json(members).workers)
@@ -331,9 +333,17 @@ class StoreRoster:
 
     def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
         """First what is said, then that something is: agents look at that last key only."""
+        self._told = (generation, word)
         self._say_that_it_regroups()  # they are about to ask
         self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
         self._store.set(protocol.any_contact_key(generation), b"1")
+
+    def _tell_again(self, generation: int) -> None:
+        """Should nobody have heard why the generation cannot go on: a stranger may have written over it."""
+        if self._told is not None and self._told[0] == generation:
+            keys = [protocol.contact_key(generation, self.worker_id), protocol.any_contact_key(generation)]
+            if None in self._store.get_many(keys):
+                self.tell_agents(*self._told)
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 
@@ -409,59 +419,6 @@ class StoreRoster:
 
     def close(self) -> None:
         self._stop_watching()
-
-
-class _Absence:
-    """Tells the agents of workers with a state that are members and do not come for as long as a group's timeout."""
-
-    def __init__(self, roster: StoreRoster) -> None:
-        self._roster = roster
-        self._seen: tuple[int, tuple[str, ...]] = (-1, ())
-        self._since = 0.0
-
-    def look(self, generation: int, absent: tuple[str, ...], members: tuple[str, ...], mine: Ready) -> None:
-        roster, now = self._roster, time.monotonic()
-        if (generation, absent) != self._seen:
-            self._seen, self._since = (generation, absent), now
-        if not absent or now - self._since < roster.comm_timeout:
-            return
-        self._since = now
-        reason = f"waited {roster.comm_timeout:g} s for {', '.join(absent)} to join generation {generation}"
-        roster.tell_agents(
-            generation,
-            protocol.LostContact(
-                by=roster.worker_id,
-                of=absent,
-                late=True,
-                peers=(roster.worker_id, *absent),
-                step=mine.step,
-                reason=reason,
-            ),
-        )
-
-
-class _Wait:
-    """Short sleeps that grow, up to a deadline; ``report`` is called now and then with a growing number."""
-
-    def __init__(self, timeout: float, report: Callable[[int], None]) -> None:
-        self.timeout = timeout
-        self._report = report
-        self._began = self._reported = time.monotonic()
-        self._sleep = 0.002
-        self._count = 0
-
-    def a_little(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self._began > self.timeout:
-            raise RegroupTimeout(
-                f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?"
-            )
-        if now - self._reported > PROGRESS_EVERY:
-            self._count += 1
-            self._reported = now
-            self._report(-self._count)
-        time.sleep(self._sleep)
-        self._sleep = min(self._sleep * 1.2, 0.05)
 
 
 def make_roster(
