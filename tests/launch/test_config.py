@@ -182,7 +182,7 @@ def test_start_methods_are_checked():
 
 
 def test_record_writes_the_first_error_only(tmp_path, monkeypatch):
-    from phalanx.launch.failures._record import read_error_file
+    from phalanx.launch.failures._error_file import read_error_file
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

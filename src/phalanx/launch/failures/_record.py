@@ -1,25 +1,21 @@
-"""Error files: how a worker tells its agent what went wrong before it dies.
-
-Owns the file's format (the JSON that torch's tools write and read: message, extraInfo with py_callstack and
-timestamp) and ``record``. The first error of a process wins: a later one is most often its consequence.
-"""
+"""Records the exception that ends a worker in its error file: the ``record`` decorator and what stands behind it."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from phalanx.errors import JobStopped
-
-ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-EXIT_INCURABLE, EXIT_ENDS_JOB = 183, 184
-"""How a process says that it would fail again, or all others with it, when the disk takes no error file."""
+from phalanx.launch.failures._error_file import (
+    ENV_ERROR_FILE,
+    EXIT_ENDS_JOB,
+    EXIT_INCURABLE,
+    write_data,
+    write_error_file,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -56,8 +52,7 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     what stops the job (``JobStopped``). Returns the exit code of a process that ends by it: 1, or ``EXIT_INCURABLE`` or
     ``EXIT_ENDS_JOB`` when the disk does not take the file, so that nobody restarts what would fail again.
     """
-    from phalanx.launch.failures._process_failure import ChildFailedError
-    from phalanx.launch.workers._script import user_traceback
+    from phalanx.launch.failures._process_failure import ChildFailedError  # start-up speed: few workers fail
 
     path = os.environ.get(ENV_ERROR_FILE, "")
     if isinstance(error, ChildFailedError):
@@ -68,7 +63,7 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     is_told = write_error_file(
         path,
         f"{type(error).__name__}: {error}",
-        user_traceback(error),
+        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         is_incurable=is_incurable,
         ends_job=ends_job,
     )
@@ -77,54 +72,10 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     return EXIT_ENDS_JOB if ends_job else EXIT_INCURABLE
 
 
-def write_error_file(
-    path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False
-) -> bool:
-    """Write one error file; False when the disk does not take it.
-
-    ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can.
-    """
-    if not path or os.path.exists(path):
-        return True
-    data = {
-        "message": {
-            "message": message,
-            "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
-        },
-        "phalanx": {"time": time.time(), "is_incurable": is_incurable, "ends_job": ends_job},
-    }
-    return _write(path, data)
-
-
-def read_error_file(path: str) -> dict[str, Any] | None:
-    """The content, or None when the worker left none (or was killed while writing it)."""
-    try:
-        with open(path) as file:
-            data = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 def _copy_root_cause(error: Any, path: str) -> None:
     _, failure = error.get_first_failure()
     data = failure.error_file_data
     if path and data and not os.path.exists(path):
         if isinstance(data.get("message"), dict):
             data = {**data, "message": {**data["message"], "errorCode": failure.exitcode}}
-        _write(path, data)
-
-
-def _write(path: str, data: dict[str, Any]) -> bool:
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        with open(temporary, "w") as file:
-            json.dump(data, file)
-        os.replace(temporary, path)
-        return True
-    except OSError as problem:
-        with suppress(OSError):
-            os.write(2, f"phalanx: cannot write error file {path}: {problem}\n".encode())
-        with suppress(OSError):
-            os.unlink(temporary)
-    return False
+        write_data(path, data)

@@ -1,4 +1,4 @@
-"""One node's side of the rendezvous: registers it, follows the news and, when it is its turn, leads.
+"""Takes part in the rendezvous for one node: registers it, follows the news and, when it is its turn, leads.
 
 Guarantees:
 - Two leaders cannot publish two memberships for one generation: the record is written by compare-and-set from
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
@@ -30,7 +30,7 @@ from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Leader, ring
+from phalanx.launch.rendezvous._leader import Facts, Leader, ring
 from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.protocol import Broken, RecordError
 
@@ -40,21 +40,6 @@ log = logging.getLogger(__name__)
 
 FIRST = (records.FORMED, records.LEADER)
 """What a node reads of a job that it comes to."""
-
-
-@dataclass
-class Facts:
-    """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
-    change."""
-
-    latest: GenerationRecord | None = None
-    ends: dict[int, GenerationEnd] = field(default_factory=dict)
-    closed: str = ""
-    """Why the job is over, or ""."""
-    outcome: str = ""
-    """How it ended, if who closed it said so: ``succeeded`` or ``failed``."""
-    evicted: bool = False
-    """This node's lease ran out; it has to register again."""
 
 
 class Participant:
@@ -133,8 +118,8 @@ class Participant:
             self._check(now)  # nobody led and another was quicker: now its name is there
 
     def _open_first(self, key: str, value: bytes) -> bytes | None:
-        """A record that this node finds when it comes. One that it cannot read is either a stranger's, and ignored, or
-        this node is the stranger, and has to hear why."""
+        """Open a record that this node finds when it comes. One that it cannot read is either a stranger's, and
+        ignored, or this node is the stranger, and has to hear why."""
         try:
             return self.signer.open(key, value)
         except RecordError as error:
@@ -145,7 +130,7 @@ class Participant:
             return None
 
     def _is_among_friends(self) -> bool:
-        """Whether another node's record can be trusted."""
+        """Return whether another node's record can be trusted."""
         others = self.store.items(records.NODES)
         others.pop(records.node_key(self.node.id), None)
         return any(self.signer.open_trusted(key, value) is not None for key, value in others.items())
@@ -172,7 +157,7 @@ class Participant:
             self._watch.close()
 
     def seat(self, wants: int) -> tuple[GenerationRecord, int] | None:
-        """The generation, numbered at least ``wants``, that this registration is a member of, and its
+        """Return the generation, numbered at least ``wants``, that this registration is a member of, and its
         rank."""
         latest = self.facts.latest
         if latest is None or latest.generation < wants:
@@ -187,7 +172,7 @@ class Participant:
         return latest is not None and latest.generation >= wants and self.seat(wants) is None
 
     def holder_of_rank(self, waited: float) -> Seat | None:
-        """The living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
+        """Return the living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
 
         Of a generation that formed while this node waited it is: another was chosen. One that was there
         before may name a dead predecessor, until any lease that it can have left has run out.
@@ -291,7 +276,7 @@ class Participant:
             self.facts.outcome, self.facts.closed = closing.outcome, closing.reason
 
     def _open(self, key: str, value: bytes, default: Any) -> Any:
-        """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""
+        """Return the content of a record, or ``default`` (and a log line) when it cannot be trusted."""
         record = self.signer.open_trusted(key, value)
         return default if record is None else records.load(record, key)
 
@@ -349,7 +334,7 @@ class Participant:
             self._stand(now)
 
     def _lives(self, chosen: LeaderRecord | Seat, record: bytes | None) -> bool:
-        """Whether a node's record is still that of the registration that was chosen."""
+        """Return whether a node's record is still that of the registration that was chosen."""
         if record is None:
             return False
         node = self._open(records.node_key(chosen.id), record, {})

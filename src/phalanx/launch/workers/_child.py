@@ -1,4 +1,4 @@
-"""What a forked process does between the fork and the user's code: wait for its order, then become the worker.
+"""Brings a forked process to the user's code: it waits for its order, then becomes the worker.
 
 Owns the order's fields and the worker's inner environment: variables, working directory, standard streams, CPU
 affinity, stack dumps on a signal (what else a fork must let go of is in ``_fresh``). Runs in a process that has no
@@ -11,12 +11,13 @@ threads. An order is one of
 
 from __future__ import annotations
 
-import faulthandler
+import atexit
 import gc
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -25,8 +26,7 @@ from phalanx.launch.system import _linux
 from phalanx.launch.workers._fresh import (
     forget_caller,
     forget_zygote,
-    keep_sockets_in,
-    open_streams,
+    prepare_python,
     shadowed_modules,
 )
 from phalanx.launch.workers._messages import receive_message
@@ -68,8 +68,6 @@ def become_worker(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> None:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(order["env"])
-    for name in order["unset"]:
-        os.environ.pop(name, None)
     for name, target in (("stdout", 1), ("stderr", 2)):
         if name in fd_of:
             os.dup2(fd_of[name], target)
@@ -92,7 +90,7 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        from phalanx.launch.failures._record import write_error_file
+        from phalanx.launch.failures._error_file import write_error_file  # start-up speed
 
         message = f"cannot execute {command[0]!r}: {error.strerror}"
         os.write(2, f"phalanx: {message}\n".encode())
@@ -102,17 +100,17 @@ def _exec(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> NoReturn:
 
 def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: FunctionTable) -> int:
     if order["kind"] == "script":
-        from phalanx.launch.workers._script import directory_of
+        from phalanx.launch.workers._script import directory_of  # start-up speed
 
         _exec_if_shadowed(order, fd_of, directory_of(order["target"], is_module=order["is_module"]))
     forget_zygote()
     prepare_python(order.get("stacks", ""), order.get("scratch", ""))
     gc.unfreeze()
     if order["kind"] == "script":
-        from phalanx.launch.workers._script import run_script
+        from phalanx.launch.workers._script import run_script  # start-up speed
 
         return run_script(order["target"], tuple(order["args"]), is_module=order["is_module"])
-    from phalanx.launch.workers._call import call_and_store, load_payload
+    from phalanx.launch.workers._call import call_and_store, load_payload  # start-up speed
 
     if "payload" in fd_of:
         return call_and_store(lambda: load_payload(fd_of["payload"]), fd_of["result"])
@@ -121,7 +119,8 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
 
 def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], directory: str) -> None:
-    """A script whose own modules have the names of loaded ones gets a fresh interpreter, where they come first."""
+    """Give a script whose own modules have the names of loaded ones a fresh interpreter, where they come
+    first."""
     shadowed = shadowed_modules(directory)
     if not shadowed or "command" not in order:
         return
@@ -136,29 +135,11 @@ def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], direct
     _exec(order, fd_of)
 
 
-def prepare_python(stacks: str, scratch: str) -> None:
-    """Streams as a fresh, unbuffered interpreter has them, stacks dumped on a signal, a place for what is left over."""
-    open_streams()
-    if scratch:
-        keep_sockets_in(scratch)
-    if stacks:
-        try:  # it stays open: the handler writes to it
-            fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:  # a disk that takes no more files
-            print(f"phalanx: stacks cannot be written to {stacks}: {error}", file=sys.stderr)
-        else:
-            faulthandler.register(_linux.stack_signal(), file=fd, all_threads=True)
-
-
 def _leave(code: int) -> NoReturn:
     """End like an interpreter would: exit functions and threads first, then flush; but never hang on them twice."""
     os.environ[protocol.ENV_EXIT_CODE] = str(code)
     try:
-        import threading
-
         threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as a normal exit does
-        import atexit
-
         atexit._run_exitfuncs()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

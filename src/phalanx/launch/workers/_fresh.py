@@ -1,4 +1,4 @@
-"""What a forked worker has that a fresh interpreter would not, put right before the user's code runs.
+"""Puts right, before the user's code runs, what a forked worker has that a fresh interpreter would not.
 
 Owns the list. Guarantees: a script under warm start finds what ``python -u script`` gives it, apart from modules that
 are imported already and what importing them does (a test compares the two, field by field); a function that is
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
+import faulthandler
 import importlib.machinery
 import io
 import os
+import select
 import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.launch.workers._output import Output
+from phalanx.launch.system import _linux
 
 _OMP_PAUSE_HARD = 2
 _LONGEST_FOLDER = 80
@@ -30,8 +33,53 @@ _ALWAYS_THERE = frozenset({"__main__", "encodings", "phalanx", "site", "sitecust
 """Loaded before any script could offer its own; phalanx is what the worker runs in."""
 
 
+class Output(io.FileIO):
+    """Writes a standard stream that never raises for want of room.
+
+    A file that takes nothing more loses what is printed, and gets a line that says so once it takes some again.
+    """
+
+    _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+    num_lost = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            if self.num_lost:
+                super().write(
+                    f"\nphalanx: {self.num_lost} bytes of output were lost: the disk was full\n".encode()
+                )
+                self.num_lost = 0
+            rest = view
+            while rest:
+                count: int | None = super().write(rest)
+                if count is None:  # somebody made a console non-blocking
+                    select.select([], [self], [], 1.0)
+                rest = rest[count or 0 :]
+        except OSError as error:
+            if error.errno not in self._FULL:
+                raise
+            self.num_lost += len(view)
+        return len(view)
+
+
+def prepare_python(stacks: str, scratch: str) -> None:
+    """Give a worker streams as ``python -u`` has them, stacks on a signal, and a place for what is left over."""
+    open_streams()
+    if scratch:
+        keep_sockets_in(scratch)
+    if stacks:
+        try:  # it stays open: the handler writes to it
+            fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:  # a disk that takes no more files
+            print(f"phalanx: stacks cannot be written to {stacks}: {error}", file=sys.stderr)
+        else:
+            faulthandler.register(_linux.stack_signal(), file=fd, all_threads=True)
+
+
 def open_streams() -> None:
-    """Standard output and error as ``python -u`` has them, on descriptors that may have changed under the old ones.
+    """Open standard output and error as ``python -u`` has them, on descriptors that may have changed under the old
+    ones.
 
     Text that the encoding cannot express is written with backslashes: a print must not end a job. Whoever names an
     error handler in PYTHONIOENCODING gets that one on standard output.
@@ -68,10 +116,11 @@ def forget_zygote() -> None:
 
 
 def keep_sockets_in(folder: str) -> None:
-    """Where multiprocessing of this process and its forks has its sockets: a killed loader cannot remove its own."""
+    """Say where multiprocessing of this process and its forks has its sockets: a killed loader cannot remove its
+    own."""
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         return  # multiprocessing makes one with a shorter name
-    from multiprocessing import process
+    from multiprocessing import process  # start-up speed
 
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
@@ -101,7 +150,7 @@ def forget_caller(env: Mapping[str, str]) -> None:
 
 
 def prepare_fork() -> None:
-    """Call it in a process that has computed, before it is forked: end the idle threads of GNU OpenMP.
+    """Prepare a process that has computed to be forked: end the idle threads of GNU OpenMP.
 
     A fork has none of them, but its libgomp believes that it does, and waits for them for ever in the first operation
     that uses several threads (seen). Here they come back when next needed.
@@ -132,7 +181,8 @@ def _renew_random() -> None:
 
 
 def shadowed_modules(directory: str) -> list[str]:
-    """Files of a script's directory that ``import`` would take for a module that is loaded already, from elsewhere.
+    """Return files of a script's directory that ``import`` would take for a module that is loaded already, from
+    elsewhere.
 
     A fresh interpreter would find the script's own first.
     """

@@ -1,13 +1,16 @@
-"""The agent's side of the zygote: park processes, give them orders, hear of their ends.
+"""Talks to a zygote from the agent's side: parks processes, gives them orders, hears of their ends.
 
 Owns ``Zygote`` and ``WorkerProcess`` (one per process). All ends are reported to one callback, from one reader thread,
-in the order in which they happened. Of a zygote that dies the workers live on, and their ends are reported by threads
-of their own (``_orphans``); those that were parked are let go. On systems that know no orphans its workers are killed.
+in the order in which they happened. Of a zygote that dies the workers live on as children of the agent, which adopts
+orphans (``_linux.adopt_orphans``): their ends are reported by threads of their own, their process groups killed before
+they are reaped; those that were parked are let go. On systems that know no orphans its workers are killed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,17 +23,17 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from phalanx.comm._background import Background
+from phalanx.comm._background import Background, start
 from phalanx.errors import PhalanxError
 from phalanx.launch.system import _linux
-from phalanx.launch.workers import _orphans
 from phalanx.launch.workers._fresh import prepare_fork
 from phalanx.launch.workers._messages import receive_message, send_message
 from phalanx.launch.workers._script import interpreter_command
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT = 120.0
 """Seconds for a zygote to import what it should preload, and for a fork (machines do stall)."""
-
 
 CLOSE_TIMEOUT = 30.0
 """Seconds for a zygote to kill its workers and end; it takes itself five at most."""
@@ -41,7 +44,7 @@ class ProcessStartError(PhalanxError, RuntimeError):
 
 
 class WorkerProcess:
-    """A process that the zygote forked: parked until ``order``, then a worker."""
+    """Stands for a process that the zygote forked: parked until ``order``, then a worker."""
 
     def __init__(self, pid: int, orders: socket.socket) -> None:
         self.pid = pid
@@ -75,7 +78,7 @@ class WorkerProcess:
             self.let_go()
 
     def end(self, exit_code: int) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         self.exit_code = exit_code
         self.let_go()
 
@@ -96,7 +99,7 @@ class WorkerProcess:
 
 
 class Zygote:
-    """A running zygote. ``on_exit(process)`` is called once per process, mostly in the reader thread."""
+    """Stands for a running zygote. ``on_exit(process)`` is called once per process, mostly in the reader thread."""
 
     def __init__(self, sock: socket.socket, pid: int, child: subprocess.Popen[bytes] | None) -> None:
         self.pid = pid
@@ -132,7 +135,7 @@ class Zygote:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            from phalanx.launch.workers._zygote import serve
+            from phalanx.launch.workers._zygote import serve  # start-up: only forks need it
 
             try:
                 ours.close()
@@ -179,7 +182,7 @@ class Zygote:
             ) from None
 
     def park(self, timeout: float = START_TIMEOUT) -> WorkerProcess:
-        """A new process that waits for its order."""
+        """Fork a new process that waits for its order."""
         ours, theirs = socket.socketpair()
         future: Future[WorkerProcess] = Future()
         with self._lock:
@@ -241,11 +244,8 @@ class Zygote:
             return True
         pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
         try:
-            if pidfd >= 0:
-                import select
-
-                if not select.select([pidfd], [], [], timeout)[0]:
-                    return False
+            if pidfd >= 0 and not select.select([pidfd], [], [], timeout)[0]:
+                return False
             os.waitpid(self.pid, 0)
         except ChildProcessError:
             pass
@@ -304,10 +304,44 @@ class Zygote:
             if self._is_closed or not _linux.IS_LINUX:
                 _linux.signal_group(process.pid, signal.SIGKILL)
             if _linux.IS_LINUX:
-                self._orphans.append((process, _orphans.adopt(process, self._on_exit)))
+                self._orphans.append((process, _adopt(process, self._on_exit)))
             else:
                 process.ended_at = time.time()
                 process.end(-signal.SIGKILL)
                 self._on_exit(process)
         if not self._is_closed:
             self._on_gone(self)
+
+
+def _adopt(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> Background:
+    """Report the end of an orphan when it comes; the thread that does."""
+
+    def failed(error: BaseException) -> None:
+        log.error(
+            "the end of worker process %d cannot be waited for, so it is killed: %r", process.pid, error
+        )
+        _linux.signal_group(process.pid, signal.SIGKILL)
+        process.ended_at = time.time()
+        process.end(-signal.SIGKILL)
+        on_exit(process)
+
+    return start(
+        lambda: _wait_for_orphan(process, on_exit), f"phalanx-orphan-{process.pid}", on_failure=failed
+    )
+
+
+def _wait_for_orphan(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> None:
+    pid = process.pid
+    try:
+        # The zombie is left for a moment: as long as it is there, its pid names its group and no other.
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # never ours: its zygote had reaped it, or another process adopts orphans
+        found = None
+    _linux.signal_group(pid, signal.SIGKILL)
+    process.ended_at = time.time()
+    if found is None:
+        process.end(-signal.SIGKILL)
+    else:
+        process.end(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+        os.waitpid(pid, 0)
+    on_exit(process)

@@ -1,4 +1,4 @@
-"""Run a user's file or module as ``__main__`` in this process, as ``python file`` and ``python -m module`` would.
+"""Runs a user's file or module as ``__main__`` in this process, as ``python file`` and ``python -m module`` would.
 
 Owns argv, the interpreter's options, the first entry of the path, the ``__main__`` module and what becomes of an
 exception: the traceback on stderr without frames of ours, and the error file that the final report is made of, with or
@@ -12,17 +12,18 @@ import os
 import runpy
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
+from types import ModuleType
+from typing import TypeVar
 
 from phalanx import protocol
 from phalanx.launch.failures._record import record_exception
+from phalanx.launch.workers._fresh import prepare_python
 
 
 def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:
-    """The exit code of the script."""
+    """Run a script; return its exit code."""
     sys.argv = [target, *args]
     sys.orig_argv = interpreter_command([*(["-m"] if is_module else []), target, *args])
     main = ModuleType("__main__")
@@ -36,11 +37,10 @@ def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:
         else:
             _run_file(target, main)
     except SystemExit as error:
-        return _code_of(error)
+        return _code_of(_as_users_see(error))
     except BaseException as error:
-        code = record_exception(error)
-        shown = error.with_traceback(_without_our_frames(error.__traceback__))
-        sys.excepthook(type(error), shown, shown.__traceback__)
+        code = record_exception(_as_users_see(error))
+        sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else code
     return 0
 
@@ -62,12 +62,12 @@ def _run_file(path: str, main: ModuleType) -> None:
 
 
 def directory_of(target: str, *, is_module: bool) -> str:
-    """What ``sys.path`` begins with for a script or module."""
+    """Return what ``sys.path`` begins with for a script or module."""
     return os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
 
 
 def interpreter_command(words: Sequence[str]) -> list[str]:
-    """This interpreter, with the options that it was given itself (-W, -X, -O, ...) and unbuffered output."""
+    """Return this interpreter, with the options that it was given itself (-W, -X, -O, ...) and unbuffered output."""
     given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing's way
     options = [name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()]
     more = [
@@ -94,22 +94,19 @@ def _code_of(error: SystemExit) -> int:
     return 1
 
 
-def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def _as_users_see(error: _Error) -> _Error:
+    """Take the frames that called the script off an exception's traceback: users did not write them."""
+    ours, trace = {__file__, runpy.__file__, "<frozen runpy>"}, error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    return trace
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback as the user should read it."""
-    return "".join(traceback.format_exception(type(error), error, _without_our_frames(error.__traceback__)))
+    return error.with_traceback(trace)
 
 
 def main() -> None:
-    """Entry of a worker in a fresh interpreter: ``python -m phalanx.launch.workers._script [-m] TARGET ARGS...``."""
-    from phalanx.launch.workers._child import prepare_python
-
+    """Run a worker in a fresh interpreter: ``python -m phalanx.launch.workers._script [-m] TARGET ARGS...``."""
     args = sys.argv[1:]
     is_module = args[0] == "-m"
     if is_module:

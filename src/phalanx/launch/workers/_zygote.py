@@ -1,9 +1,9 @@
-"""The process that forks workers: it has imported what they need, and it never has a thread.
+"""Forks workers, in a process that has imported what they need and never has a thread.
 
 Guarantees: one message for every fork and every exit; a worker's whole process group is killed before the worker is
 reaped, so its number cannot have been given to anybody else; when the agent's end of the socket closes, however the
 agent died, every worker and everything that they started is killed, then the zygote ends. When the zygote itself is
-killed, its workers live on (``_orphans``), and die with the agent all the same (``_linux.die_with_peer``).
+killed, its workers live on (``_processes``), and die with the agent all the same (``_linux.die_with_peer``).
 Assumptions: single-threaded (a fork copies locks that other threads hold); a worker that is forked but has no order
 yet is *parked* and waits on its own socket (see ``_child``).
 Rejected: forking from the agent (its store and log threads may hold locks: seen to deadlock); PR_SET_PDEATHSIG with
@@ -31,7 +31,7 @@ from phalanx.launch.workers._messages import receive_message, send_message
 
 LATER_IMPORTS = (
     "phalanx.comm.group._init",
-    "phalanx.comm.transports._connect",
+    "phalanx.comm.transports._creation",
     "phalanx.comm.mesh._mesh",
     "phalanx.comm.stores._tcp",
     "sympy",
@@ -48,7 +48,7 @@ IDLE = 1.0
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
+    """Keep things quiet: in here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
 
     What was imported is then kept from the collector: its first look at all of it, the moment it is switched on again,
     would take a tenth of a second, and in a forked process write to every page that it shares with its parent.
@@ -233,7 +233,7 @@ def _reap_for(seconds: float) -> None:
 
 
 def main() -> None:
-    """Entry of a zygote in a fresh interpreter: ``python -m phalanx.launch.workers._zygote FD PARENT [PRELOAD...]``."""
+    """Run a zygote in a fresh interpreter: ``python -m phalanx.launch.workers._zygote FD PARENT [PRELOAD...]``."""
     fd, parent, *preload = sys.argv[1:]
     with quiet_imports():
         error = _import_all(tuple(preload))
