@@ -1,4 +1,4 @@
-"""Sharded tensors: cut by a spec, spread over the ranks of a group; sharding of modules by plans."""
+"""Shards tensors by specs over the ranks of a group; sharding of modules by plans."""
 
 from __future__ import annotations
 

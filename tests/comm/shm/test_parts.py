@@ -22,7 +22,7 @@ from phalanx.comm.transports.shm._collectives import shares
 from phalanx.comm.transports.shm._engine import nap_length
 from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._join import obstacle
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm._layout import SegmentLayout
 from phalanx.comm.transports.shm._regions import span
 from phalanx.comm.transports.shm._transport import ShmTransport
 from phalanx.errors import PeerLost
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.fast
 
 @given(size=st.integers(1, 16), slots=st.integers(4, 8), slot_kb=st.integers(1, 64))
 def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: int) -> None:
-    layout = Layout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
+    layout = SegmentLayout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
     spans = [(0, L.HEADER_WORDS * 8)]
     for rank in range(size):
         block = layout.block(rank) * 8
@@ -52,7 +52,7 @@ def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: in
 
 
 def test_eight_ranks_need_less_than_a_containers_shared_memory() -> None:
-    assert Layout(size=8).total_bytes < 64 * 1024 * 1024
+    assert SegmentLayout(size=8).total_bytes < 64 * 1024 * 1024
 
 
 @given(

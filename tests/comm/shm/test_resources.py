@@ -14,7 +14,7 @@ import torch
 
 from phalanx.comm.transports import _auto
 from phalanx.comm.transports.shm import _join
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm._layout import SegmentLayout
 from phalanx.errors import PeerLost
 from phalanx.launch.cli import _doctor
 from processes import run_processes
@@ -240,7 +240,7 @@ def test_the_doctor_says_what_carries_tensors_and_why() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_group_needs_far_less_than_a_container_offers(size: int) -> None:
-    assert Layout(size=size).total_bytes <= 32 * 1024 * 1024
+    assert SegmentLayout(size=size).total_bytes <= 32 * 1024 * 1024
 
 
 def die_while_the_group_forms(worker) -> bool:

@@ -17,7 +17,7 @@ from phalanx.comm.stores._counter import counter_value
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import PollingWatch, wait_for_keys
-from phalanx.comm.stores._record import Record, Writer, decode
+from phalanx.comm.stores._record import StoredValue, Writer, decode
 from phalanx.comm.stores._torch_lease import VALUES, TorchLease
 from phalanx.comm.stores._torch_link import Link
 
@@ -52,7 +52,7 @@ class TorchStore(Store):
         self._writer = Writer()
         self.address = link.address
 
-    def _record(self, key: str) -> Record:
+    def _record(self, key: str) -> StoredValue:
         return decode(self._link.read(self._space + key))
 
     def get(self, key: str) -> bytes | None:

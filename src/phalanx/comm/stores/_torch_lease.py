@@ -55,7 +55,7 @@ def _keys_key(lease: int) -> str:
 
 
 @dataclass
-class _Entry:
+class _HeldLease:
     ttl: float
     beat: bytes | None
     deadline: float
@@ -65,14 +65,14 @@ class LeaseTable:
     """Which leases have run out: pure bookkeeping over observed heartbeats and a clock that is passed in."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _HeldLease] = {}
         self._looked: float | None = None
 
     def ids(self) -> list[int]:
         return list(self._entries)
 
     def start(self, lease: int, ttl: float, now: float) -> None:
-        self._entries[lease] = _Entry(ttl, None, now + ttl)
+        self._entries[lease] = _HeldLease(ttl, None, now + ttl)
 
     def forget(self, lease: int) -> None:
         del self._entries[lease]

@@ -13,7 +13,7 @@ from phalanx.shard.layout._placement import RemoteDevice
 
 @dataclass(slots=True)
 class Shard:
-    """A local tensor and where it belongs in the whole."""
+    """A local tensor and where it belongs in the global tensor."""
 
     tensor: Tensor
     metadata: ShardMetadata

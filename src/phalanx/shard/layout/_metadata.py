@@ -100,7 +100,7 @@ class TensorProperties:
 
 @dataclass
 class ShardedTensorMetadata:
-    """The whole tensor: its shards, its size, its properties."""
+    """Describes the global tensor: its shards, its size, its properties."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))

@@ -1,7 +1,7 @@
 """What happens when a torch function meets a sharded tensor: one table, looked up in a fixed order.
 
 Order: what users registered; what only reads metadata; the handlers below; with plain tensors that are each rank's own,
-whole on every rank (``_per_rank``); element by element on the shards (``_pointwise``); everything else as a DTensor
+in full on every rank (``_per_rank``); element by element on the shards (``_pointwise``); everything else as a DTensor
 (``_convert``). Before the last two, plain tensors among the arguments are compared across the ranks (``_plain``).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx._torch_private import DisableTorchFunctionSubclass, calculate_correct_fan, tree_leaves
 from phalanx.shard.ops import _pointwise
-from phalanx.shard.ops._convert import run_through_dtensor
+from phalanx.shard.ops._convert import run_as_dtensor
 from phalanx.shard.ops._embedding import embedding, embedding_bag
 from phalanx.shard.ops._per_rank import run_per_rank
 from phalanx.shard.ops._plain import check_equal, current_policy, plain_tensors
@@ -60,7 +60,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         result = _pointwise.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
             return result
-    return run_through_dtensor(func, args, kwargs, first)
+    return run_as_dtensor(func, args, kwargs, first)
 
 
 def _name(func: Any) -> str:

@@ -200,7 +200,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 def _collect_local_shard(module: nn.Module) -> nn.Module:
     """Return the local tensor of the module's sharded output.
 
-    If it was cut by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed:
+    If it was sharded by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed:
     a [4, 16] tensor on 4 ranks comes out as [16] on each.
     """
 

@@ -72,7 +72,7 @@ def describe_local(shards: Sequence[Shard], size: torch.Size, group: Group) -> d
 
 
 def agree(described: Sequence[dict[str, Any]]) -> ShardedTensorMetadata:
-    """The whole from what all ranks told, in the order of the ranks; ValueError naming the ranks that differ."""
+    """Put the metadata together from what all ranks told, in their order; ValueError naming the ranks that differ."""
     holders = [(rank, told) for rank, told in enumerate(described) if told["traits"] is not None]
     if not holders:
         raise ValueError("ShardedTensor have no local shards on all ranks!")

@@ -1,4 +1,4 @@
-"""Sharding specs: how a tensor of any size is cut and where the pieces live.
+"""Sharding specs: how a tensor of any size is sharded and where the shards live.
 
 Owns ``ShardingSpec``, ``ChunkShardingSpec``, ``EnumerableShardingSpec`` and their checks. Specs are values: they are
 compared, sent as JSON, and never communicate, except through ``shard``, which hands over to ``_distribute``.
@@ -39,7 +39,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """How to cut a tensor. Derive from it for a layout of your own: ``build_metadata`` is all that it needs."""
+    """Says how to shard a tensor. Derive from it for a layout of your own: ``build_metadata`` is all that it needs."""
 
     @abstractmethod
     def build_metadata(
@@ -57,7 +57,7 @@ class ShardingSpec(ABC):
 
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
-    """Chunks along one dim, one per placement, cut as ``torch.chunk`` does.
+    """Chunks along one dim, one per placement, as ``torch.chunk`` does.
 
     >>> ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     ChunkShardingSpec(dim=0, placements=[rank:0/cpu, rank:1/cpu])
@@ -100,7 +100,7 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Any cut: every shard is listed."""
+    """Any layout: every shard is listed."""
 
     shards: list[ShardMetadata]
 
@@ -153,7 +153,7 @@ def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
 
 
 def infer_spec(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> ShardingSpec:
-    """A ``ChunkShardingSpec`` if it cuts exactly like this, else an ``EnumerableShardingSpec``."""
+    """A ``ChunkShardingSpec`` if it shards exactly like this, else an ``EnumerableShardingSpec``."""
     placed = len(shards) > 1 and all(shard.placement is not None for shard in shards)
     for dim in range(len(sizes)) if placed else ():
         if len({shard.shard_offsets[dim] for shard in shards}) == len(shards):

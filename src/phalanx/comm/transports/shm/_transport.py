@@ -29,7 +29,7 @@ from phalanx.comm.transports.shm._collectives import nbytes_of
 from phalanx.comm.transports.shm._engine import Engine, Lane, Steps
 from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._join import Interrupt, ShmUnavailable, exchange_identities, join, obstacle
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm._layout import SegmentLayout
 from phalanx.comm.transports.shm._memory import shared_empty
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._regions import Regions
@@ -74,7 +74,7 @@ class ShmTransport(Transport):
         identities: Mapping[int, Identity] | None = None,
         interrupt: Interrupt | None = None,
         progress: str = "thread",
-        layout: Layout | None = None,
+        layout: SegmentLayout | None = None,
     ) -> ShmTransport:
         """Form the transport among ``size`` ranks that all call this with the same ``store`` namespace.
 
@@ -96,7 +96,7 @@ class ShmTransport(Transport):
         peers = Peers(identities, rank, generation)
         try:
             segment = join(
-                store, rank, layout or Layout(size=size), peers, timeout=timeout, interrupt=interrupt
+                store, rank, layout or SegmentLayout(size=size), peers, timeout=timeout, interrupt=interrupt
             )
         except BaseException:
             peers.close()
