@@ -10,7 +10,7 @@ import torch
 
 from phalanx.comm import Group
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports.shm._layout import SegmentLayout
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._transport import ShmTransport
 from processes import run_processes
 from shm_random import run_random

@@ -1,7 +1,7 @@
 """The transport between ranks in threads of one process: whoever comes last does the work for all.
 
 Owns the meeting points (``Board``, one per group) and what each collective computes there; reductions follow the
-fixed tree of ``_reduce``. Since the last rank sees everybody's arguments, mismatched calls are found for free and
+fixed tree of ``_tree_reduce``. Since the last rank sees everybody's arguments, mismatched calls are found for free and
 reported as ``CollectiveMismatch``. A dead rank gives ``PeerLost``, a hung one ``PeerTimeout``, as real ones do.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.comm.failure._mismatch import signature
 from phalanx.comm.simulation._scheduler import Scheduler
 from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
-from phalanx.comm.transports._reduce import tree_reduce
+from phalanx.comm.transports._tree_reduce import tree_reduce
 from phalanx.errors import CollectiveMismatch, PeerLost, PeerTimeout
 
 _DONE = Done()

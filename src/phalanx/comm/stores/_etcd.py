@@ -174,7 +174,7 @@ class EtcdStore(Store):
         return EtcdStore(gateway.endpoints, timeout=_etcd_gateway.PATIENCE, root=root, gateway=gateway)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import for_torch  # start-up: it imports torch
+        from phalanx.comm.stores._for_torch import for_torch  # start-up: it imports torch
 
         with self._writing:
             if self._torch is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from phalanx.comm.stores._complaints import Complaints, clipped
-from phalanx.comm.stores._record import ABSENT, StoredValue, Writer, decode
+from phalanx.comm.stores._stored_value import ABSENT, StoredValue, Writer, decode
 from phalanx.errors import StoreLost
 
 log = logging.getLogger(__name__)

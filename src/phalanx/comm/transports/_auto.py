@@ -16,7 +16,7 @@ import torch
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.transports._interface import GroupSpec, Interrupt, ReduceOp, Transport
 from phalanx.comm.transports._two_level import Hosts, TwoLevelTransport
-from phalanx.comm.transports.shm._join import ShmUnavailable, trial
+from phalanx.comm.transports.shm._segment_join import ShmUnavailable, trial
 from phalanx.comm.transports.shm._transport import ShmTransport
 
 log = logging.getLogger("phalanx.comm")

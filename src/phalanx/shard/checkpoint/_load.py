@@ -19,7 +19,6 @@ from torch import Tensor
 
 from phalanx._signature import resolve_secret
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.files._file import DTYPES
 from phalanx.shard.files._index import (
     BLOCK,
     CheckpointError,
@@ -28,9 +27,10 @@ from phalanx.shard.files._index import (
     digest,
     read_index,
 )
+from phalanx.shard.files._safetensors import DTYPES
 from phalanx.shard.layout._boxes import Box, intersect, view_of
 from phalanx.shard.ops._convert import box_at
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor
 

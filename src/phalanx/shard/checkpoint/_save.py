@@ -20,7 +20,6 @@ from torch import Tensor
 from phalanx._signature import resolve_secret
 from phalanx.comm import Group
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.files._file import NAMES, layout, start_writing, sync_folder
 from phalanx.shard.files._index import (
     BLOCK,
     INDEX,
@@ -31,6 +30,7 @@ from phalanx.shard.files._index import (
     digest,
     dump_index,
 )
+from phalanx.shard.files._safetensors import NAMES, layout, start_writing, sync_folder
 from phalanx.shard.ops._convert import box_at, is_first_replica
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor

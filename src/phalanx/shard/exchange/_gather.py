@@ -23,7 +23,7 @@ from phalanx.shard.exchange._exchange import (
     split_copies,
 )
 from phalanx.shard.exchange._shard import Shard
-from phalanx.shard.files._file import mapped_file
+from phalanx.shard.files._safetensors import mapped_file
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._metadata import ShardedTensorMetadata
 

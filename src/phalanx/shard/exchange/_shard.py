@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.shard.layout._metadata import ShardMetadata
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 
 
 @dataclass(slots=True)

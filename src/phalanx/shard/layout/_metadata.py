@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.shard.layout._boxes import Box
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 
 _FORMATS = {
     "contiguous": torch.contiguous_format,

@@ -1,8 +1,8 @@
 """Converts between sharded tensors and DTensors, and runs every operation as one on DTensors.
 
 A tensor sharded along one dim over the ranks of its group, in their order, converts without moving a byte; any other
-layout is resharded to that first. Conversions are differentiable. In operations, plain tensors stand for the same values
-on every rank, and results that are not sharded come back as plain tensors.
+layout is resharded to that first. Conversions are differentiable. In operations, plain tensors stand for the same
+values on every rank, and results that are not sharded come back as plain tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx.shard.exchange._reshard import reshard_shards
 from phalanx.shard.exchange._shard import Shard as LocalShard
 from phalanx.shard.layout._boxes import Box, chunk_lengths
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.ops._pointwise import is_in_place
-from phalanx.shard.tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from phalanx.shard.ops._shard_by_shard import is_in_place
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor, Shard, implicit_replication
 

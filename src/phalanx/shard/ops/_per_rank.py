@@ -17,7 +17,7 @@ from phalanx.comm import Group
 from phalanx.shard.exchange._exchange import RankBox, pieces_of
 from phalanx.shard.layout._boxes import view_of
 from phalanx.shard.ops._convert import convert_sharded
-from phalanx.shard.ops._pointwise import is_in_place
+from phalanx.shard.ops._shard_by_shard import is_in_place
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 

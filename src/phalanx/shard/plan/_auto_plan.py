@@ -16,8 +16,8 @@ from torch import nn
 
 from phalanx.comm import DeviceMesh
 from phalanx.shard.layout._boxes import chunk_lengths
-from phalanx.shard.plan._plan import ShardingPlan
-from phalanx.shard.tensor._spec import ChunkShardingSpec
+from phalanx.shard.plan._sharding_plan import ShardingPlan
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec
 
 
 class Candidate(NamedTuple):

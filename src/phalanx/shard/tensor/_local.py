@@ -15,7 +15,7 @@ from phalanx.comm import Group
 from phalanx.shard.exchange._groups import owner_of
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.tensor._spec import check_cover, check_no_overlap
+from phalanx.shard.tensor._sharding_spec import check_cover, check_no_overlap
 
 
 def flatten_size(size: Sequence[Any]) -> torch.Size:

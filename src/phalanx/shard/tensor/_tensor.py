@@ -1,8 +1,8 @@
 """ShardedTensor: a global shape whose pieces live on the ranks of a group; each rank holds its own shards.
 
 Owns the wrapper class: what it tells about itself, making and copying, pickling, gradients. Operations come in through
-``__torch_function__`` and are looked up in ``_ops``. Autograd runs on the local tensors; the wrapper has no data, and
-what slips past the interception is refused.
+``__torch_function__`` and are looked up in ``ops._dispatch``. Autograd runs on the local tensors; the wrapper has no
+data, and what slips past the interception is refused.
 
 Invariants: ``_metadata`` is the same on all ranks; ``_local_shards`` are this rank's entries of it, in its order.
 """
@@ -28,7 +28,7 @@ from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard.tensor import _local
 from phalanx.shard.tensor._pickling import ProcessGroupState, rebuild
-from phalanx.shard.tensor._spec import ShardingSpec, infer_spec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec, infer_spec
 
 _NO_RPC = (
     "ShardedTensor: no RRefs to remote shards (init_rrefs): RPC unpickles what comes from the network, which nothing "
@@ -400,7 +400,7 @@ class ShardedTensor(torch.Tensor, Spread):
         return f"ShardedTensor({self._metadata})"
 
     _dispatch: ClassVar[Callable[..., Any]]
-    """``ops._ops.dispatch``, put here by ``phalanx.shard``: operations make tensors."""
+    """``ops._dispatch.dispatch``, put here by ``phalanx.shard``: operations make tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

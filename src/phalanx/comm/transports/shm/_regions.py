@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm import _memory
-from phalanx.comm.transports.shm._memory import Allocation
+from phalanx.comm.transports.shm import _segment_layout as L
+from phalanx.comm.transports.shm import _shared_tensors
 from phalanx.comm.transports.shm._segment import Mapping, Segment, open_file_of
+from phalanx.comm.transports.shm._shared_tensors import Allocation
 from phalanx.errors import CommError
 
 
@@ -49,7 +49,7 @@ class Regions:
 
     def place(self, address: int, nbytes: int) -> RegionAddress:
         """Name these bytes of this process, if they are in shared memory and the table has room."""
-        allocation = _memory.find(address, nbytes)
+        allocation = _shared_tensors.find(address, nbytes)
         if allocation is None:
             return NOWHERE
         entry = self._entries.get(allocation)

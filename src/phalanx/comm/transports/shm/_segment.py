@@ -13,8 +13,8 @@ import fcntl
 import os
 import weakref
 
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm._layout import SegmentLayout
+from phalanx.comm.transports.shm import _segment_layout as L
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._syscalls import map_file, unmap
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.stores._interface import Store
-from phalanx.comm.transports.shm._layout import SegmentLayout
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._segment import Segment, new_file, open_file_of
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._syscalls import unavailable
 from phalanx.errors import CommError, PeerTimeout, StoreTimeout
 

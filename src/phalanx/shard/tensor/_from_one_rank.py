@@ -21,7 +21,7 @@ from phalanx.shard.exchange._groups import as_group, check_rank_in_group
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, TensorProperties
-from phalanx.shard.tensor._spec import ShardingSpec, spec_key
+from phalanx.shard.tensor._sharding_spec import ShardingSpec, spec_key
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 

@@ -1,7 +1,7 @@
 """Sharding specs: how a tensor of any size is sharded and where the shards live.
 
 Owns ``ShardingSpec``, ``ChunkShardingSpec``, ``EnumerableShardingSpec`` and their checks. Specs are values: they are
-compared, sent as JSON, and never communicate, except through ``shard``, which hands over to ``_distribute``.
+compared, sent as JSON, and never communicate, except through ``shard``, which hands over to ``_from_one_rank``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.shard.layout._boxes import chunk_lengths, find_overlap
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 from phalanx.shard.layout._tiling import find_fault
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ShardingSpec(ABC):
         return ShardingSpec._distribute(tensor, self, src_rank, process_group)
 
     _distribute: ClassVar[Callable[..., ShardedTensor]]
-    """``_distribute.distribute_one``, put here by ``phalanx.shard``: it makes tensors, which are made of specs."""
+    """``_from_one_rank.distribute_one``, put here by ``phalanx.shard``: it makes tensors, which are made of specs."""
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.plan._plan import Sharder, ShardingPlan, check_plan
-from phalanx.shard.tensor._distribute import Request, distribute_many, distribute_one
-from phalanx.shard.tensor._spec import ChunkShardingSpec, ShardingSpec
+from phalanx.shard.plan._sharding_plan import Sharder, ShardingPlan, check_plan
+from phalanx.shard.tensor._from_one_rank import Request, distribute_many, distribute_one
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec, ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 
