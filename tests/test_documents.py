@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import io
@@ -351,3 +352,64 @@ def test_links_and_files_in_text_exist() -> None:
             if not any(f"/{file}".endswith(f"/{name}") for file in tracked) and name not in USERS_FILES:
                 wrong.append(f"{document.relative_to(ROOT)}: no {name}")
     assert not wrong, "\n".join(wrong)
+
+
+TOUR = ROOT / "ARCHITECTURE.md"
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """Functions, classes, methods as ``Class.method``, and names that a module or class assigns."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.update({f"{prefix}{node.name}", node.name})
+                visit(node.body, f"{node.name}." if isinstance(node, ast.ClassDef) else prefix)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(f"{prefix}{target.id}" for target in targets if isinstance(target, ast.Name))
+            elif isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+                visit([*node.body, *getattr(node, "orelse", [])], prefix)
+
+    visit(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def test_every_stop_of_the_tour_is_there() -> None:
+    """Rows of a walk name a file and the functions that it enters there; ``name()`` is a function anywhere in src."""
+    wrong = []
+    stops = re.findall(r"^\| (?:\d+ \| )?`([\w/]+\.py)` \| (.*?) \|", TOUR.read_text(), re.MULTILINE)
+    for file, functions in stops:
+        path = ROOT / "src" / "phalanx" / file
+        if not path.exists():
+            wrong.append(f"no {file}")
+            continue
+        wrong += [
+            f"{file} has no {name}"
+            for name in re.findall(r"`([\w.]+)`", functions)
+            if name not in names_in(path)
+        ]
+    known = set().union(*(names_in(path) for path in (ROOT / "src").rglob("*.py")))
+    wrong += [
+        f"no function {name}" for name in re.findall(r"`([\w.]+)\(\)`", TOUR.read_text()) if name not in known
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_layers_of_the_tour_are_those_that_the_tests_keep() -> None:
+    from test_meta import LAYERS, SUBLAYERS
+
+    for package in ("comm", "data", "launch", "tensor", "shard", "ddp", "elastic"):
+        row = re.search(rf"^{package} +(\S.*?)  +\((.*?)\)$", TOUR.read_text(), re.MULTILINE)
+        assert row, f"ARCHITECTURE.md does not say what {package} is and imports"
+        said = set(re.findall(r"\w+", row[2])) & set(LAYERS)
+        assert said == LAYERS[package] & {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"}, (
+            package
+        )
+        folders = {
+            name for name in SUBLAYERS[package] if (ROOT / "src" / "phalanx" / package / name).is_dir()
+        }
+        unsaid = {name for name in folders if f"`{package}/{name}`" not in TOUR.read_text()}
+        assert not unsaid, f"ARCHITECTURE.md has no paragraph on {package}: {sorted(unsaid)}"

@@ -115,11 +115,12 @@ class Cluster:
 
     def wait_workers(self, count: int) -> None:
         """Until that many workers sit in one round."""
-        self.wait_until(lambda: self._newest_size() == count, f"a round of {count} workers")
+        self.wait_until(lambda: len(self.newest_round()) == count, f"a round of {count} workers")
 
-    def _newest_size(self) -> int:
+    def newest_round(self) -> list[str]:
+        """The workers that sit in it, in the order of their ranks."""
         rounds = self.events("regrouped")
-        return len(max(rounds, key=lambda r: (r["generation"], r["round"]))["workers"]) if rounds else 0
+        return max(rounds, key=lambda r: (r["generation"], r["round"]))["workers"] if rounds else []
 
     # -- what is left to the test and not to the speed of the machine ------------------------------------------
 

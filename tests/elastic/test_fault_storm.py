@@ -62,8 +62,8 @@ STRIKES: tuple[Strike, ...] = (
     ("evaluate.stop",),
     ("micro.kill", "join.stop"),
 )
-NEWCOMERS = ("start", "join", "receive")
-"""Points of workers that have no step yet."""
+AT_ANY_STEP = ("start", "join", "send", "receive")
+"""Points of workers that have no step yet, and of whoever gives them one."""
 ENDINGS: tuple[Strike, ...] = (
     ("last.kill", "after.kill"),
     ("after.kill", "end.kill"),
@@ -153,6 +153,7 @@ class Storm:
         for folder in (self.faults, self.struck):
             folder.mkdir(parents=True)
         self.num_laid = 0
+        self.num_workers = scene.num_workers * (1 if namespace is None else 2)
         self.links = {} if namespace is None else links_of(namespace)
         options = {
             "hang_timeout": "60",
@@ -170,12 +171,12 @@ class Storm:
             at, kind = fault.split(".")
             if at not in self.links:
                 self.num_laid += 1
-                step_of = 0 if at in NEWCOMERS else step
+                step_of = 0 if at in AT_ANY_STEP else step
                 (self.faults / f"{self.num_laid:03d}.{at}.{step_of}.{kind}").touch()
 
     def let_stranger_in(self, seed: int) -> None:
         """Somebody without the job's secret writes garbage over every key of its store, until the end."""
-        self.cluster.wait_step(1)
+        self.wait_all_there()
         self.stranger = Stranger((self.cluster.directory / "store").read_text(), pause=0.1, seed=seed)
 
     def close(self) -> None:
@@ -186,13 +187,24 @@ class Storm:
     def has_struck(self) -> bool:
         return len(list(self.struck.iterdir())) == self.num_laid
 
+    def wait_all_there(self) -> None:
+        """Until all workers sit in one round, and none of them is dead or stopped by now."""
+
+        def are_there() -> bool:
+            pids = {record["worker"]: record["pid"] for record in self.cluster.events("started")}
+            seated = self.cluster.newest_round()
+            return len(seated) == self.num_workers and all(runs(pids[worker]) for worker in seated)
+
+        self.cluster.wait_until(are_there, f"a round of {self.num_workers} workers", STRIKE_LIMIT)
+
     def strike(self, strike: Strike) -> None:
-        """Let it happen soon, and wait until all of it has, and a step was committed since."""
+        """Let it happen soon, and wait until all of it has, all workers are there again, and a step was committed."""
         step = self.cluster.step()
         with self.hurt_network(strike):
             self.lay_out(strike, step)
             self.cluster.hold(step + AHEAD)
         self.cluster.wait_until(self.has_struck, f"{strike} at step {step}", STRIKE_LIMIT)
+        self.wait_all_there()
         step = self.cluster.step()
         self.cluster.hold(step + 2)
         self.cluster.wait_until(
@@ -211,6 +223,14 @@ class Storm:
             time.sleep(LEASE * 1.5 if kind == "lease" else 6.0)
         for link in links:
             link.restore()
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and it is neither dead nor stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZXTt"
+    except OSError:
+        return False
 
 
 def links_of(namespace: Namespace) -> dict[str, tuple[Link, ...]]:
@@ -237,7 +257,7 @@ def two_nodes(directory: Path, namespace: Namespace) -> tuple[Node, Node]:
         script_flags=("--machine=here", f"--over={data.device}"),
     )
     there = Node(
-        prefix=tuple(namespace.inside()),
+        prefix=tuple(namespace.inside("env", "RES_OPTIONS=timeout:1 attempts:1")),  # no name server there
         flags=(*flags, f"--local-addr={control.there}"),
         script_flags=("--machine=there", f"--over={data.device_there}"),
     )
@@ -260,6 +280,8 @@ def run_storm(
     try:
         if scene.has_stranger:
             storm.let_stranger_in(scene.seed)
+        else:
+            storm.wait_all_there()
         for strike in scene.strikes:
             storm.strike(strike)
         assert storm.cluster.step() < NUM_STEPS - 1, "the job was nearly over before the last fault"
@@ -272,7 +294,7 @@ def run_storm(
         assert {(directory / "result").read_text(), *storm.cluster.digests()} == {undisturbed}, (
             f"after {scene}"
         )
-        if scene.num_workers > 2:  # else a strike may have hit all of them
+        if storm.num_workers > 2:  # else a strike may have hit all of them
             assert storm.cluster.events("went_back") == [], f"after {scene} steps were computed again"
         if storm.stranger is not None:
             storm.stranger.stop()

@@ -140,3 +140,19 @@ def test_who_has_waited_long_enough_for_a_script_says_so_and_goes(contact, capsy
         assert keeper._thread.is_alive(), "a record that is none must not end it"
     finally:
         keeper.stop()
+
+
+def test_what_others_need_until_the_end_is_written_again_when_it_is_gone(contact):
+    """By a worker that came for one that was lost, and whose script has ended: all that a stranger may write over."""
+    keys = Keys()
+    finish = Finish(generation=0, round=0, step=6, workers=("c", "b"))
+    keeper = Keeper(contact.clone(), finish, 0, 1, None)
+    try:
+        keeper.stay(0.01)
+        lasting = [keys.done, keys.keeps(1, "a"), keys.claim(0, 0), ended_key("a")]
+        before = contact.store.wait(lasting, 100)
+        for key in lasting:
+            contact.store.delete(key)
+        assert contact.store.wait(lasting, 100) == before
+    finally:
+        keeper.stop()

@@ -14,6 +14,7 @@ from phalanx import protocol as ms
 from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.membership import _store_membership
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
@@ -302,3 +303,43 @@ def test_a_worker_says_again_that_it_can_regroup_when_that_is_gone(world, alone)
     world.start("a", on_step=on_step)
     world.start("b")
     assert world.join() == {"a": alone, "b": alone}
+
+
+def test_a_worker_leaves_a_generation_that_has_a_successor_though_nobody_says_that_it_is_over(
+    world, alone, monkeypatch
+):
+    """A stranger wrote over the record that says so, before this worker could read it."""
+    monkeypatch.setattr(_store_membership, "STALE_AFTER", 0.1)
+    world.agree(0, "a", "b")  # b never comes
+    world.agree(1, "a")
+    world.start("a")
+    assert world.join() == {"a": alone}
+
+
+def test_who_comes_for_the_last_that_had_the_final_state_does_not_wait_for_one_that_was_not_needed(
+    world, alone, monkeypatch
+):
+    """b dies at the last step; s comes for it when all is done and goes with code 0; then a dies, before its script
+    has ended. Whoever comes for a begins with a save, though s is still a member and will never come."""
+    monkeypatch.setattr(_store_membership, "KEEPS_AFTER", 0.1)
+    world.saves = Saves(directory=world.directory / "saves", every=7)
+
+    def after(job):
+        world.start("s", generation=1)
+        world.threads[-1].join(100)
+        world.keys.set(ms.ended_key("s"), b"1")  # as its agent does
+        world.break_(1, "a")
+        world.agree(2, "n", "s")
+        raise Die
+
+    def die():
+        world.break_(0, "b")
+        world.agree(1, "a", "s")
+
+    world.agree(0, "a", "b")
+    world.start("a", after=after)
+    world.start("b", on_step=die_at(14, die))
+    world.join()
+    assert isinstance(world.results["s"], SystemExit)
+    world.start("n", generation=2)
+    assert world.join()["n"] == alone

@@ -212,6 +212,18 @@ def test_a_worker_that_says_that_it_computes_has_started():
     assert hang.limit("w") == 10
 
 
+def test_time_in_which_nobody_looked_is_not_held_against_a_worker():
+    """All processes of a job were stopped and continued: then the last report is old, and nobody hangs."""
+    hang = HangDetector(10, interval=0.5)
+    hang.observe({"w": b"1", "v": b"1"}, now=0, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1, stopped={"v"})
+    hang.observe({"w": b"1", "v": b"1"}, now=1001, stopped={"v"})
+    assert hang.hanging(now=1001) == []
+    for now in range(1002, 1011):
+        hang.observe({"w": b"1", "v": b"2"}, now=now)
+    assert hang.hanging(now=1010) == ["w"]
+
+
 def test_every_generation_has_one_verdict():
     channel = AgentChannel(MemoryStore())
     first = Recovery(action=Action.RESTART, restarts=1, reason="rank 1")
@@ -229,6 +241,22 @@ def test_everything_in_a_verdict_travels_to_the_other_agents():
     )
     channel.decide(4, sent)
     assert channel.recovery_before(5) == sent
+
+
+def test_what_an_agent_said_for_good_is_written_again_when_it_is_gone():
+    store, lasting = MemoryStore(), {}
+    channel = AgentChannel(store, lasting)
+    channel.say_done(4, 1, "done")
+    channel.say_ended("w")
+    said = store.items()
+    assert lasting == said
+    for key in said:
+        store.delete(key)
+    AgentChannel(store).put_right({**lasting, "other": b"1"})
+    assert store.items() == {**said, "other": b"1"}
+    store.set("other", b"2")
+    AgentChannel(store).put_right({"other": b"1"})
+    assert store.get("other") == b"2"
 
 
 @pytest.mark.parametrize("garbage", [b'{"v":1}', b'{"v":1,"action":"heal","restarts":[]}', b"[]"])

@@ -43,7 +43,7 @@ from phalanx.comm.group._checks import (
 )
 from phalanx.comm.group._staging import copy_back, settled
 from phalanx.comm.stores import Store
-from phalanx.comm.transports._connect import (
+from phalanx.comm.transports._creation import (
     Connection,
     SubgroupMaker,
     connect_ranks,

@@ -2,8 +2,8 @@
 
 The script goes on in the main thread and may do to the model whatever it likes, so a copy is kept, and a thread hands
 it over: it follows the generations that the agents agree on, says in each that this worker lives and keeps the state,
-and answers newcomers that ask. ``stay`` is for the end of the process: nobody goes before all scripts have ended, since
-until then another may need the state.
+answers newcomers that ask, and puts right what a stranger may write over. ``stay`` is for the end of the process:
+nobody goes before all scripts have ended, since until then another may need the state.
 
 Guarantees: the state handed over is that of the last commit, whatever the script has done since; a loss of the store,
 or of a newcomer in the middle of the handover, ends nothing here. Who gives up waiting says so.
@@ -122,6 +122,7 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     """
     rank = _claim(at, finish, members)
     workers = tuple(at.holders(finish, range(len(finish.workers))))
+    until = time.monotonic() + at.comm_timeout
     problems: dict[str, str] = {}
     while True:
         found = at.store.get_many([at.keys.keeps(generation, worker) for worker in members])
@@ -134,8 +135,14 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
                 problems[source] = str(error)
             if at.broken(generation) is not None:
                 return None
-        if not keepers:
+        if keepers:
+            continue
+        silent = [w for w, data in zip(members, found, strict=True) if data is None and w in finish.workers]
+        if not silent or time.monotonic() > until:
             break
+        if at.broken(generation) is not None:
+            return None
+        time.sleep(TICK)  # it lives, and so is about to say whether it keeps the state, or to say so again
     why = "; ".join(f"{worker}: {problem}" for worker, problem in problems.items())
     raise ResultLost(
         f"worker {at.worker_id} takes the place of rank {rank}, lost after the last step ({finish.step}), but no "
@@ -184,6 +191,8 @@ class Keeper:
         self._members: dict[str, str] = {}
         self._answered: set[str] = set()
         self._complaint = ""
+        self._has_ended = False
+        self._ending = threading.Lock()
         self._num_reports = 0
         self._reported = 0.0
         self._stop = threading.Event()
@@ -204,6 +213,7 @@ class Keeper:
         while not self._stop.wait(TICK):
             try:
                 self._follow()
+                self._repair()
                 self._answer()
                 self._report()
             except StoreError:
@@ -223,8 +233,31 @@ class Keeper:
         self.generation = generation
         self._members = self._at.members(generation) or {}
         self._answered.clear()
-        value = b"0" if self._state is None else b"1"
-        self._at.store.set(self._at.keys.keeps(generation, self._at.worker_id), value)
+        self._at.store.set(self._at.keys.keeps(generation, self._at.worker_id), self._keeps)
+
+    def _repair(self) -> None:
+        """Write again what must stay until all scripts have ended. Written once, it is gone for good when a stranger
+        writes over it; nobody else deletes it while this worker lives."""
+        with self._ending:
+            self._write_again()
+
+    def _write_again(self) -> None:
+        at = self._at
+        records = {
+            at.keys.done: self._finish.to_json(),
+            at.keys.keeps(self.generation, at.worker_id): self._keeps,
+        }
+        if self._finish.workers[self._rank] != at.worker_id:
+            records[at.keys.claim(self._finish.generation, self._rank)] = at.worker_id.encode()
+        if self._has_ended:
+            records[protocol.ended_key(at.worker_id)] = b"1"
+        for (key, record), data in zip(records.items(), at.store.get_many(list(records)), strict=True):
+            if data is None:
+                at.store.compare_and_set(key, None, record)
+
+    @property
+    def _keeps(self) -> bytes:
+        return b"0" if self._state is None else b"1"
 
     def _answer(self) -> None:
         newcomers = [worker for worker in self._members if worker not in self._finish.workers]
@@ -258,6 +291,7 @@ class Keeper:
         with self._at.store.clone() as store:
             at = replace(self._at, store=store)
             store.set(protocol.ended_key(at.worker_id), b"1")
+            self._has_ended = True
             pending = [rank for rank in range(len(self._finish.workers)) if rank != self._rank]
             began = time.monotonic()
             vacant_since: dict[int, float] = {}
@@ -289,7 +323,9 @@ class Keeper:
     ) -> None:
         for rank, worker in vacant.items():
             if now - since[rank] > at.timeout:
-                at.store.delete(protocol.ended_key(at.worker_id))  # it is to count as a failure
+                with self._ending:
+                    self._has_ended = False
+                    at.store.delete(protocol.ended_key(at.worker_id))  # it is to count as a failure
                 raise ResultLost(
                     f"rank {rank} (worker {worker}) was lost after the last step ({self._finish.step}) and before its "
                     f"script had ended, and nobody has taken its place for {at.timeout:g} s: what it does after its "

@@ -40,6 +40,10 @@ TELL_AFTER = 0.1
 """Seconds after which a loss that no agent has explained is told to them: a death is noticed sooner."""
 BREAK_AFTER = 3.0
 """Seconds after which, should the agents not have done so, a worker breaks the generation for the others."""
+STALE_AFTER = 10.0
+"""Seconds after which a generation that has a successor is over for one without a seat, though no record says so."""
+KEEPS_AFTER = 5.0
+"""Seconds in which a worker whose script has ended, if its process lives, says that it keeps the final state."""
 LEAVE_AFTER = 2.0
 """Seconds that a worker with a state waits on for a seat when it was told to leave: there it could leave politely, but
 when all workers were told to, no seat comes any more."""
@@ -133,7 +137,7 @@ class StoreRoster:
         self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
     ) -> Seat:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
-        round_ = first_round
+        round_, came = first_round, time.monotonic()
         told_at: float | None = None
 
         def report(count: int) -> None:
@@ -147,11 +151,12 @@ class StoreRoster:
 
         wait, absent = _Wait(self.timeout, report), _Absence(self)
         while True:
-            done, evaluated, broken, members, record, own, said = self._store.get_many(
+            done, evaluated, broken, following, members, record, own, said = self._store.get_many(
                 [
                     self.keys.done,
                     self.keys.evaluation(mine.evaluations),
                     protocol.broken_key(generation),
+                    protocol.members_key(generation + 1),
                     protocol.members_key(generation),
                     self.keys.round(generation, round_),
                     self.keys.ready(generation, self.worker_id),
@@ -166,8 +171,9 @@ class StoreRoster:
             if mine.evaluating and evaluated is not None:
                 raise EvaluationKnown(parse_evaluation(evaluated))
             found = Round.from_json(record) if record is not None else None
-            if broken is not None or (found is not None and found.move_to is not None):
-                generation, round_, declared = generation + 1, 0, False
+            is_stale = following is not None and time.monotonic() - came > STALE_AFTER
+            if broken is not None or is_stale or (found is not None and found.move_to is not None):
+                generation, round_, declared, came = generation + 1, 0, False, time.monotonic()
                 continue
             self.generation = generation
             if members is None:
@@ -183,7 +189,7 @@ class StoreRoster:
                 self._declare(generation, mine)
                 declared = True
             elif finish is not None and not mine.is_veteran:
-                if not self._void(finish, generation, ids):
+                if not self._void(finish, generation, ids, came):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
                 seat = self._join(generation, round_, found.workers, ids, mine)
@@ -194,7 +200,7 @@ class StoreRoster:
                 round_ += 1
             else:
                 ready = self._ready(generation, ids) if round_ == 0 else {}
-                choice = choose_round(ids, ready) if round_ == 0 else None
+                choice = choose_round(self._awaited(ids, ready, came), ready) if round_ == 0 else None
                 absent.look(generation, awaited_veterans(ids, ready), ids, mine)
                 if choice is not None and choice[0] == self.worker_id:
                     key = self.keys.round(generation, round_)
@@ -202,7 +208,7 @@ class StoreRoster:
                 else:
                     wait.a_little(f"a seat in generation {generation}, round {round_}")
 
-    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...]) -> bool:
+    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...], came: float) -> bool:
         """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
 
         If none does, the final state is lost: once all have come, and all are new, what they found counts no more
@@ -214,12 +220,23 @@ class StoreRoster:
         ):
             raise JobOver(finish, generation, self._contact.members(generation))
         ready = self._ready(generation, ids)
-        if len(ready) < len(ids) or any(one.is_veteran for one in ready.values()):
+        is_missing = any(worker not in ready for worker in self._awaited(ids, ready, came))
+        if is_missing or any(one.is_veteran for one in ready.values()):
             return False
         if Finish.parse(self._store.get(self.keys.done)) == finish:
             self._store.delete(self.keys.done)
             self._store.delete(protocol.FINISHING)
         return True
+
+    def _awaited(self, ids: tuple[str, ...], ready: Mapping[str, Ready], came: float) -> tuple[str, ...]:
+        """The members of a generation without those that will not come any more: their scripts have ended.
+
+        One that still lives keeps the final state, and has its time to say so: ``came`` is when this worker came.
+        """
+        if time.monotonic() - came < KEEPS_AFTER:
+            return ids
+        ended = self._contact.ended([worker for worker in ids if worker not in ready])
+        return tuple(worker for worker in ids if worker not in ended)
 
     def _join(
         self,
@@ -261,7 +278,7 @@ class StoreRoster:
     def _declare(self, generation: int, mine: Ready) -> None:
         if (
             mine.is_veteran
-        ):  # what it has committed since its last report counts as progress, should workers die again
+        ):  # what it has committed since its last report is progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
@@ -283,11 +300,8 @@ class StoreRoster:
     def _make_sure_broken(
         self, seat: Seat, cause: CommError, step: int = -1, *, evaluating: bool = False
     ) -> None:
-        """Agents break a generation when they see a death. What only workers can see, they have to tell.
-
-        Agents hear it and break the generation. Where they cannot, since they form the next one already, this worker
-        tells the others by itself.
-        """
+        """Agents break a generation when they see a death. What only workers see they tell the agents, which break it;
+        where these cannot, since they form the next one already, this worker tells the others by itself."""
         key = protocol.broken_key(seat.generation)
         began, has_told = time.monotonic(), False
         while (waited := time.monotonic() - began) < BREAK_AFTER:

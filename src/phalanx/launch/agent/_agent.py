@@ -57,8 +57,6 @@ log = logging.getLogger(__name__)
 
 FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
-REQUEST_INTERVAL = 0.5
-"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
 STARTS_ANEW = (
     "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
@@ -164,7 +162,7 @@ class Agent:
         self._is_joining = False
         if self.current:
             self.current.close()
-        self.current = generation = Generation(self.config, info, self._handler)
+        self.current = generation = Generation(self.config, info, self._handler, self._sources.lasting)
         try:
             generation.serve_bootstrap()
         except PortTaken as taken:
@@ -179,8 +177,7 @@ class Agent:
             self._pool.members[assignment.worker_id].assignment = assignment
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
-        interval = max(self.config.monitor_interval, REQUEST_INTERVAL)
-        self._sources.follow(info, interval, self._hang.watched_ids)
+        self._sources.follow(info, self.config.request_interval, self._hang.watched_ids)
         self._judge_early_exits()
 
     def _on_port_taken(self, reason: str) -> None:

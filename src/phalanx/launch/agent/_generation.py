@@ -39,13 +39,19 @@ class PortTaken(Exception):
 
 
 class Generation:
-    """Stands for a formed generation."""
+    """Stands for a formed generation; ``lasting`` collects what this node says to the others for good."""
 
-    def __init__(self, config: LaunchConfig, info: RendezvousInfo, handler: RendezvousHandler) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        info: RendezvousInfo,
+        handler: RendezvousHandler,
+        lasting: dict[str, bytes],
+    ) -> None:
         self.config = config
         self.info = info
         self.number = info.generation
-        self.channel = AgentChannel(info.store)
+        self.channel = AgentChannel(info.store, lasting)
         self._before = self.channel.recovery_before(info.generation)
         self.restarts = self._before.restarts
         self.worker_ids = tuple(worker_id for node in info.nodes for worker_id in node.worker_ids)

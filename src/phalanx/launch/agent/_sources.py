@@ -21,7 +21,7 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import LostContact, RecordError, Setbacks
+from phalanx.protocol import LostContact, RecordError, Setbacks, members_key
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class Sources:
         self._handler = handler
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stop_generation: list[Callable[[], None]] = []
+        self.lasting: dict[str, bytes] = {}
+        """What this node has said to the others for good; put right when somebody writes over it."""
 
     def post(self, event: Event) -> None:
         """Put an event in the queue, from any thread or signal handler."""
@@ -133,7 +135,8 @@ class Sources:
         background.start(wait, "phalanx-rendezvous", on_failure=lambda error: self.post(JoinFailed(error)))
 
     def follow(self, info: RendezvousInfo, interval: float, worker_ids: Callable[[], list[str]]) -> None:
-        """Report the end of a generation, and requests in the store every ``interval`` seconds."""
+        """Report the end of a generation, and requests in the store every ``interval`` seconds; keep there what others
+        wait for."""
         watch = self._handler.watch_generation(info.generation)
         stopped, complaints = threading.Event(), Complaints(log)
         self._stop_generation += [stopped.set, watch.close]
@@ -157,7 +160,9 @@ class Sources:
                     info.store.clone() as store
                 ):  # fails too, when the job is over before this thread has begun
                     channel = AgentChannel(store)
+                    members = {members_key(info.generation): info.members().to_json()}
                     while not stopped.wait(interval):
+                        channel.put_right({**members, **self.lasting})
                         try:
                             requests = channel.read_requests(info.generation, info.node.id)
                         except RecordError as error:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from phalanx.launch.telemetry._logs import LogsSpecs
 
 DEFAULT_RDZV_TIMEOUT = 900
+REQUEST_INTERVAL = 0.5
+"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -140,6 +142,11 @@ class LaunchConfig:
         if self.standby < 0:
             raise ValueError(f"standby is {self.standby}; expected 0 or more processes")
         parse_signals(self.signals_to_handle)
+
+    @property
+    def request_interval(self) -> float:
+        """Seconds between two looks at what the store asks of an agent."""
+        return max(self.monitor_interval, REQUEST_INTERVAL)
 
     def resolved(self, environ: Mapping[str, str] | None = None) -> LaunchConfig:
         """Return a copy with every default that depends on something else filled in."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -48,15 +49,21 @@ class HangDetector:
     'b'
     """
 
-    def __init__(self, timeout: float, start_timeout: float = 0.0) -> None:
+    def __init__(self, timeout: float, start_timeout: float = 0.0, interval: float = math.inf) -> None:
+        """``interval``: how often it is fed. When that took much longer, this process was not let run, nor maybe were
+        the workers (all of a job stopped and continued, a machine that slept): that time is not held against them."""
         self._timeout = timeout
         self._start_timeout = max(timeout, start_timeout)
+        self._longest = 4 * interval
+        self._looked = math.inf
         self._seen: dict[str, _Seen] = {}
 
     def observe(self, progress: Mapping[str, bytes | None], now: float, stopped: Container[str] = ()) -> None:
         """Take in ``progress``: the newest report of every running worker, None for one that never reported;
         ``stopped`` are those that the kernel does not let run."""
-        for worker_id in list(self._seen):
+        pause, self._looked = max(0.0, now - self._looked - self._longest), now
+        for worker_id, seen in list(self._seen.items()):
+            seen.at += pause
             if worker_id not in progress:
                 del self._seen[worker_id]
         for worker_id, value in progress.items():
@@ -65,8 +72,8 @@ class HangDetector:
                 seen.take(value, now)
             if worker_id not in stopped:
                 seen.stopped_at = None
-            elif seen.stopped_at is None:
-                seen.stopped_at = now
+            else:
+                seen.stopped_at = now if seen.stopped_at is None else seen.stopped_at + pause
 
     def limit(self, worker_id: str) -> float:
         """Return how long this worker may be silent, in seconds."""

@@ -53,7 +53,7 @@ class HangWatch:
     def __init__(self, config: LaunchConfig, pool: WorkerPool) -> None:
         self.timeout = config.hang_timeout
         self._pool = pool
-        self._detector = HangDetector(config.hang_timeout, config.start_timeout)
+        self._detector = HangDetector(config.hang_timeout, config.start_timeout, config.request_interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,8 +46,10 @@ MAX_LINE = 2_000
 class AgentChannel:
     """The records of one job. ``store`` is in the job's namespace."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lasting: dict[str, bytes] | None = None) -> None:
+        """``lasting`` collects what is written once and has to stay, for ``put_right``."""
         self._store = store
+        self._lasting = {} if lasting is None else lasting
 
     def decide(self, generation: int, recovery: Recovery) -> Recovery:
         """Propose how a generation ends; the recovery that counts is returned."""
@@ -92,7 +94,17 @@ class AgentChannel:
         return found
 
     def say_done(self, generation: int, node_rank: int, stage: str) -> None:
-        self._store.set(stage_key(stage, generation, node_rank), _dump({}))
+        self._say(stage_key(stage, generation, node_rank), _dump({}))
+
+    def _say(self, key: str, record: bytes) -> None:
+        self._lasting[key] = record
+        self._store.set(key, record)
+
+    def put_right(self, records: Mapping[str, bytes]) -> None:
+        """Write again what is gone of these: a stranger may have written over it, and others wait for it."""
+        for key, found in zip(records, self._store.get_many(list(records)), strict=True):
+            if found is None:
+                self._store.compare_and_set(key, None, records[key])
 
     def wait_done(self, generation: int, num_nodes: int, stage: str, timeout: float) -> None:
         """Block until every node has said so. ``StoreTimeout`` or ``StoreLost`` when that does not happen."""
@@ -109,7 +121,7 @@ class AgentChannel:
 
     def say_ended(self, worker_id: str) -> None:
         """A worker's process has ended well; it may not have had the time to say so."""
-        self._store.set(ended_key(worker_id), b"1")
+        self._say(ended_key(worker_id), b"1")
 
     def has_ended(self, worker_id: str) -> bool:
         """Whether a worker's script had ended well, whatever became of its process afterwards."""

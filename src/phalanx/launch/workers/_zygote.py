@@ -31,7 +31,7 @@ from phalanx.launch.workers._messages import receive_message, send_message
 
 LATER_IMPORTS = (
     "phalanx.comm.group._init",
-    "phalanx.comm.transports._connect",
+    "phalanx.comm.transports._creation",
     "phalanx.comm.mesh._mesh",
     "phalanx.comm.stores._tcp",
     "sympy",

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from phalanx import comm
 from phalanx.tensor.core._dtensor import handlers
-from phalanx.tensor.dispatch import _autograd, _composite, _extremes, _foreach, _metadata
+from phalanx.tensor.dispatch import _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
 from phalanx.tensor.dispatch._inline_python import run_through, through
 from phalanx.tensor.dispatch._run import run_rule
@@ -39,7 +39,7 @@ _MODULES: dict[str, Any] = {
     "dropout": _dropout,
     "extremes": _extremes,
     "foreach": _foreach,
-    "metadata": _metadata,
+    "metadata": _attributes,
     "random": _ops,
 }
 _RANDOM = (_dropout, _ops)
