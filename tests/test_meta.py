@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults"}
+VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults", "_torch_private"}
 LAYERS = {
     "errors": set(),
     "_fields": set(),
@@ -35,6 +35,7 @@ LAYERS = {
     "membership": {"protocol"},
     "_after_import": set(),
     "_torch_faults": set(),
+    "_torch_private": set(),
     "comm": VALUES | {"_after_import"},
     "data": VALUES | {"comm"},
     "launch": VALUES | {"comm"},
@@ -42,7 +43,7 @@ LAYERS = {
     "shard": VALUES | {"comm", "tensor"},
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"comm", "data"},
-    "_torch_hook": {"_after_import", "comm"},
+    "_torch_hook": {"_after_import", "_torch_private", "comm"},
     "__init__": VALUES
     | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
@@ -64,7 +65,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "launch.rendezvous": [
         "_interface", "_settings", "_records", "_runs", "_own_secret", "_order", "_decide",
-        "_waiting", "_leader", "_participant", "_handler", "_backends", "_static", "_registry",
+        "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
     ],
     "tensor": [
         "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",

@@ -112,8 +112,9 @@ def test_x_plus_y() -> None:
 
     [(first, remembered)] = simulate(1).run(on_rank)
     check_walk(stops("`x + y` on DTensors, the first time"), first)
-    told = stops("`x + y` on DTensors, remembered")
-    assert [stop.call for stop in told] == remembered
+    assert [
+        stop.call for stop in stops("`x + y` on DTensors, remembered")
+    ] == remembered  # and code without a file
 
 
 @pytest.mark.fast

@@ -26,7 +26,9 @@ def install() -> None:
 
 def register(c10d: Any) -> None:
     """Register the backend with torch's module."""
-    if BACKEND.upper() not in c10d.Backend._plugins:
+    from phalanx._torch_private import backend_plugins  # start-up: it is torch's, which is there only now
+
+    if BACKEND.upper() not in backend_plugins:
         c10d.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 

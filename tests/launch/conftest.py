@@ -115,7 +115,6 @@ class Launcher:
             "is_module": is_module,
             "args": args,
             "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
-            "unset": [],
             "cpus": [],
             "cwd": os.getcwd(),
             "name": "phalanx-agent",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from phalanx import protocol
 from phalanx.comm.stores import MemoryStore
 from phalanx.launch.agent._worker_ids import WorkerIds
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
 from phalanx.launch.hang._detector import HangDetector
 from phalanx.launch.recovery import _policy
@@ -22,7 +23,7 @@ from phalanx.launch.recovery._streak import Death, Streak
 from phalanx.launch.system._signals import parse_signals
 from phalanx.launch.workers._environment import (
     JobFacts,
-    Place,
+    RankAssignment,
     resolver_defaults,
     thread_defaults,
     worker_environment,
@@ -104,17 +105,16 @@ def test_survivors_keep_their_place_and_successors_take_the_dead_ones():
     assert worker_ids.ids == ["n.6"]
 
 
-PLACE = Place(
+ASSIGNMENT = RankAssignment(
     worker_id="w7", rank=5, local_rank=1, world_size=8, local_size=4, node_rank=1, num_nodes=2, generation=3,
     master_addr="node0", master_port=1234, store_url="tcp://node0:29400", role_rank=1, role_size=4,
 )  # fmt: skip
-JOB = JobFacts(
-    run_id="j", role="trainer", restarts=2, max_restarts=4, on_failure="heal", use_agent_store=True
-)
+JOB = JobFacts(run_id="j", restarts=2)
+CONFIG = LaunchConfig(1, 2, 4, role="trainer", max_restarts=4, on_failure="heal")
 
 
 def test_workers_get_torchruns_variables_and_ours():
-    env = worker_environment(PLACE, JOB, {})
+    env = worker_environment(ASSIGNMENT, JOB, CONFIG, {})
     assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")} == {
         "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "1", "ROLE_NAME": "trainer",
     }  # fmt: skip
@@ -148,16 +148,16 @@ def test_what_the_user_set_is_kept():
     assert thread_defaults(1, {}) == {}
     assert resolver_defaults({"RES_OPTIONS": "rotate"}) == {}
     outer = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    assert worker_environment(PLACE, JOB, outer)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert worker_environment(ASSIGNMENT, JOB, CONFIG, outer)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 def test_virtual_local_rank_shows_each_worker_its_own_device():
-    job = JobFacts(**{**vars(JOB), "virtual_local_rank": True})
-    env = worker_environment(PLACE, job, {"CUDA_VISIBLE_DEVICES": "4, 6,7"})
+    config = LaunchConfig(1, 2, 4, virtual_local_rank=True)
+    env = worker_environment(ASSIGNMENT, JOB, config, {"CUDA_VISIBLE_DEVICES": "4, 6,7"})
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "6")
-    assert worker_environment(PLACE, job, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert worker_environment(ASSIGNMENT, JOB, config, {})["CUDA_VISIBLE_DEVICES"] == "1"
     with pytest.raises(ValueError, match="local rank 1 has no device: CUDA_VISIBLE_DEVICES=4 lists 1"):
-        worker_environment(PLACE, job, {"CUDA_VISIBLE_DEVICES": "4"})
+        worker_environment(ASSIGNMENT, JOB, config, {"CUDA_VISIBLE_DEVICES": "4"})
 
 
 def test_silent_workers_are_never_suspected():

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.cli._flags import FLAGS, UsageError, parse, words
+from phalanx.launch.cli._flags import FLAGS, UsageError, parse
 from phalanx.launch.cli._from_flags import config_from_args, parse_nodes, parse_settings
 from phalanx.launch.cli._run import local_world_size, main
+from phalanx.launch.config._flag import words
 from phalanx.launch.numa import AffinityMode
 from phalanx.launch.rendezvous import _settings
 from phalanx.launch.telemetry._logs import Std

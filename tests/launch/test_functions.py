@@ -31,7 +31,7 @@ from phalanx.launch import (
     elastic_launch,
 )
 from phalanx.launch.rendezvous import get_rendezvous_handler
-from phalanx.launch.workers._session import method_that_works, why_only_here
+from phalanx.launch.workers._start import method_that_works, why_only_here
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions

@@ -31,7 +31,7 @@ def test_everything_that_an_agent_imports_can_do_without_torch():
     code = (
         "import sys, phalanx.launch.cli._run, phalanx.launch.cli._from_flags, phalanx.launch.agent._api, "
         "phalanx.launch.workers._script, "
-        "phalanx.launch.rendezvous._backends, phalanx.launch.rendezvous._static\n"
+        "phalanx.launch.rendezvous._backends\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
     )
     assert python("-c", code).stdout == "[]\n"
@@ -118,7 +118,7 @@ def test_a_zygote_that_has_nothing_to_do_imports_what_replacements_need(tmp_path
         ended[process.pid] = threading.Event()
         order = {
             "kind": "script", "target": str(script), "is_module": False, "args": [str(tmp_path / name)], "env": {},
-            "unset": [], "cpus": [], "cwd": str(tmp_path), "name": "show", "stacks": "",
+            "cpus": [], "cwd": str(tmp_path), "name": "show", "stacks": "",
         }  # fmt: skip
         process.order(order, {})
         assert ended[process.pid].wait(100)

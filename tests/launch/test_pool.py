@@ -17,21 +17,21 @@ import pytest
 from phalanx.comm.stores import MemoryStore
 from phalanx.errors import StoreLost
 from phalanx.launch.agent._sources import AllDone, Sources
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang import _watch
-from phalanx.launch.hang._stacks import frames_of
-from phalanx.launch.hang._watch import HangWatch
+from phalanx.launch.hang._watch import HangWatch, frames_of
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
 from phalanx.launch.workers import _pool
-from phalanx.launch.workers._environment import JobFacts, Place
-from phalanx.launch.workers._pool import PoolOptions, WorkerHandle, WorkerPool
+from phalanx.launch.workers._environment import JobFacts, RankAssignment
+from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 
 pytestmark = pytest.mark.fast
 
-JOB = JobFacts(run_id="j", role="r", restarts=0, max_restarts=0, on_failure="restart", use_agent_store=True)
+JOB = JobFacts(run_id="j", restarts=0)
 
 
 class StuckProcess(WorkerProcess):
@@ -65,20 +65,21 @@ class PretendZygote:
 
 def pool_of(tmp_path, *processes: StuckProcess) -> tuple[WorkerPool, list[str]]:
     told: list[str] = []
-    options = PoolOptions(
-        plan=WorkerStart(entrypoint="cmd", args=(), method="exec"), logs_specs=DefaultLogsSpecs(str(tmp_path))
+    config = LaunchConfig(
+        1, 1, 2, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=0.1, hang_timeout=10, start_timeout=0
     )
-    pool = WorkerPool(PretendZygote(*processes), options, lambda member: told.append(member.id))
+    start = WorkerStart(entrypoint="cmd", args=(), method="exec")
+    pool = WorkerPool(config, start, PretendZygote(*processes), lambda member: told.append(member.id))
     for process in processes:
         process.pool = pool
-    places = [
-        Place(
+    assignments = [
+        RankAssignment(
             worker_id=f"w{n}", rank=n, local_rank=n, world_size=2, local_size=2, node_rank=0, num_nodes=1, generation=0,
             master_addr="h", master_port=1, store_url="memory://x", role_rank=n, role_size=2,
         )
         for n in range(len(processes))
     ]  # fmt: skip
-    pool.start(places, JOB)
+    pool.start(assignments, JOB)
     return pool, told
 
 
@@ -91,7 +92,7 @@ def test_a_worker_that_the_kernel_holds_is_named_and_left_behind(tmp_path, quick
     stuck, normal = StuckProcess(1, None), StuckProcess(2, signal.SIGTERM)
     pool, told = pool_of(tmp_path, stuck, normal)
     with caplog.at_level(logging.ERROR):
-        pool.stop(signal.SIGTERM, patience=0.1)
+        pool.stop()
     assert told == ["w1"]
     assert signal.SIGKILL in stuck.got
     assert "worker w0 (pid 1" in caplog.text
@@ -105,7 +106,8 @@ def test_hurry_shortens_the_patience(tmp_path, quick):
     deaf = StuckProcess(1, signal.SIGKILL)
     pool, told = pool_of(tmp_path, deaf)
     pool.hurry()
-    pool.stop(signal.SIGINT, patience=3600)
+    pool.config.shutdown_timeout = 3600
+    pool.stop(signal.SIGINT)
     assert deaf.got[0] == signal.SIGINT
     assert told == ["w0"]
     pool.close()
@@ -157,7 +159,7 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
 
     other = threading.Thread(target=other_node)
     other.start()
-    watch = HangWatch(pool, timeout=10)
+    watch = HangWatch(pool.config, pool)
     assert watch.check({"w0": b'{"step":3}'}, info, now=0) is None
     assert watch.check({"w0": b'{"step":4}'}, info, now=0) is None
     assert watch.check({"w0": b'{"step":4}'}, info, now=11) is None  # they are being written
@@ -223,8 +225,10 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
             monkeypatch.setattr(WorkerProcess, "send_signal", lambda self, sent, **_: os.kill(self.pid, sent))
             ours, theirs = socket.socketpair()
             process = WorkerProcess(slow.pid, ours)
-            place = SimpleNamespace(rank=0, worker_id="w")
-            pool = SimpleNamespace(running=[WorkerHandle(place=place, process=process, stacks_file=str(log))])
+            assignment = SimpleNamespace(rank=0, worker_id="w")
+            pool = SimpleNamespace(
+                running=[WorkerHandle(assignment=assignment, process=process, stacks_file=str(log))]
+            )
             assert slow.stdout.readline() == "ready\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
             assert _watch.dump_stacks(pool.running, "of a test") == {"w": ""}  # does not catch it
@@ -255,7 +259,7 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     pool, _ = pool_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
     store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
     info = SimpleNamespace(generation=0, rank=0, world_size=1, store=store)
-    watch = HangWatch(pool, timeout=10)
+    watch = HangWatch(pool.config, pool)
 
     def check(now: float):
         found = watch.check(at, info, now)
@@ -270,7 +274,7 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     assert check(now=1) is None
     assert check(now=10.5) is None  # only the one that waits is late
     member, reason = check(now=11.5)
-    assert member.place.rank == 1
+    assert member.assignment.rank == 1
     assert reason == (
         "rank 1 made no progress for 10 s after step 4; it is in load (train.py:7), while rank 0 waits in a collective"
     )
@@ -278,7 +282,7 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     assert check(now=12) is None  # everybody has the full time again
     stacks["w1"] = WAITS  # now both wait for each other: the exchange itself hangs
     assert check(now=22) is None
-    assert check(now=32)[0].place.rank == 0
+    assert check(now=32)[0].assignment.rank == 0
     pool.close()
     for process in processes:
         process.theirs.close()

@@ -10,7 +10,7 @@ import torch
 from meshes import on_mesh, whole
 
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from phalanx.tensor.core._strides import whole_strides
+from phalanx.tensor.core._strides import global_strides
 from phalanx.tensor.layout._spec import Spec
 
 pytestmark = pytest.mark.fast
@@ -61,7 +61,7 @@ def test_writes_reach_what_they_reach_on_one_device(made: str, shape: Any, place
         for x in (plain, ours):
             x.result = MADE[made](x)
         assert (ours.result is ours) == (plain.result is plain)
-        if ours._spec.has_thin_part and ours.result._stale is not None:
+        if ours._spec.has_thin_shard and ours.result._copied_view is not None:
             with pytest.raises(RuntimeError, match="would not reach its base"):
                 ours.result.mul_(2)
             return  # ranks with one row cannot tell whether it is a view
@@ -172,7 +172,7 @@ def test_whole_strides_of_every_order_of_dims() -> None:
                 shape = [plain.shape[d] for d in order]
                 cut = [p.on_dim(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements]
                 part = torch.zeros(spec.local_shape).permute(order)
-                found = whole_strides(Spec.of(mesh, cut, shape, plain.dtype), part.stride())
+                found = global_strides(Spec.of(mesh, cut, shape, plain.dtype), part.stride())
                 assert found == plain.permute(order).stride()
 
     on_mesh(body, 2)
@@ -196,7 +196,7 @@ def test_what_is_computed_replicated_and_is_a_view_is_not_read_after_its_base_wa
             x = distribute_tensor(plain.clone(), mesh, placements, src_data_rank=None)
             seen = view(x)
             x.add_(1)
-            if seen._stale is None:  # it shares memory with x
+            if seen._copied_view is None:  # it shares memory with x
                 torch.testing.assert_close(whole(seen), view(plain + 1))
                 continue
             with pytest.raises(RuntimeError, match="out of date"):

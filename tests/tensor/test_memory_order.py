@@ -42,9 +42,9 @@ def test_what_is_written_to_a_copy_of_a_single_row_stays_there(before: str, shap
                 x.made = AFTER[after](x.seen)
             told = f"{shape} cut along {dim}, permuted {order}, {after}"
             assert (ours.made is ours.seen) == (plain.made is plain.seen), told
-            mark = ours.made._stale
+            mark = ours.made._copied_view
             if mark is not None and mark.base is None:  # data was moved, and no way leads back
-                assert ours.seen._spec.has_thin_part, told
+                assert ours.seen._spec.has_thin_shard, told
                 with pytest.raises(RuntimeError, match="would not reach its base"):
                     ours.made.add_(5)
                 continue

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_reference import RankGrid, cheapest_cost, layouts, pairs
 
 from phalanx.tensor import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from phalanx.tensor.layout._placement import indices_of, inner_cut
+from phalanx.tensor.layout._placement import indices_of, inner_shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._plan import Plan, least_cost, plan_redistribute
 
@@ -139,7 +139,7 @@ cuts = st.one_of(st.builds(Shard, st.just(0)), st.builds(StridedShard, st.just(0
 def test_an_inner_cut_is_the_cut_of_what_the_others_leave(length: int, layout: Any, axis: int) -> None:
     axis %= len(layout)
     mesh = [size for _, size in layout]
-    found = inner_cut(length, mesh, [p for p, _ in layout], axis)
+    found = inner_shard(length, mesh, [p for p, _ in layout], axis)
     if found is None:
         return
     for where in itertools.product(*map(range, mesh)):

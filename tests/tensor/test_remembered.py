@@ -317,7 +317,7 @@ def test_copied_views_are_caught_on_every_way() -> None:
                     write(kept.clone())
             x = distribute_tensor(numbers(6), mesh, [S0])
             view = x.view(3, 2)  # two ranks cannot cut three rows where the view would: it is a copy
-            assert view._stale is not None
+            assert view._copied_view is not None
             for write in writes:
                 with pytest.raises(RuntimeError, match="would write to a view"):
                     write(view)

@@ -1,6 +1,7 @@
 """How far a reader walks: which files run one after the other in ``x + y``, and how often a call comes in by torch.
 
-A switch is a change of file between one function of ``phalanx`` that begins (or a generator that goes on) and the next.
+A switch is a change of file between one function of ``phalanx`` that begins (or a generator that goes on) and the next;
+a runner, which is made of text, is a file of its own.
 ARCHITECTURE.md tells the same walk in words.
 """
 
@@ -31,7 +32,7 @@ def calls_in(function: Callable[[], Any]) -> list[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_SOURCE):
+        if event == "call" and code.co_filename.startswith((_SOURCE, "<runner")):
             found.append((code.co_filename.removeprefix(_SOURCE).lstrip("/\\"), code.co_name))
 
     previous = sys.getprofile()
@@ -58,7 +59,7 @@ def test_the_walk_of_x_plus_y() -> None:
     for first, remembered in on_mesh(body, 1):
         assert switches(first) <= 40, "\n".join(map(str, first))
         assert switches(remembered) <= 3
-        assert [name for _, name in remembered] == ["operator", "run_pair", "wrap"]
+        assert [name for _, name in remembered] == ["operator", "run", "wrap"]
 
 
 def _entries(function: Callable[[], Any]) -> int:

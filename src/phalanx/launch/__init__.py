@@ -1,4 +1,4 @@
-"""Start, watch, heal and stop the workers of a job: what torchrun's users know, and a little more.
+"""Starts, watches, heals and stops the workers of a job: what torchrun's users know, and a little more.
 
 Names are loaded on first use: the command line answers a wrong flag at once, and a worker's interpreter does not pay
 for the agent.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.launch.agent._api import launch_agent as launch_agent
     from phalanx.launch.agent._local_agent import LocalElasticAgent as LocalElasticAgent
     from phalanx.launch.config._config import LaunchConfig as LaunchConfig
-    from phalanx.launch.config._options import AgentOptions as AgentOptions
+    from phalanx.launch.config._spec import AgentOptions as AgentOptions
     from phalanx.launch.config._spec import RunResult as RunResult
     from phalanx.launch.config._spec import Script as Script
     from phalanx.launch.config._spec import Worker as Worker
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module of this package that defines it.
 _HOMES = {
-    "AgentOptions": "config._options",
+    "AgentOptions": "config._spec",
     "ChildFailedError": "failures._process_failure",
     "DefaultLogsSpecs": "telemetry._logs",
     "HealthCheckServer": "telemetry._health",

@@ -1,4 +1,4 @@
-"""What happened to a job, one typed event per change of state, as JSON lines.
+"""Writes what happens to a job, one typed event per change of state, as JSON lines.
 
 Owns the event types, their JSON, the file that an agent appends them to (under the log directory), and the
 handlers that ``--event-log-handler`` names. A line is one ``write`` to a file opened for appending, so agents
@@ -30,7 +30,7 @@ VERSION = 1
 
 
 class EventSource(str, Enum):
-    """Who saw it."""
+    """Says who saw it."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -38,7 +38,7 @@ class EventSource(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A free-form event: what is not one of the types below."""
+    """Holds a free-form event: what is not one of the types below."""
 
     name: str
     source: EventSource = EventSource.AGENT
@@ -50,7 +50,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEvent:
-    """What all typed events say. ``time`` (seconds since 1970) is filled in when it is written."""
+    """Holds what all typed events say. ``time`` (seconds since 1970) is filled in when it is written."""
 
     job: str
     generation: int = -1
@@ -78,7 +78,7 @@ class GenerationEnded(JobEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEvent(JobEvent):
-    """What events about one worker's process say."""
+    """Holds what events about one worker's process say."""
 
     worker_id: str
     rank: int
@@ -159,7 +159,7 @@ AnyEvent = JobEvent | Event
 
 
 def to_json(event: AnyEvent, *, now: float | None = None) -> str:
-    """One line without its end; an absent time or host is filled in."""
+    """Return one line without its end; an absent time or host is filled in."""
     record = {"v": VERSION, "kind": event.kind, **asdict(event)}
     stamp = "timestamp" if isinstance(event, Event) else "time"
     record[stamp] = record[stamp] or (time.time() if now is None else now)
@@ -169,7 +169,7 @@ def to_json(event: AnyEvent, *, now: float | None = None) -> str:
 
 
 def from_json(line: str) -> AnyEvent:
-    """The event of a line; ``ValueError`` when it is none."""
+    """Return the event of a line; ``ValueError`` when it is none."""
     fields = Fields(load_json(line, "an event"), "an event")
     kind = fields.text("kind")
     if fields.get("v") != VERSION or kind not in EVENT_TYPES:
@@ -179,7 +179,7 @@ def from_json(line: str) -> AnyEvent:
 
 
 def _field(fields: Fields, one: dataclasses.Field[Any]) -> Any:
-    """A field as its type says; what is absent has its default, if there is one."""
+    """Return a field as its type says; what is absent has its default, if there is one."""
     default: Any = one.default
     if one.name == "metadata":
         return fields.mapping("metadata", default={})
@@ -197,7 +197,7 @@ def _field(fields: Fields, one: dataclasses.Field[Any]) -> Any:
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:
-    """The events of a file, in order; a line that does not parse is logged and skipped."""
+    """Return the events of a file, in order; a line that does not parse is logged and skipped."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -263,7 +263,7 @@ HANDLERS: Mapping[str, EventHandler | None] = {"null": None, "console": _to_cons
 
 
 def get_event_handler(name: str) -> EventHandler | None:
-    """What ``--event-log-handler`` stands for: ``null``, ``console``, or an entry point of
+    """Return what ``--event-log-handler`` stands for: ``null``, ``console``, or an entry point of
     ``phalanx.events``."""
     if name in HANDLERS:
         return HANDLERS[name]

@@ -1,4 +1,4 @@
-"""Counters and timers of a job, to nowhere, the console, a file of JSON lines, or a Prometheus endpoint.
+"""Sends counters and timers of a job to nowhere, the console, a file of JSON lines, or a Prometheus endpoint.
 
 Owns the handlers and the small vocabulary around them (``put_metric``, ``count``, ``timer``, ``prof``). A
 ``Metrics`` object holds the handlers of its groups; the module-level functions use the one of the process, as
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class MetricData(NamedTuple):
-    """One measurement. ``kind`` is ``gauge``, ``counter`` (the value is an increment) or ``timer``
+    """Holds one measurement. ``kind`` is ``gauge``, ``counter`` (the value is an increment) or ``timer``
     (milliseconds)."""
 
     timestamp: float
@@ -43,7 +43,7 @@ class MetricData(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Where metrics go: ``{"type": "null" | "console" | "jsonl" | "prometheus", "path": ..., "port": ...,
+    """Says where metrics go: ``{"type": "null" | "console" | "jsonl" | "prometheus", "path": ..., "port": ...,
     "host": ...}``."""
 
     params: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class NullMetricHandler(MetricHandler):
 
 
 class ConsoleMetricHandler(MetricHandler):
-    """One readable line each, to standard error."""
+    """Writes one readable line each, to standard error."""
 
     def emit(self, metric_data: MetricData) -> None:
         stamp = f"{metric_data.timestamp:.3f}"
@@ -127,7 +127,7 @@ class PrometheusMetricHandler(MetricHandler):
 
 
 def make_handler(config: MetricsConfig | Mapping[str, str]) -> MetricHandler:
-    """The handler that a configuration stands for; ``ValueError`` says what is wrong with it."""
+    """Return the handler that a configuration stands for; ``ValueError`` says what is wrong with it."""
     params = config.params if isinstance(config, MetricsConfig) else config
     kind = params.get("type", "null")
     if kind == "null":
@@ -147,7 +147,7 @@ def make_handler(config: MetricsConfig | Mapping[str, str]) -> MetricHandler:
 
 
 class MetricStream:
-    """The measurements of one group."""
+    """Takes the measurements of one group."""
 
     def __init__(self, group_name: str, metrics: Metrics) -> None:
         self.group_name = group_name
@@ -158,7 +158,7 @@ class MetricStream:
 
 
 class Metrics:
-    """Handlers by group; a group without its own uses the default.
+    """Holds handlers by group; a group without its own uses the default.
 
     >>> metrics = Metrics()
     >>> with metrics.timer("rendezvous"):
@@ -228,7 +228,7 @@ def initialize_metrics(cfg: MetricsConfig | Mapping[str, str] | None = None) -> 
 
 
 def getStream(group: str) -> MetricStream:
-    """The stream of a group."""
+    """Return the stream of a group."""
     return MetricStream(group, _process)
 
 

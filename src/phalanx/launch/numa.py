@@ -1,4 +1,4 @@
-"""Which CPUs a worker is bound to, read from sysfs.
+"""Chooses the CPUs that a worker is bound to, by what sysfs says.
 
 Owns the topology of a machine as the kernel shows it (NUMA nodes, sockets, cores, last-level caches, where
 GPUs hang) and four ways to share it among workers. Pure but for reading files: the caller binds with
@@ -29,7 +29,7 @@ class NumaError(PhalanxError, ValueError):
 
 
 class AffinityMode(str, Enum):
-    """How workers share the CPUs of a machine."""
+    """Says how workers share the CPUs of a machine."""
 
     NODE = "node"
     """All CPUs of the worker's NUMA node."""
@@ -43,7 +43,7 @@ class AffinityMode(str, Enum):
 
 @dataclass(frozen=True)
 class NumaOptions:
-    """What to bind to, and whether to run unbound when the machine cannot.
+    """Says what to bind to, and whether to run unbound when the machine cannot.
 
     >>> NumaOptions(AffinityMode.NODE).should_fall_back_if_binding_fails
     False
@@ -77,7 +77,7 @@ def cpus_for(
     allowed: Iterable[int] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> set[int]:
-    """The CPUs for one of ``local_size`` workers; empty when it may and has to run unbound.
+    """Return the CPUs for one of ``local_size`` workers; empty when it may and has to run unbound.
 
     >>> cpus_for(NumaOptions(AffinityMode.NODE), 0, 1) <= os.sched_getaffinity(0)  # doctest: +SKIP
     True
@@ -103,7 +103,7 @@ def bind(cpus: Iterable[int]) -> None:
 
 
 def choose_cpus(topology: Topology, mode: AffinityMode, local_rank: int, local_size: int) -> frozenset[int]:
-    """The pure choice. Workers are spread over nodes by the GPU they use, else in even contiguous blocks."""
+    """Choose, purely. Workers are spread over nodes by the GPU they use, else in even contiguous blocks."""
     homes = [_home(topology, rank, local_size) for rank in range(local_size)]
     node = homes[local_rank]
     if mode is AffinityMode.NODE:
@@ -139,7 +139,7 @@ def _home(topology: Topology, local_rank: int, local_size: int) -> int:
 
 
 def _share(total: int, parts: int, index: int) -> range:
-    """The ``index``-th of ``parts`` contiguous shares of ``range(total)``; the first ones get the
+    """Return the ``index``-th of ``parts`` contiguous shares of ``range(total)``; the first ones get the
     remainder."""
     small, extra = divmod(total, parts)
     start = index * small + min(index, extra)
@@ -147,12 +147,12 @@ def _share(total: int, parts: int, index: int) -> range:
 
 
 def _groups(cpus: frozenset[int], sharing: Mapping[int, frozenset[int]]) -> list[frozenset[int]]:
-    """The sets of CPUs that share something, cut to ``cpus``, in the order of their first CPU."""
+    """Return the sets of CPUs that share something, cut to ``cpus``, in the order of their first CPU."""
     return sorted({sharing[cpu] & cpus for cpu in cpus}, key=min)
 
 
 def read_topology(sysfs: Path, allowed: set[int], environ: Mapping[str, str]) -> Topology:
-    """What the kernel says about the CPUs in ``allowed``."""
+    """Return what the kernel says about the CPUs in ``allowed``."""
     directory = sysfs / "devices/system/node"
     found = sorted(directory.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     if not found:
@@ -174,7 +174,7 @@ def read_topology(sysfs: Path, allowed: set[int], environ: Mapping[str, str]) ->
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers of a kernel list.
+    """Return the numbers of a kernel list.
 
     >>> sorted(parse_cpu_list("0-2,8"))
     [0, 1, 2, 8]
@@ -217,7 +217,7 @@ def _cpu_set(path: Path) -> frozenset[int]:
 
 
 def _last_cache(directory: Path) -> frozenset[int]:
-    """The CPUs that share the cache of the highest level."""
+    """Return the CPUs that share the cache of the highest level."""
     levels = {int(_read(path / "level")): path for path in sorted(directory.glob("index[0-9]*"))}
     if not levels:
         raise NumaError(f"core-complex binding: no caches under {directory}; choose another binding")
@@ -225,7 +225,7 @@ def _last_cache(directory: Path) -> frozenset[int]:
 
 
 def _gpu_nodes(sysfs: Path, visible: str | None) -> tuple[int, ...]:
-    """The NUMA nodes of NVIDIA GPUs in the order of their bus addresses, cut to ``CUDA_VISIBLE_DEVICES``."""
+    """Return the NUMA nodes of NVIDIA GPUs in the order of their bus addresses, cut to ``CUDA_VISIBLE_DEVICES``."""
     nodes = []
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
         try:

@@ -1,8 +1,8 @@
 """Making DTensors from nothing: zeros, ones, empty, full, rand, randn, arange, randperm.
 
-Owns the factories. Each rank makes its own part; nothing is sent. Random values belong to elements (``_philox.py``),
-so they do not depend on the layout. Where a layout is partial, the value is whole on the first rank and neutral on the
-others.
+Owns the factories. Each rank makes its own shard; nothing is sent. Random values belong to elements (``_philox.py``),
+so they do not depend on the layout. Where a layout is partial, the value is complete on the first rank and neutral on
+the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.tensor.random._drawing import FLOATS, INTEGERS, require, require_dt
 from phalanx.tensor.random._state import next_stream
 from phalanx.tensor.redistribute._execute import redistribute_local
 
-Make = Callable[[Spec, torch.device], Tensor]  # this rank's part of a tensor that is nowhere partial
+Make = Callable[[Spec, torch.device], Tensor]  # this rank's shard of a tensor that is nowhere partial
 
 
 def _build(

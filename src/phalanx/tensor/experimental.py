@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor, handlers
 from phalanx.tensor.core._modes import implicit_replication
-from phalanx.tensor.dispatch._inline_python import through
+from phalanx.tensor.dispatch._inline_python import inlined
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize
 from phalanx.tensor.layout._spec import Spec
@@ -40,7 +40,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Any:
-    """``func`` on this rank's parts: DTensors go in as local tensors, results come out as DTensors.
+    """``func`` on this rank's shard: DTensors go in as local tensors, results come out as DTensors.
 
     Positional arguments and results may be nested in lists, tuples and dicts; keyword arguments go in as they are.
     ``out_placements``: placements of the result, or one such list for each result (None: not a tensor).
@@ -163,7 +163,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
             name = op_name(one).base
             give_rule(name, functools.partial(_ask, rule))
             handlers.pop(one, None)
-            if not is_functional(one, OPERATORS[name]) and through(one) is not None:
+            if not is_functional(one, OPERATORS[name]) and inlined(one) is not None:
                 handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
         return rule

@@ -17,8 +17,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx._torch_private import (
+    FakeTensor,
+    is_functional_tensor,
+    is_functorch_wrapped_tensor,
+    is_zerotensor,
+)
 from phalanx.comm.transports._interface import ReduceOp
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -80,7 +85,7 @@ def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
         raise TypeError(f"{name} got a quantized tensor; send .int_repr() with its scale and zero point")
     if tensor.is_nested:
         raise TypeError(f"{name} got a nested tensor; send its components (.unbind()), or a padded one")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor) or is_functional_tensor(tensor):
         raise TypeError(
             f"{name} got a tensor that stands for another one inside a transform of torch.func (grad, vmap, ...) and "
             f"has no memory of its own; call the collective outside of the transform"
@@ -91,7 +96,7 @@ def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
             f"{name} got a {what} of {tuple(tensor.shape)}, without data; "
             f"give it memory first, for example with torch.empty_like(t, device='cpu')"
         )
-    if written and tensor._is_zerotensor():
+    if written and is_zerotensor(tensor):
         raise TypeError(
             f"{name} cannot write its result to zeros that torch has not made yet (a ZeroTensor, such as the gradient "
             f"of sgn); pass its .clone()"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_zerotensor
 from phalanx.comm.transports._interface import Done, Work
 
 
@@ -15,7 +16,7 @@ def settled(tensor: Tensor) -> Tensor:
     """``tensor`` as bytes can carry it: contiguous, with what torch put off (conjugation, sign, zeros) done."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         tensor = tensor.clone()
     return tensor.contiguous()
 

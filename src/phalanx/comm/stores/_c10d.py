@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 # The same class as torch.distributed.Store, from where its stub can be seen.
-from torch._C._distributed_c10d import Store as TorchStore
+from torch.distributed import Store as TorchStore
 
 from phalanx.comm.stores._interface import Store
 

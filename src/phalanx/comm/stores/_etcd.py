@@ -30,7 +30,7 @@ from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.errors import StoreError, StoreTimeout
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from phalanx.comm.stores._record import ABSENT, decode
 from phalanx.errors import StoreError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 
 class FileStore(Store):

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
     from typing_extensions import Self  # in typing from 3.11 on
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 
 class NamespacedStore(Store):

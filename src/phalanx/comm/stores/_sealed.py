@@ -25,7 +25,7 @@ from phalanx.comm.stores._signing import Signer, is_signed, read_secret
 from phalanx.protocol import job_prefix
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as C10dStore  # torch.distributed's, with its stub
+    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore as NativeStore  # torch.distributed's, with its stub
+from torch.distributed import TCPStore as NativeStore  # torch.distributed's, with its stub
 
 from phalanx.comm.stores._torch import TorchStore
 from phalanx.comm.stores._torch_lease import Reaper

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import PrefixStore
-from torch._C._distributed_c10d import Store as C10dStore
+from torch.distributed import PrefixStore
+from torch.distributed import Store as C10dStore
 
 from phalanx.comm.stores._c10d import StoreForTorch, for_torch
 from phalanx.comm.stores._counter import counter_value

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # from where its stub can be seen
+from torch.distributed import TCPStore
 
 from phalanx.comm._sockets import own_sockets
 from phalanx.errors import StoreLost

@@ -21,9 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store as C10dStore
+from torch.distributed import Store as C10dStore
 
 from phalanx._fields import Fields, load_json
+from phalanx._torch_private import (
+    DistributedBackendOptions,
+    backend_plugins,
+    c10d_world,
+    device_types,
+    get_backend,
+    set_default_timeout,
+)
 from phalanx.comm import _background as background
 from phalanx.comm.failure import _addresses
 from phalanx.comm.failure._failure import FailureDetector
@@ -167,18 +175,18 @@ def make_engine(backend: str, spec: GroupSpec, store: C10dStore) -> Any:
     store.set_timeout(connect)  # an abandoned thread must not wait for a dead peer's keys for long
     if backend == "gloo":
         engine = dist.ProcessGroupGloo(store, spec.rank, spec.size, connect)
-        engine._set_default_timeout(timeout)
+        set_default_timeout(engine, timeout)
         return engine
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
-    plugin = dist.Backend._plugins.get(backend.upper())
+    plugin = backend_plugins.get(backend.upper())
     if plugin is None:
-        known = ["auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)]
+        known = ["auto", "gloo", "nccl", *(name.lower() for name in backend_plugins)]
         raise ValueError(f"unknown or unavailable backend {backend!r}; expected one of {', '.join(known)}")
     if plugin.extended_api:
-        common = torch._C._distributed_c10d._DistributedBackendOptions()
+        common = DistributedBackendOptions()
         common.store, common.group_rank, common.group_size, common.timeout = (
             store,
             spec.rank,
@@ -236,7 +244,7 @@ def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
     rank, size = process_group.rank(), process_group.size()
     name = _engine_name(process_group)
     failures = FailureDetector(rank=rank, size=size, timeout=DEFAULT_TIMEOUT)
-    registered = process_group in dist.distributed_c10d._world.pg_group_ranks
+    registered = process_group in c10d_world.pg_group_ranks
     ranks = dist.get_process_group_ranks(process_group) if registered else list(range(size))
 
     def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
@@ -268,7 +276,7 @@ def _engine_of(process_group: Any) -> Any:
     if not isinstance(process_group, dist.ProcessGroup):
         return process_group
     try:
-        backends = [process_group._get_backend(device) for device in process_group._device_types]
+        backends = [get_backend(process_group, device) for device in device_types(process_group)]
     except RuntimeError:
         return process_group  # a process group without a backend, such as one written in Python
     return backends[0] if backends and all(one is backends[0] for one in backends) else process_group
@@ -277,7 +285,7 @@ def _engine_of(process_group: Any) -> Any:
 def _engine_name(process_group: Any) -> str:
     if isinstance(process_group, dist.ProcessGroup):
         try:
-            process_group = process_group._get_backend(torch.device("cpu"))
+            process_group = get_backend(process_group, torch.device("cpu"))
         except RuntimeError:
             pass  # no backend for CPU tensors; the group's own name will do
     return str(process_group.name()).lower()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_private import storage_address, storage_use_count
+
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
@@ -44,13 +46,13 @@ class FlatBuffer:
     @property
     def key(self) -> int:
         """Identity of the memory: views of it have the same."""
-        return int(self.flat.untyped_storage()._cdata)
+        return int(storage_address(self.flat.untyped_storage()))
 
     def has_foreign_views(self) -> bool:
         return self._references() > self._own_references
 
     def _references(self) -> int:
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return int(storage_use_count(storage_address(self.flat.untyped_storage())))
 
 
 def view_like(flat: Tensor, param: Tensor, offset: int) -> Tensor:

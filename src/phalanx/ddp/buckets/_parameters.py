@@ -14,6 +14,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from phalanx._torch_private import module_children, module_parameters
 from phalanx.ddp.buckets._layout import ParamInfo
 
 
@@ -83,7 +84,7 @@ class ParameterScanner:
         signature: list[int | bool] = []
         parameters: list[torch.Tensor] = []
         for module in self._modules:
-            children, own = module._modules, module._parameters
+            children, own = module_children(module), module_parameters(module)
             if children:
                 signature.extend(map(id, children.values()))
             if own:

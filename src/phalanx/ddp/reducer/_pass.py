@@ -18,6 +18,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_private import foreach_copy_, foreach_mul_, storage_address
 from phalanx.ddp.buckets._flat_buffer import FlatBuffer
 
 # From this size on, a gradient is copied into its buffer the moment it is there, while it is in the cache, and its own
@@ -70,7 +71,7 @@ class BackwardPass:
 
     def storages_in_use(self) -> set[int]:
         """The memory that gradients set aside lie in."""
-        return {grad.untyped_storage()._cdata for grad in self.stash.values() if not grad.is_sparse}
+        return {storage_address(grad.untyped_storage()) for grad in self.stash.values() if not grad.is_sparse}
 
     def used_here(self) -> bytearray:
         """A byte per parameter: 1 if this rank has something to contribute for it."""
@@ -177,7 +178,7 @@ class BackwardPass:
                 if len(views) == len(buffer.views):  # one pass over the flat memory
                     buffer.grads.mul_(self.prescale)
                 else:
-                    torch._foreach_mul_(views, self.prescale)
+                    foreach_mul_(views, self.prescale)
         self.pending[bucket] = []
 
     def fill_rest(
@@ -258,7 +259,7 @@ class BackwardPass:
         if not (as_views or self.stash or skip or self.in_buffer) and all(used):
             own_grads = [params[index].grad for index in members]
             if _are_the_same(own_grads, self.own.get(bucket, ())) or _all_own(own_grads):
-                torch._foreach_copy_(own_grads, buffer.views)
+                foreach_copy_(own_grads, buffer.views)
                 return
         targets, sources = [], []
         for place, index in enumerate(members):
@@ -287,7 +288,7 @@ class BackwardPass:
                     targets.append(own)
                     sources.append(view)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
 
 def _all_own(grads: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
@@ -305,7 +306,7 @@ def _are_the_same(left: Sequence[Tensor | None], right: Sequence[Tensor]) -> Typ
 def _copy_all(views: list[Tensor], grads: list[Tensor]) -> bool:
     """Copy all at once; False if one is missing or sparse, and then nothing can be said about the views."""
     try:
-        torch._foreach_copy_(views, grads)
+        foreach_copy_(views, grads)
     except (TypeError, RuntimeError):
         return False
     return True

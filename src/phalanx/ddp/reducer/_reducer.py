@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_private import current_graph_task_id, execution_engine, will_engine_execute_node
 from phalanx.ddp.buckets._layout import Caps
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
@@ -171,7 +172,7 @@ class Reducer:
 
     def on_output_grad(self, grad: Tensor) -> None:
         """Hook of every output: the backward pass has begun."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if (self._pass is None or self._pass.task != task) and not self._stopped:
             writes = _writes_gradients(self.params)
             if writes is not False:
@@ -200,7 +201,7 @@ class Reducer:
             current.buffers.append(pool.writable(busy))
         current.missing = list(plan.member_counts)
         self._pass = current
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, current))
+        execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
 
     def _note_local(self) -> None:
@@ -232,7 +233,7 @@ class Reducer:
         if not self._armed:
             return None
         arrived, self._watch.inbox[:] = list(self._watch.inbox), []
-        current = self._begin(torch._C._current_graph_task_id())
+        current = self._begin(current_graph_task_id())
         current.unstash(self.params, self._watch.indices(arrived))
         self._watch.inbox.extend(arrived)
         return current
@@ -432,6 +433,6 @@ def _writes_gradients(params: Sequence[nn.Parameter]) -> bool | None:
     assert view.grad_fn is not None, "a view of a trainable parameter is part of the graph"
     node: Any = view.grad_fn.next_functions[0][0]
     try:
-        return True if torch._C._will_engine_execute_node(node) else None
+        return True if will_engine_execute_node(node) else None
     except RuntimeError:
         return False  # autograd.grad with respect to this very parameter

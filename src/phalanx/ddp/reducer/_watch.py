@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from phalanx._torch_private import post_accumulate_grad_hooks
+
 
 class ArrivalWatch:
     """Follows parameters; see the module's text."""
@@ -64,14 +66,14 @@ class ArrivalWatch:
 
     def _look_around(self) -> None:
         hooked: list[Any] = [param for param, _, _ in self._hooks.values()]
-        self._neighbours = [param._post_accumulate_grad_hooks for param in hooked]
+        self._neighbours = list(map(post_accumulate_grad_hooks, hooked))
 
     def run_last(self) -> None:
         """Put our hooks behind those that users registered since: they must see the gradient before it is sent."""
         if max(map(len, self._neighbours), default=0) <= 1:
             return
         for param, handle, _ in self._hooks.values():
-            hooks = param._post_accumulate_grad_hooks
+            hooks = post_accumulate_grad_hooks(param)
             if len(hooks) > 1:
                 # Not move_to_end: autograd walks the plain dict underneath, whose order that leaves as it is.
                 hooks[handle.id] = hooks.pop(handle.id)

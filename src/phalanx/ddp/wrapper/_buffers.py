@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from phalanx._torch_private import preserve_version_counter
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -57,7 +58,7 @@ def broadcast_coalesced(
         group.broadcast(flat, src)
         if group.rank == src:
             continue
-        with _unsafe_preserve_version_counter(tuple(chunk)):
+        with preserve_version_counter(tuple(chunk)):
             for tensor, part in zip(
                 chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True
             ):

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_private import flat_weight_names, flat_weights, module_parameters
+
 
 @contextmanager
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> Iterator[None]:
@@ -27,7 +29,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None, ignored: Colle
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for prefix, part in module.named_modules():
-            for name, param in list(part._parameters.items()):
+            for name, param in list(module_parameters(part).items()):
                 full = f"{prefix}.{name}" if prefix else name
                 if param is None or not param.is_floating_point() or full in ignored:
                     continue
@@ -41,10 +43,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None, ignored: Colle
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    module._parameters[name] = tensor  # type: ignore[assignment]  # a plain tensor for the length of a forward
-    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+    module_parameters(module)[name] = tensor  # a plain one for the length of a forward
+    if isinstance(module, nn.RNNBase) and name in flat_weight_names(module):
         # Recurrent layers keep a second list of their weights.
-        module._flat_weights[module._flat_weights_names.index(name)] = tensor
+        flat_weights(module)[flat_weight_names(module).index(name)] = tensor
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from phalanx._torch_private import tree_leaves
 
 
 def is_remote_reference(value: object) -> bool:
@@ -37,7 +38,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         for part in fields(value):
             yield from find_tensors(getattr(value, part.name, None))
     else:
-        leaves = pytree.tree_leaves(value)
+        leaves = tree_leaves(value)
         if not (len(leaves) == 1 and leaves[0] is value):
             for leaf in leaves:
                 yield from find_tensors(leaf)

@@ -1,4 +1,4 @@
-"""The agent of a node: one loop that takes events one by one, asks the policy, and acts.
+"""Runs a node in one loop that takes events one by one, asks the policy, and acts.
 
 Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
 exit is acted upon when it happens, not at a polling interval; every generation ends by one recovery that all agents
@@ -34,8 +34,8 @@ from phalanx.launch.agent._sources import (
     Sources,
 )
 from phalanx.launch.agent._worker_ids import WorkerIds
-from phalanx.launch.config._options import AgentOptions
-from phalanx.launch.config._spec import RunResult, WorkerSpec, WorkerState
+from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._watch import HangWatch
 from phalanx.launch.recovery import _policy
@@ -45,6 +45,7 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
+    RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
 )
@@ -66,35 +67,38 @@ STARTS_ANEW = (
 
 
 class Agent:
-    """Runs the workers of a ``WorkerSpec`` to their end. ``observer`` hears of every change."""
+    """Runs the workers of a node to their end. ``observer`` hears of every change."""
 
     def __init__(
-        self, spec: WorkerSpec, pool: WorkerPool, sources: Sources, options: AgentOptions, observer: Observer
+        self,
+        config: LaunchConfig,
+        handler: RendezvousHandler,
+        pool: WorkerPool,
+        sources: Sources,
+        observer: Observer,
     ) -> None:
-        self.spec = spec
+        self.config = config
         self.state = WorkerState.INIT
         self.is_in_exit_barrier = False
         self.alive_at = time.time()
         self.current: Generation | None = None
-        self._handler = spec.rdzv_handler
+        self._handler = handler
         self._pool = pool
         self._sources = sources
-        self._options = options
         self._observer = observer
-        self._heals = options.on_failure == "heal"
+        self._heals = config.on_failure == "heal"
         self._is_joining = False
-        self._size = spec.local_world_size
+        self._size = config.nproc_per_node
         """How many workers this node starts with when all start anew."""
-        self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", spec.local_world_size)
+        self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", config.nproc_per_node)
         self._running_on = -1
         """The generation before, when its workers were to leave it at a step boundary."""
         self._results = Results()
         self._wish = -1
-        self._setbacks = Setbacks()  # how often workers that were all new began with an earlier step
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._interval = max(spec.monitor_interval, REQUEST_INTERVAL)
-        self._hang = HangWatch(pool, options.hang_timeout, options.start_timeout, self._interval)
+        self._interval = max(config.monitor_interval, REQUEST_INTERVAL)
+        self._hang = HangWatch(config, pool, self._interval)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -103,7 +107,7 @@ class Agent:
             self._join()
             while self._result is None:
                 self.alive_at = time.time()
-                event = self._sources.next(self.spec.monitor_interval)
+                event = self._sources.next(self.config.monitor_interval)
                 if event is not None:
                     self._take(event)
             return self._result
@@ -112,12 +116,12 @@ class Agent:
             raise RendezvousConnectionError.lost("this node", run_id, error) from error
         finally:
             self._sources.leave_generation()
-            self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
+            self._pool.stop()
             if self.current:
                 self.current.close()
 
     def observe_last_exits(self) -> None:
-        """After ``run``, when the pool is closed: who was stopped at the very end has exited too, one event each."""
+        """Write the exits of those who were stopped at the very end; after ``run``, when the pool is closed."""
         while (event := self._sources.next(0)) is not None:
             if isinstance(event, Exited):
                 self._observer.worker_exited(event.member)
@@ -153,7 +157,7 @@ class Agent:
         """Ask for the next generation with the workers of this node; fork those that are new meanwhile."""
         self._is_joining = True
         self._observer.joining()
-        self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.spec.role)
+        self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.config.role)
         self._sources.join()
         self._pool.prepare(sum(worker_id not in self._pool.members for worker_id in self._worker_ids.ids))
 
@@ -161,19 +165,19 @@ class Agent:
         self._is_joining = False
         if self.current:
             self.current.close()
-        self.current = generation = Generation(info, self._handler, self._sources.lasting)
+        self.current = generation = Generation(self.config, info, self._handler, self._sources.lasting)
         try:
-            generation.serve_bootstrap(self.spec.master_addr)
+            generation.serve_bootstrap()
         except PortTaken as taken:
             self._on_port_taken(str(taken))
             return
-        places = generation.places(self.spec.master_addr)
+        assignments = generation.assignments()
         self._observer.generation_formed(info)
-        new = [place for place in places if place.worker_id not in self._pool.members]
-        for member in self._pool.start(new, generation.job_facts(self.spec, self._options.on_failure)):
+        new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.members]
+        for member in self._pool.start(new, generation.job_facts()):
             self._observer.worker_started(member)
-        for place in places:
-            self._pool.members[place.worker_id].place = place
+        for assignment in assignments:
+            self._pool.members[assignment.worker_id].assignment = assignment
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
         self._sources.follow(info, self._interval, self._hang.watched_ids)
@@ -190,7 +194,7 @@ class Agent:
         self._apply(recovery)
 
     def _judge_early_exits(self) -> None:
-        """Who died while the generation was being agreed upon."""
+        """Deal with those who died while the generation was being agreed upon."""
         for worker_id in list(self._worker_ids.ids):
             member = self._pool.members.get(worker_id)
             if self._is_joining or self._result is not None:
@@ -240,13 +244,13 @@ class Agent:
         """Note that a worker has ended well, with its value; False when it has not."""
         if not (member.has_succeeded and self._pool.fetch_value(member)):
             return False
-        self._results.values[member.place.rank] = member.value
+        self._results.values[member.assignment.rank] = member.value
         if self._heals:  # others may wait for the end of its script, of which it need not have told
             self._generation.channel.say_ended(member.id)
         return True
 
     def _has_left(self, member: WorkerHandle) -> bool:
-        """Whether its end was agreed: it was asked to go, or said that it would."""
+        """Return whether its end was agreed: it was asked to go, or said that it would."""
         if member.is_asked_to_leave:
             return True
         channel, number = self._generation.channel, self._generation.number
@@ -279,7 +283,7 @@ class Agent:
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
-        return self._generation.situation(self.spec, self._options.on_failure, survivors)
+        return self._generation.situation(survivors)
 
     # -- the end of a generation ---------------------------------------------------------------------------------
 
@@ -305,7 +309,7 @@ class Agent:
         log.warning(
             "generation %d is over (%s): %s", self._generation.number, recovery.action.value, recovery.reason
         )
-        self._observer.generation_ended(self._generation.number, recovery, self.spec.max_restarts)
+        self._observer.generation_ended(self._generation.number, recovery, self.config.max_restarts)
         self.is_in_exit_barrier = False
         if recovery.action is Action.FAIL:
             self._fail(recovery.reason)
@@ -321,7 +325,7 @@ class Agent:
             self._join()
 
     def _on_parted(self, event: Parted) -> None:
-        """Workers lost contact, and nobody died of it: whoever is to blame is replaced, the others regroup."""
+        """Deal with workers that lost contact while nobody died: who is to blame is replaced, the others regroup."""
         if not self._heals:
             return  # they cannot regroup: what they raise ends them, and that is dealt with
         judgement = self._generation.judge_lost_contact(event.words, self._pool.stopped_ids())
@@ -348,14 +352,10 @@ class Agent:
 
     def _stop_all(self) -> list[ProcessFailure]:
         """Stop and forget all workers; the failures of those that had failed before, which nobody has dealt with."""
-        told_at = time.time()
-        self._pool.stop(signal.SIGTERM, self._options.shutdown_timeout)
-        unheard = self._pool.failures_before(told_at)
+        unheard = self._pool.end_all()
         for failure in unheard:
             self._observer.worker_failed(failure)
         self.state = WorkerState.STOPPED
-        for worker_id in list(self._pool.members):
-            self._pool.forget(worker_id)
         return unheard
 
     def _fail(self, reason: str) -> None:
@@ -376,7 +376,7 @@ class Agent:
             self._finish(self._results.closed(self._generation, reason))
 
     def _on_lost(self, reason: str) -> None:
-        """The store is out of reach, or this node was taken for dead: its workers are in nobody's group any more."""
+        """Join again: the store is out of reach, or this node was taken for dead, and its workers are in no group."""
         if self.is_in_exit_barrier:
             log.warning("the store went away while waiting for other nodes to finish: %s", reason)
             self._finish(self._results.succeeded())
@@ -398,7 +398,7 @@ class Agent:
         if self._generation.info.world_size == 1:
             self._on_all_done(AllDone(self._generation.number, ""))
         else:
-            self._sources.wait_all_done(self._generation.info, self._options.exit_barrier_timeout)
+            self._sources.wait_all_done(self._generation.info, self.config.exit_barrier_timeout)
 
     def _on_all_done(self, event: AllDone) -> None:
         if event.is_late and self._generation.is_serving:
@@ -425,10 +425,10 @@ class Agent:
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
         try:
-            self._count_setbacks(self._generation.channel.setbacks())
+            self._note_setbacks(self._generation.channel.setbacks())
         except StoreError:
             pass  # it went with the node that served it: what was heard of before counts
-        result.num_setbacks = self._setbacks.count
+        result.num_setbacks = self._results.setbacks.count
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -437,7 +437,7 @@ class Agent:
         log.warning("got %s: stopping the workers", signum.name)
         self._observer.shut_down(f"got {signum.name}", succeeded=False)
         self.state = WorkerState.STOPPED
-        self._pool.stop(signum, self._options.shutdown_timeout)
+        self._pool.stop(signum)
         raise SignalException(f"agent {os.getpid()} got {signum.name}", sigval=signum)
 
     # -- requests through the store, hangs -----------------------------------------------------------------------
@@ -445,7 +445,7 @@ class Agent:
     def _on_request(self, request: Requested) -> None:
         if request.stacks:
             self._hang.answer(self._generation.info, request.stacks)
-        self._count_setbacks(request.setbacks)
+        self._note_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
         if self.is_in_exit_barrier:
             return
@@ -454,10 +454,10 @@ class Agent:
             if request.wish != self._worker_ids.size:
                 self._resize(request.wish)
 
-    def _count_setbacks(self, setbacks: Setbacks) -> None:
-        if setbacks.count > self._setbacks.count:
-            self._observer.went_back(self._generation.number, self._setbacks, setbacks)
-            self._setbacks = setbacks
+    def _note_setbacks(self, setbacks: Setbacks) -> None:
+        before, self._results.setbacks = self._results.setbacks, setbacks
+        if setbacks.count > before.count:
+            self._observer.went_back(self._generation.number, before, setbacks)
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
@@ -467,7 +467,7 @@ class Agent:
             self._end_generation(change)
             return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
-        self._observer.generation_ended(self._generation.number, change, self.spec.max_restarts)
+        self._observer.generation_ended(self._generation.number, change, self.config.max_restarts)
         self._running_on = self._generation.number
         self._join()
 
@@ -494,6 +494,6 @@ class Agent:
         if found is not None:
             member, reason = found
             log.error("%s; it is killed", reason)
-            self._observer.worker_hung(member, self._options.hang_timeout)
+            self._observer.worker_hung(member, self.config.hang_timeout)
             member.note = f"{reason}; all stacks are in the logs"
             member.process.send_signal(signal.SIGKILL)

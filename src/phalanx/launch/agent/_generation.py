@@ -1,4 +1,4 @@
-"""One generation as this node's agent sees it: who is in it, how it is ended, the store that its workers start from.
+"""Stands for one generation on this node: who is in it, how it is ended, the store that its workers start from.
 
 Owns the workers' bootstrap store (served by the first node, a new one for every generation) and the order in which a
 generation is ended: first the recovery, so that all agents will do the same, then the news that it is over.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from phalanx.comm import stores
-from phalanx.launch.config._spec import WorkerSpec
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._detector import reported_step
 from phalanx.launch.recovery._channel import AgentChannel
@@ -22,7 +22,7 @@ from phalanx.launch.recovery._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import bind_address
-from phalanx.launch.workers._environment import JobFacts, Place
+from phalanx.launch.workers._environment import JobFacts, RankAssignment
 from phalanx.launch.workers._pool import WorkerHandle
 from phalanx.protocol import Broken, LostContact
 
@@ -39,9 +39,16 @@ class PortTaken(Exception):
 
 
 class Generation:
-    """A formed generation; ``lasting`` collects what this node says to the others for good."""
+    """Stands for a formed generation; ``lasting`` collects what this node says to the others for good."""
 
-    def __init__(self, info: RendezvousInfo, handler: RendezvousHandler, lasting: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        info: RendezvousInfo,
+        handler: RendezvousHandler,
+        lasting: dict[str, bytes],
+    ) -> None:
+        self.config = config
         self.info = info
         self.number = info.generation
         self.channel = AgentChannel(info.store, lasting)
@@ -51,8 +58,8 @@ class Generation:
         self._handler = handler
         self._bootstrap: stores.TCPStore | None = None
 
-    def serve_bootstrap(self, master_addr: str | None = None) -> None:
-        """On the first node: serve the store for ``init_process_group("env://")``, or raise ``PortTaken``.
+    def serve_bootstrap(self) -> None:
+        """Serve, on the first node, the store for ``init_process_group("env://")``, or raise ``PortTaken``.
 
         It listens where workers will look for it: at ``master_addr``, or at this node's own address.
         torchrun keeps one store for all restarts, so that the keys of dead ranks are read by living ones.
@@ -60,7 +67,7 @@ class Generation:
         if self.info.rank != 0 or self._handler.use_agent_store:
             return
         port = self.info.bootstrap_store_info.master_port
-        told = master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
+        told = self.config.master_addr or ("localhost" if self.info.world_size == 1 else self.info.node.addr)
         host = bind_address(told)
         until = time.monotonic() + (REBIND_PATIENCE if self.number and self._handler.has_fixed_port else 0.0)
         while self._bootstrap is None:
@@ -94,12 +101,12 @@ class Generation:
             self._bootstrap.close()
             self._bootstrap = None
 
-    def places(self, master_addr: str | None) -> list[Place]:
-        """Where the workers of this node stand. ``master_addr`` overrides the first node's own address."""
+    def assignments(self) -> list[RankAssignment]:
+        """Say which ranks the workers of this node have."""
         info, store = self.info, self.info.bootstrap_store_info
         role_base, role_size = info.role_place()
         return [
-            Place(
+            RankAssignment(
                 worker_id=worker_id,
                 rank=info.node.base_rank + local_rank,
                 local_rank=local_rank,
@@ -108,7 +115,7 @@ class Generation:
                 node_rank=info.rank,
                 num_nodes=info.world_size,
                 generation=self.number,
-                master_addr=master_addr or store.master_addr,
+                master_addr=self.config.master_addr or store.master_addr,
                 master_port=store.master_port,
                 store_url=self._handler.store_url,
                 role_rank=role_base + local_rank,
@@ -117,39 +124,36 @@ class Generation:
             for local_rank, worker_id in enumerate(info.node.worker_ids)
         ]
 
-    def job_facts(self, spec: WorkerSpec, on_failure: str) -> JobFacts:
+    def job_facts(self) -> JobFacts:
         return JobFacts(
             run_id=self._handler.get_run_id(),
             job=self._handler.job,
-            role=spec.role,
             restarts=self.restarts,
-            max_restarts=spec.max_restarts,
-            on_failure=on_failure,
-            use_agent_store=True,
-            virtual_local_rank=spec.virtual_local_rank,
             secret_file=self._handler.secret_file,
         )
 
-    def situation(self, spec: WorkerSpec, on_failure: str, survivors: int) -> Situation:
+    def situation(self, survivors: int) -> Situation:
+        """Gather what the policy decides by."""
+        heals = self.config.on_failure == "heal"
         return Situation(
-            heals=on_failure == "heal",
+            heals=heals,
             restarts=self.restarts,
-            max_restarts=spec.max_restarts,
+            max_restarts=self.config.max_restarts,
             num_nodes=self.info.world_size,
-            min_nodes=spec.min_nodes,
+            min_nodes=self.config.min_nodes,
             survivors=survivors,
             is_under_way=self.number > 0,
             num_left=self.channel.num_left(self.number, self.info.world_size)
             if self.info.world_size > 1
             else 0,
-            is_finishing=on_failure == "heal" and self.channel.is_finishing(),
-            can_regroup=on_failure == "heal" and self.can_regroup(),
+            is_finishing=heals and self.channel.is_finishing(),
+            can_regroup=heals and self.can_regroup(),
             streak=self._before.streak,
             ports_taken=self._before.ports_taken,
         )
 
     def can_regroup(self) -> bool:
-        """Whether the scripts of all roles have said, through some worker, that they can."""
+        """Return whether the scripts of all roles have said, through some worker, that they can."""
         by_role: dict[str, list[str]] = {}
         for node in self.info.nodes:
             by_role.setdefault(node.role, []).extend(node.worker_ids)
@@ -160,7 +164,7 @@ class Generation:
         return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
     def death_of(self, member: WorkerHandle, failure: ProcessFailure) -> Death:
-        """What counts about a worker's end when deaths in a row are counted."""
+        """Return what counts about a worker's end when deaths in a row are counted."""
         steps = {
             w: reported_step(data) for w, data in self.channel.read_progress(list(self.worker_ids)).items()
         }
@@ -174,7 +178,7 @@ class Generation:
         )
 
     def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
-        """Whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
+        """Return whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
         return judge(words, self.worker_ids, before=self._before.lost_contact, stopped=stopped)
 
     def end(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> Recovery:

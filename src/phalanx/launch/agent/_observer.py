@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.events import (
     AnyEvent,
     EventLog,
@@ -49,12 +49,13 @@ class Observer:
         self._failed: set[int] = set()
 
     @classmethod
-    def create(cls, job: str, path: str | None, handler: str, metrics: Mapping[str, str]) -> Observer:
-        """Events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name.
+    def create(cls, config: LaunchConfig, path: str | None) -> Observer:
+        """Send events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name.
 
         Metrics whose port is taken or whose file cannot be opened go nowhere, with a warning.
         """
-        events = EventLog(path, get_event_handler(handler))
+        job, metrics = config.run_id, config.metrics_cfg
+        events = EventLog(path, get_event_handler(config.event_log_handler))
         try:
             return cls(job, events, Metrics(make_handler(dict(metrics))))
         except OSError as error:
@@ -95,18 +96,19 @@ class Observer:
 
     def worker_started(self, member: WorkerHandle) -> None:
         self._failed.discard(member.process.pid)  # the number of one that failed long ago
-        self._write(WorkerStarted(**self._where(member.place.generation), **_who(member)))
+        self._write(WorkerStarted(**self._where(member.assignment.generation), **_who(member)))
         self._metrics.count("workers.started")
 
     def worker_exited(self, member: WorkerHandle) -> None:
         code = member.process.exit_code
         assert code is not None, f"worker {member.id} still runs"
-        self._write(WorkerExited(**self._where(member.place.generation), **_who(member), exit_code=code))
+        self._write(WorkerExited(**self._where(member.assignment.generation), **_who(member), exit_code=code))
         if code == 0:
             self._metrics.count("workers.succeeded")
 
     def worker_failed(self, failure: ProcessFailure) -> None:
-        """A worker ended by itself though it should not have; those that were stopped because of it have not failed.
+        """Count a worker that ended by itself though it should not have; those that were stopped because of it have
+        not failed.
 
         One failure counts once: what a worker dies of because another was lost is counted apart, a process never twice.
         """
@@ -115,13 +117,13 @@ class Observer:
             self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
 
     def worker_replaced(self, old: WorkerHandle, new_id: str) -> None:
-        where = self._where(old.place.generation)
-        self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.place.rank))
+        where = self._where(old.assignment.generation)
+        self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.assignment.rank))
         self._metrics.count("workers.replaced")
 
     def worker_hung(self, member: WorkerHandle, seconds: float) -> None:
-        where = self._where(member.place.generation)
-        self._write(WorkerHung(**where, worker_id=member.id, rank=member.place.rank, seconds=seconds))
+        where = self._where(member.assignment.generation)
+        self._write(WorkerHung(**where, worker_id=member.id, rank=member.assignment.rank, seconds=seconds))
         self._metrics.count("workers.hung")
 
     def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
@@ -145,10 +147,10 @@ class Observer:
 
 
 def _who(member: WorkerHandle) -> dict[str, Any]:
-    place = member.place
+    assignment = member.assignment
     return {
         "worker_id": member.id,
-        "rank": place.rank,
-        "local_rank": place.local_rank,
+        "rank": assignment.rank,
+        "local_rank": assignment.local_rank,
         "pid": member.process.pid,
     }

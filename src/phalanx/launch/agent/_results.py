@@ -1,4 +1,4 @@
-"""What a run has brought so far on this node: values and failures, and the result that is made of them."""
+"""Collects what a run has brought on this node, values and failures, and makes the result of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from phalanx.errors import StoreError
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.config._spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
+from phalanx.protocol import Setbacks
 
 OTHERS_PATIENCE = 30.0
 """Seconds that a job which has failed waits for the other nodes to say what failed there."""
 
 
 class Results:
-    """Collects, by global rank."""
+    """Collects values and failures by global rank."""
 
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
+        self.setbacks = Setbacks()
+        """How often workers that were all new began with an earlier step."""
         self._failures: dict[str, ProcessFailure] = {}
 
     def add_failure(self, failure: ProcessFailure, generation: Generation) -> None:
@@ -34,7 +37,7 @@ class Results:
     def failed(
         self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()
     ) -> RunResult:
-        """All failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
+        """Return all failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
 
         Waits for the other nodes: the first to notice is seldom the one where it began.
         """
@@ -58,7 +61,7 @@ class Results:
         return RunResult(WorkerState.FAILED, failures={**found, **mine})
 
     def closed(self, generation: Generation, reason: str) -> RunResult:
-        """Somebody closed the rendezvous while workers of this node ran."""
+        """Make the result when somebody closed the rendezvous while workers of this node ran."""
         message = (
             f"the rendezvous was closed while this node's workers ran, and the job has not finished: {reason}. See the "
             "other nodes' output, or who else can write to the job's store (a job secret keeps strangers out)"
@@ -66,13 +69,13 @@ class Results:
         return RunResult(WorkerState.FAILED, failures=_unexplained(generation, message))
 
     def node_is_empty(self) -> RunResult:
-        """No worker is left on this node, while the job may go on elsewhere."""
+        """Make the result when no worker is left on this node, while the job may go on elsewhere."""
         if self._failures:
             return RunResult(WorkerState.FAILED, failures={f.rank: f for f in self._failures.values()})
         return self.succeeded()
 
 
 def _unexplained(generation: Generation, reason: str) -> dict[int, ProcessFailure]:
-    """A failure of no worker in particular, in the place of this node's first."""
+    """Return a failure of no worker in particular, in the place of this node's first."""
     failure = ProcessFailure(local_rank=-1, pid=0, exitcode=1, message=reason, timestamp=time.time())
     return {generation.info.node.base_rank: failure}

@@ -1,4 +1,4 @@
-"""Everything that can happen to an agent, as values, and the threads that report it to the agent's queue.
+"""Reports everything that can happen to an agent, as values in its queue: the events, and the threads that wait.
 
 Owns the blocking waits: for the rendezvous, for the end of the generation, for requests in the store, for the exit
 barrier. Each wait is one daemon thread that posts events and never decides anything. An event carries the number of
@@ -111,7 +111,7 @@ class Sources:
         """What this node has said to the others for good; put right when somebody writes over it."""
 
     def post(self, event: Event) -> None:
-        """From any thread or signal handler."""
+        """Put an event in the queue, from any thread or signal handler."""
         self._queue.put(event)
 
     def next(self, timeout: float) -> Event | None:
@@ -205,7 +205,7 @@ class Sources:
         self._stop_generation.clear()
 
     def wait_all_done(self, info: RendezvousInfo, timeout: float) -> None:
-        """The exit barrier: report when all nodes have said that they are done."""
+        """Wait at the exit barrier: report when all nodes have said that they are done."""
 
         def wait() -> None:
             error, is_late = "", False
@@ -225,7 +225,7 @@ class Sources:
 def _hear_out(
     channel: AgentChannel, generation: int, ids: list[str], stopped: threading.Event
 ) -> list[LostContact]:
-    """What workers say about lost contact, once all of the group have spoken or had the time to."""
+    """Return what workers say about lost contact, once all of the group have spoken or had the time to."""
     until = time.monotonic() + SETTLE
     while True:
         words = channel.read_lost_contact(generation, ids)

@@ -1,4 +1,4 @@
-"""Which workers a node has, in the order of their local ranks.
+"""Keeps which workers a node has, in the order of their local ranks.
 
 Owns worker ids: unique among all workers that the job ever has, kept by a worker for life. Starts nothing.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Ended(Protocol):
-    """What ``WorkerIds`` wants to know about a worker that was started."""
+    """Says what ``WorkerIds`` wants to know about a worker that was started."""
 
     @property
     def is_running(self) -> bool: ...
@@ -20,7 +20,7 @@ class Ended(Protocol):
 
 
 class WorkerIds:
-    """The ids of a node's workers. The position in ``ids`` is the local rank.
+    """Holds the ids of a node's workers. The position in ``ids`` is the local rank.
 
     >>> worker_ids = WorkerIds("node1.a", 2)
     >>> worker_ids.ids
@@ -43,7 +43,7 @@ class WorkerIds:
             self.ids.append(self._new_id())
 
     def renew(self, size: int) -> None:
-        """Nobody stays: ``size`` new workers."""
+        """Replace all workers by ``size`` new ones."""
         self.ids = []
         self.grow(size)
 
@@ -52,7 +52,7 @@ class WorkerIds:
         self.ids.remove(worker_id)
 
     def close_ranks(self, started: Mapping[str, Ended], *, replace: bool) -> dict[str, str | None]:
-        """Every survivor keeps its place; one that failed is replaced in its place or dropped, one that is done
+        """Keep every survivor in its place; one that failed is replaced in its place or dropped, one that is done
         or was asked to go is dropped. Returns who takes the place of each of those (None: nobody)."""
         successors: dict[str, str | None] = {}
         ids: list[str] = []

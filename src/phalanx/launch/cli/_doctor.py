@@ -1,4 +1,4 @@
-"""``phalanx doctor``: what on this machine would keep a job from running, in plain words.
+"""Says what on this machine would keep a job from running, in plain words: ``phalanx doctor``.
 
 Owns the list of checks. Each is a function that returns findings and never raises for what it is looking for; a
 finding says what was seen and, when something is wrong, what to do. Exit code 1 when anything is bad.
@@ -27,7 +27,7 @@ ENDPOINT_PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Finding:
-    """``level`` is ok, warn or bad."""
+    """Holds one thing that was found; ``level`` is ok, warn or bad."""
 
     level: str
     text: str
@@ -80,7 +80,7 @@ def _cpus() -> int:
 
 
 def check_torch() -> Iterator[Finding]:
-    """Asked in another process: an import that crashes must not take the doctor with it."""
+    """Ask about torch in another process: an import that crashes must not take the doctor with it."""
     question = (
         "import torch, torch.distributed as d\n"
         "names = [n for n in ('gloo', 'nccl', 'mpi', 'ucc') if getattr(d, f'is_{n}_available')()]\n"
@@ -169,7 +169,8 @@ def _time_reverse_lookup() -> float:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """``/dev/shm`` is for torch's own multiprocessing; our own transport uses memfds, see ``check_transport``."""
+    """Look at ``/dev/shm``, which is for torch's own multiprocessing; our own transport uses memfds, see
+    ``check_transport``."""
     path = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     free = shutil.disk_usage(path).free
     try:
@@ -192,7 +193,8 @@ def check_shared_memory() -> Iterator[Finding]:
 
 
 def check_transport() -> Iterator[Finding]:
-    """What would carry CPU tensors between two workers of this machine; asked in another process, as torch is."""
+    """Return what would carry CPU tensors between two workers of this machine; asked in another process, as torch
+    is."""
     question = "from phalanx.comm.transports._auto import foresee; choice = foresee(); print(choice.kind, choice.why)"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:

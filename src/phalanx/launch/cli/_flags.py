@@ -1,60 +1,28 @@
-"""The flags of ``phalanx run``: one table, one parser, errors of one line.
+"""Parses the flags of ``phalanx run``: one table, errors of one line.
 
-Owns names, defaults and meanings of all flags (torchrun's and our own), their ``PET_*`` variables, and the search for
-the flag that a person meant. Flags may be written with dashes or underscores. Imports nothing heavy: a wrong flag is
-answered at once.
+Owns the flags that mean something together with others (those that set one field of ``LaunchConfig`` are described
+there), the ``PET_*`` variables of all, and the search for the flag that a person meant. Flags may be written with
+dashes or underscores. Imports nothing heavy: a wrong flag is answered at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
-from phalanx.launch.system._signals import DEFAULT_SIGNALS
+from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._flag import Flag, flags_of
 
 
 class UsageError(ValueError):
     """The command line makes no sense; the message is one line for a person."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag. ``kind`` None: it takes no value and is false by default."""
-
-    name: str
-    kind: Callable[[str], Any] | None = str
-    default: Any = None
-    short: str = ""
-    choices: tuple[str, ...] | None = None
-    help: str = ""
-
-    @property
-    def dest(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return f"PET_{self.dest.upper()}"
-
-
-def words(text: str) -> list[str]:
-    """Split at commas; a doubled comma stands for one.
-
-    >>> words("a,b,,c")
-    ['a', 'b,c']
-    """
-    parts = text.replace(",,", "\0").split(",")
-    return [part.replace("\0", ",") for part in parts if part]
-
-
 FLAGS = (
     Flag(name="nnodes", default="1", help="number of nodes, or MIN:MAX for an elastic job"),
     Flag(name="nproc-per-node", default="1", help="workers per node: a number, auto, cpu, gpu or xpu"),
-    Flag(name="rdzv-backend", default="", help="static, c10d, etcd, file, or one that was registered"),
-    Flag(name="rdzv-endpoint", default="", help="host:port of the rendezvous, the same on all nodes"),
     Flag(name="rdzv-id", default="", help="the job's name, the same on all nodes"),
     Flag(name="rdzv-conf", default="", help="more rendezvous settings: key=value,key=value"),
     Flag(
@@ -62,21 +30,6 @@ FLAGS = (
         kind=None,
         help="one node, own rendezvous on a free port (the default for one node)",
     ),
-    Flag(name="max-restarts", kind=int, help="restarts of the whole job before it fails (0; with heal 100)"),
-    Flag(
-        name="monitor-interval",
-        kind=float,
-        default=0.1,
-        help="seconds between looks at requests in the store",
-    ),
-    Flag(
-        name="start-method",
-        default="warm",
-        choices=("warm", "exec", "spawn", "fork", "forkserver"),
-        help="warm: fork from a process that has torch imported; exec: a fresh interpreter each",
-    ),
-    Flag(name="event-log-handler", default="null", help="where events go beside the log directory"),
-    Flag(name="role", default="default", help="the role of the workers, for logs and ROLE_NAME"),
     Flag(name="module", short="m", kind=None, help="the script is a module name, as in python -m"),
     Flag(name="no-python", kind=None, help="the script is a command, not Python"),
     Flag(name="run-path", kind=None, help="accepted for torchrun's sake: scripts always run that way"),
@@ -84,60 +37,21 @@ FLAGS = (
     Flag(name="redirects", short="r", default="0", help="streams to log files: 0..3, or rank:value,..."),
     Flag(name="tee", short="t", default="0", help="streams to log files and console, as --redirects"),
     Flag(name="local-ranks-filter", default="", help="local ranks whose output is shown, comma-separated"),
-    Flag(
-        name="duplicate-stdout-filters",
-        kind=words,
-        default=[],
-        help="copy matching lines to filtered_stdout.log",
-    ),
-    Flag(
-        name="duplicate-stderr-filters",
-        kind=words,
-        default=[],
-        help="copy matching lines to filtered_stderr.log",
-    ),
     Flag(name="node-rank", kind=int, default=0, help="this node's rank (static rendezvous)"),
     Flag(name="master-addr", default="127.0.0.1", help="address of node 0 (static rendezvous)"),
     Flag(name="master-port", kind=int, help="port on node 0 (static rendezvous; 29500)"),
-    Flag(name="local-addr", help="address of this node; by default its FQDN"),
     Flag(name="logs-specs", help="name of an installed LogsSpecs plugin"),
     Flag(
         name="numa-binding",
         choices=("node", "socket", "exclusive", "core-complex"),
         help="bind workers to CPUs: node, socket, exclusive or core-complex",
     ),
-    Flag(
-        name="signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job and are passed on"
-    ),
-    Flag(name="shutdown-timeout", kind=int, help="seconds between the signal and SIGKILL (30)"),
-    Flag(
-        name="virtual-local-rank", kind=None, help="LOCAL_RANK is 0 everywhere, each worker sees one device"
-    ),
-    Flag(
-        name="on-failure",
-        default="restart",
-        choices=("restart", "heal"),
-        help="restart all, or replace the dead",
-    ),
-    Flag(name="preload", kind=words, default=[], help="modules to import once, before workers are forked"),
-    Flag(
-        name="hang-timeout",
-        kind=float,
-        default=0.0,
-        help="seconds without progress before a worker is killed",
-    ),
-    Flag(
-        name="start-timeout",
-        kind=float,
-        default=600.0,
-        help="the same for a worker that has yet to make its first step (if longer)",
-    ),
-    Flag(name="standby", kind=int, default=0, help="processes kept ready to replace a dead worker"),
+    *flags_of(LaunchConfig),
 )
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """The flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
+    """Return the flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
     _check_names(argv)
     parser = _Parser(prog="phalanx run", description="Run a script on the workers of a job.")
     for flag in FLAGS:

@@ -1,4 +1,4 @@
-"""From the flags of ``phalanx run`` to the configuration and the entrypoint that they describe.
+"""Builds the configuration and the entrypoint that the flags of ``phalanx run`` describe.
 
 Owns what flags mean together: which rendezvous they ask for, which defaults depend on others. ``ValueError`` in one
 line when they contradict each other. Starts nothing.
@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.launch.cli._flags import UsageError
 from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._flag import flags_of
 from phalanx.launch.config._spec import Entrypoint, Script
 from phalanx.launch.rendezvous._settings import check_settings
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
@@ -32,7 +33,7 @@ FLAG_OF_SETTING = {
 
 
 def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
-    """The configuration that the flags describe. ``ValueError`` in one line when they contradict each other."""
+    """Build the configuration that the flags describe. ``ValueError`` in one line when they contradict each other."""
     min_nodes, max_nodes = parse_nodes(args.nnodes)
     backend, endpoint = _rendezvous(args, max_nodes)
     configs = parse_settings(args.rdzv_conf)
@@ -45,34 +46,21 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
     max_restarts = args.max_restarts
     if max_restarts is None:
         max_restarts = HEAL_RESTARTS if args.on_failure == "heal" else 0
-    return LaunchConfig(
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        nproc_per_node=local_size,
-        logs_specs=_logs_specs(args),
-        run_id=args.rdzv_id or (uuid.uuid4().hex if max_nodes == 1 else "none"),
-        role=args.role,
-        rdzv_endpoint=endpoint,
-        rdzv_backend=backend,
-        rdzv_configs=configs,
-        max_restarts=max_restarts,
-        monitor_interval=args.monitor_interval,
-        start_method=args.start_method,
-        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        local_addr=args.local_addr,
-        event_log_handler=args.event_log_handler,
-        numa_options=_numa_options(args.numa_binding),
-        signals_to_handle=args.signals_to_handle,
-        duplicate_stdout_filters=args.duplicate_stdout_filters,
-        duplicate_stderr_filters=args.duplicate_stderr_filters,
-        virtual_local_rank=args.virtual_local_rank,
-        shutdown_timeout=args.shutdown_timeout,
-        on_failure=args.on_failure,
-        preload=tuple(args.preload),
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-        standby=args.standby,
-    )
+    told = {flag.dest: getattr(args, flag.dest) for flag in flags_of(LaunchConfig)}
+    together = {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "nproc_per_node": local_size,
+        "logs_specs": _logs_specs(args),
+        "run_id": args.rdzv_id or (uuid.uuid4().hex if max_nodes == 1 else "none"),
+        "rdzv_endpoint": endpoint,
+        "rdzv_backend": backend,
+        "rdzv_configs": configs,
+        "max_restarts": max_restarts,
+        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        "numa_options": _numa_options(args.numa_binding),
+    }
+    return LaunchConfig(**{**told, **together})
 
 
 def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
@@ -92,7 +80,7 @@ def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
 
 
 def entrypoint_from_args(args: argparse.Namespace) -> tuple[Entrypoint, list[str]]:
-    """What the workers run, and with which arguments."""
+    """Return what the workers run, and with which arguments."""
     words = list(args.training_script_args)
     if args.no_python and not args.run_path:
         return args.training_script, words

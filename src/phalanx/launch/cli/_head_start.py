@@ -1,4 +1,4 @@
-"""A head start for ``import torch``: its native library is loaded while Python imports something else.
+"""Loads the native library of torch while Python imports something else: a head start for ``import torch``.
 
 Owns one thread, which is gone before anybody may fork. Loading that library is a sixth of ``import torch``, most of it
 spent in the library's own constructors, which need no interpreter. Nothing depends on it: where the library is not
@@ -42,7 +42,8 @@ def begin_to_load(path: str) -> Callable[[], None]:
 
 
 def find_library() -> str:
-    """The path of torch's library for the processor; "" when there is nothing to gain or it is better left alone."""
+    """Return the path of torch's library for the processor; "" when there is nothing to gain or it is better left
+    alone."""
     if not sys.platform.startswith("linux") or "torch" in sys.modules:
         return ""
     spec = importlib.util.find_spec("torch")

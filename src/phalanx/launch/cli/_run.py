@@ -1,4 +1,4 @@
-"""``phalanx run``: from flags to a launched job, from its end to an exit code.
+"""Runs ``phalanx run``: from flags to a launched job, from its end to an exit code.
 
 Owns the order of things that makes the start fast. Flags are read before anything heavy is imported; then torch's
 native library is loaded beside (``_head_start``) while the agent's modules are imported, none of which needs torch;
@@ -51,8 +51,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             import logging  # start-up: this and what follows while the library loads
 
             # start-up: none of them needs torch
-            from phalanx.launch.agent._api import launch_agent
-            from phalanx.launch.agent._local_agent import WARM_IMPORTS
+            from phalanx.launch.agent._api import run_node
             from phalanx.launch.cli._from_flags import entrypoint_from_args
             from phalanx.launch.failures._process_failure import ChildFailedError
             from phalanx.launch.rendezvous import RendezvousError, _backends  # noqa: F401 - else loaded late
@@ -60,6 +59,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             from phalanx.launch.workers import _script  # noqa: F401 - what a forked worker needs first
             from phalanx.launch.workers._processes import ProcessStartError, Zygote
             from phalanx.launch.workers._start import WorkerStart
+            from phalanx.launch.workers._zygotes import WARM_IMPORTS
 
             for name in WARM_IMPORTS:  # last: all of the above can do without torch
                 importlib.import_module(name)
@@ -67,13 +67,14 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
         wait_loaded()  # no thread is left when the zygote is forked
     entrypoint, words = entrypoint_from_args(args)
     try:
-        plan = WorkerStart(entrypoint=entrypoint, args=tuple(words), method=config.start_method)
-        zygote = Zygote.fork({}, (*WARM_IMPORTS, *config.preload) if plan.is_warm else ())
+        config = config.resolved()
+        start = WorkerStart(entrypoint=entrypoint, args=tuple(words), method=config.start_method)
+        zygote = Zygote.fork({}, (*WARM_IMPORTS, *config.preload) if start.is_warm else ())
         # After the fork: workers start without a handler, so that their scripts' basicConfig() works.
         logging.basicConfig(
             format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING").upper()
         )
-        launch_agent(config, entrypoint, words, zygote=zygote)
+        run_node(config, start, zygote=zygote)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -87,7 +88,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
 
 
 def local_world_size(text: str) -> int:
-    """The number of workers of this node; ``auto``, ``cpu``, ``gpu`` and ``xpu`` look at the machine."""
+    """Return the number of workers of this node; ``auto``, ``cpu``, ``gpu`` and ``xpu`` look at the machine."""
     if text.isdigit():
         count = int(text)
         if count < 1:

@@ -1,4 +1,4 @@
-"""``phalanx scale``: ask a running job for more or fewer workers.
+"""Asks a running job for more or fewer workers: ``phalanx scale``.
 
 Owns the way from an endpoint and a job's name, or from neither when one job runs on this machine, to the wish in its
 store; the agents do the rest (``Agent._resize``).
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_job(endpoint: str, backend: str, run_id: str) -> RunningJob:
-    """The job that the flags name; without an endpoint the one, of this name if there is one, that runs here."""
+    """Return the job that the flags name; without an endpoint the one, of this name if there is one, that runs here."""
     if endpoint and not run_id:
         raise UsageError(
             "--rdzv-endpoint without --rdzv-id; give the job's name too, as given to phalanx run"
@@ -76,7 +76,7 @@ def find_job(endpoint: str, backend: str, run_id: str) -> RunningJob:
 
 
 def store_url(backend: str, endpoint: str) -> str:
-    """The URL of a rendezvous endpoint's store.
+    """Return the URL of a rendezvous endpoint's store.
 
     >>> store_url("c10d", "node0:29400"), store_url("file", "/shared/job")
     ('tcp://node0:29400', 'file:///shared/job')

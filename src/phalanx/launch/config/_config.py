@@ -1,23 +1,23 @@
-"""``LaunchConfig``: everything a launch depends on, as one value that nothing here ever changes.
+"""Holds everything a launch depends on in one value, ``LaunchConfig``, which nothing here ever changes.
 
-Owns the fields, their defaults and their checks. Where a default depends on another field, ``resolved`` returns a
-filled-in copy.
+Owns the fields, their defaults, flags and checks. Where a default depends on another field, ``resolved`` returns a
+filled-in copy: that one value is what every part of an agent is given, and each takes from it what it needs.
 """
 
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from phalanx.launch.config._flag import flag, words
 from phalanx.launch.system._signals import DEFAULT_SIGNALS, parse_signals
-from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
+    from phalanx.launch.telemetry._logs import LogsSpecs
 
 DEFAULT_RDZV_TIMEOUT = 900
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -25,7 +25,7 @@ ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 @dataclass
 class LaunchConfig:
-    """How to launch a job.
+    """Says how to launch a job.
 
     >>> LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=4).resolved().rdzv_endpoint
     'localhost:0'
@@ -36,29 +36,85 @@ class LaunchConfig:
     nproc_per_node: int
     logs_specs: LogsSpecs | None = None
     run_id: str = ""
-    role: str = "default_role"
-    rdzv_endpoint: str = ""
-    rdzv_backend: str = "c10d"
+    role: str = field(
+        default="default_role",
+        metadata=flag(default="default", help="the role of the workers, for logs and ROLE_NAME"),
+    )
+    rdzv_endpoint: str = field(
+        default="", metadata=flag(help="host:port of the rendezvous, the same on all nodes")
+    )
+    rdzv_backend: str = field(
+        default="c10d", metadata=flag(default="", help="static, c10d, etcd, file, or one that was registered")
+    )
     rdzv_configs: dict[str, Any] = field(default_factory=dict)
     rdzv_timeout: int = -1
-    max_restarts: int = 3
-    monitor_interval: float = 0.1
-    start_method: str = "spawn"
+    max_restarts: int = field(
+        default=3,
+        metadata=flag(
+            kind=int, default=None, help="restarts of the whole job before it fails (0; with heal 100)"
+        ),
+    )
+    monitor_interval: float = field(
+        default=0.1, metadata=flag(kind=float, help="seconds between looks at requests in the store")
+    )
+    start_method: str = field(
+        default="spawn",
+        metadata=flag(
+            default="warm",
+            choices=("warm", "exec", "spawn", "fork", "forkserver"),
+            help="warm: fork from a process that has torch imported; exec: a fresh interpreter each",
+        ),
+    )
     log_line_prefix_template: str | None = None
     metrics_cfg: dict[str, str] = field(default_factory=dict)
-    local_addr: str | None = None
-    event_log_handler: str = "null"
+    local_addr: str | None = field(
+        default=None, metadata=flag(help="address of this node; by default its FQDN")
+    )
+    event_log_handler: str = field(
+        default="null", metadata=flag(help="where events go beside the log directory")
+    )
     numa_options: NumaOptions | None = None
-    signals_to_handle: str = DEFAULT_SIGNALS
-    duplicate_stdout_filters: list[str] | None = None
-    duplicate_stderr_filters: list[str] | None = None
-    virtual_local_rank: bool = False
-    shutdown_timeout: int | None = None
-    on_failure: str = "restart"
-    preload: tuple[str, ...] = ()
-    hang_timeout: float = 0.0
-    start_timeout: float = 600.0
-    standby: int = 0
+    signals_to_handle: str = field(
+        default=DEFAULT_SIGNALS, metadata=flag(help="signals that end the job and are passed on")
+    )
+    duplicate_stdout_filters: list[str] | None = field(
+        default=None, metadata=flag(kind=words, default=[], help="copy matching lines to filtered_stdout.log")
+    )
+    duplicate_stderr_filters: list[str] | None = field(
+        default=None, metadata=flag(kind=words, default=[], help="copy matching lines to filtered_stderr.log")
+    )
+    virtual_local_rank: bool = field(
+        default=False,
+        metadata=flag(kind=None, help="LOCAL_RANK is 0 everywhere, each worker sees one device"),
+    )
+    shutdown_timeout: float | None = field(
+        default=None, metadata=flag(kind=int, help="seconds between the signal and SIGKILL (30)")
+    )
+    on_failure: str = field(
+        default="restart", metadata=flag(choices=("restart", "heal"), help="restart all, or replace the dead")
+    )
+    preload: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            kind=lambda text: tuple(words(text)), help="modules to import once, before workers are forked"
+        ),
+    )
+    hang_timeout: float = field(
+        default=0.0, metadata=flag(kind=float, help="seconds without progress before a worker is killed")
+    )
+    start_timeout: float = field(
+        default=600.0,
+        metadata=flag(
+            kind=float, help="the same for a worker that has yet to make its first step (if longer)"
+        ),
+    )
+    standby: int = field(
+        default=0, metadata=flag(kind=int, help="processes kept ready to replace a dead worker")
+    )
+    exit_barrier_timeout: float = 300.0
+    """Seconds that a node which is done waits for the others."""
+    master_addr: str | None = None
+    """Where the workers' store is, if not at the first node's own address; the static rendezvous says it itself."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -69,6 +125,10 @@ class LaunchConfig:
             raise ValueError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
+        if self.monitor_interval <= 0:
+            raise ValueError(
+                f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds"
+            )
         if self.on_failure not in ("restart", "heal"):
             raise ValueError(f"on_failure is {self.on_failure!r}; expected restart or heal")
         if self.shutdown_timeout is not None and self.shutdown_timeout < 0:
@@ -82,7 +142,9 @@ class LaunchConfig:
         parse_signals(self.signals_to_handle)
 
     def resolved(self, environ: Mapping[str, str] | None = None) -> LaunchConfig:
-        """A copy with every default that depends on something else filled in."""
+        """Return a copy with every default that depends on something else filled in."""
+        import uuid  # start-up: the command line reads its flags from this module
+
         env = os.environ if environ is None else environ
         configs = dict(self.rdzv_configs)
         if self.rdzv_timeout != -1:
@@ -104,12 +166,31 @@ class LaunchConfig:
             rdzv_backend=backend,
             rdzv_configs=configs,
             logs_specs=_own_logs(self.logs_specs),
+            master_addr=self.master_addr or (static_address(endpoint)[0] if backend == "static" else None),
             shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or 30) if patience is None else patience,
         )
 
 
 def _own_logs(specs: LogsSpecs | None) -> LogsSpecs:
-    """The specs of one launch: ours remember the directory of their run, which is the launch's, not the config's."""
+    """Return the specs of one launch: ours remember the directory of their run, which is the launch's, not the
+    config's."""
+    from phalanx.launch.telemetry._logs import DefaultLogsSpecs  # start-up, as above
+
     if specs is None:
         return DefaultLogsSpecs()
     return copy(specs) if isinstance(specs, DefaultLogsSpecs) else specs
+
+
+def static_address(endpoint: str) -> tuple[str, int]:
+    """Read the master address that a static rendezvous was told.
+
+    >>> static_address("node0:29500")
+    ('node0', 29500)
+    """
+    endpoint = endpoint.strip()
+    if not endpoint:
+        raise ValueError("the static rendezvous has no endpoint; give --master-addr and --master-port")
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ValueError(f"the static endpoint {endpoint!r} has no port; give --master-port, or host:port")
+    return host.strip("[]"), int(port)

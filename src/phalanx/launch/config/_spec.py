@@ -1,6 +1,7 @@
-"""Values that describe workers: what to run, how many, what became of them.
+"""Describes workers as users of the elastic API do: what to run, how many, what became of them.
 
-Owns ``WorkerSpec``, ``Script``, ``Worker``, ``WorkerGroup``, ``WorkerState`` and ``RunResult``; starts nothing.
+Owns ``WorkerSpec``, ``AgentOptions``, ``Script``, ``Worker``, ``WorkerGroup``, ``WorkerState`` and ``RunResult``;
+starts nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file, or a module's dotted name, to be run as ``__main__`` with its own arguments.
+    """Names a Python file, or a module's dotted name, to be run as ``__main__`` with its own arguments.
 
     >>> Script("train.py").name, Script("my.train", is_module=True).name
     ('train.py', 'my.train')
@@ -38,7 +39,7 @@ Entrypoint = Callable[..., Any] | str | Script
 
 
 class WorkerState(str, Enum):
-    """What a group of workers is doing."""
+    """Says what a group of workers is doing."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -50,13 +51,13 @@ class WorkerState(str, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether its processes exist, healthy or not."""
+        """Return whether its processes exist, healthy or not."""
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
 @dataclass(kw_only=True)
 class WorkerSpec:
-    """What one node runs, and through which rendezvous it finds the others."""
+    """Says what one node runs, and through which rendezvous it finds the others."""
 
     role: str
     local_world_size: int
@@ -88,7 +89,7 @@ class WorkerSpec:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
 
     def get_entrypoint_name(self) -> str:
-        """A short name for reports."""
+        """Return a short name for reports."""
         if isinstance(self.entrypoint, Script):
             return self.entrypoint.name
         if isinstance(self.entrypoint, str):
@@ -96,9 +97,28 @@ class WorkerSpec:
         return str(getattr(self.entrypoint, "__qualname__", repr(self.entrypoint)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Says how an agent treats its workers, where ``LocalElasticAgent`` is made by hand."""
+
+    on_failure: str = "restart"
+    shutdown_timeout: float = 30.0
+    exit_barrier_timeout: float = 300.0
+    hang_timeout: float = 0.0
+    """0: no detection."""
+    start_timeout: float = 600.0
+    """The same until a worker has made its first step."""
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in ("restart", "heal"):
+            raise ValueError(f"on_failure is {self.on_failure!r}; expected restart or heal")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; expected 0 or more seconds")
+
+
 @dataclass(kw_only=True)
 class Worker:
-    """One worker as others may see it. ``id`` is its pid."""
+    """Describes one worker as others may see it. ``id`` is its pid."""
 
     local_rank: int
     global_rank: int = -1
@@ -110,7 +130,7 @@ class Worker:
 
 @dataclass(kw_only=True)
 class WorkerGroup:
-    """The workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
+    """Describes the workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
 
     spec: WorkerSpec
     workers: list[Worker]
@@ -123,7 +143,7 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """How a run ended on this node: values or failures, by global rank."""
+    """Says how a run ended on this node: values or failures, by global rank."""
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)

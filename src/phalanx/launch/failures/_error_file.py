@@ -39,7 +39,7 @@ def write_error_file(
 
 
 def read_error_file(path: str) -> dict[str, Any] | None:
-    """The content, or None when the worker left none (or was killed while writing it)."""
+    """Return the content, or None when the worker left none (or was killed while writing it)."""
     try:
         with open(path) as file:
             data = json.load(file)

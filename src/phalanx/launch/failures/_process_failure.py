@@ -35,7 +35,7 @@ _FROM_OUTSIDE = {-getattr(signal, name, 0) for name in ("SIGKILL", "SIGTERM", "S
 
 @dataclass(kw_only=True)
 class ProcessFailure:
-    """One worker that died. ``exitcode`` is negative for a signal, as in ``subprocess``."""
+    """Describes one worker that died. ``exitcode`` is negative for a signal, as in ``subprocess``."""
 
     local_rank: int
     pid: int
@@ -81,7 +81,7 @@ class ProcessFailure:
         return failure
 
     def signal_name(self) -> str:
-        """Such as ``SIGKILL``; empty when the worker ended by itself."""
+        """Name the signal, such as ``SIGKILL``; empty when the worker ended by itself."""
         if self.exitcode >= 0:
             return ""
         try:
@@ -125,7 +125,7 @@ class ProcessFailure:
         return f"killed by {self.signal_name()}" + (f" ({hint})" if hint else "")
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON for other agents."""
+        """Return the fields as JSON for other agents."""
         # Not dataclasses.asdict: it would deep-copy the exception, which may not be possible.
         record = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "exception"}
         record["stderr_tail"] = list(self.stderr_tail)
@@ -151,7 +151,8 @@ def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def readable_time(value: Any) -> float:
-    """Seconds since 1970 as somebody else wrote them, maybe as text; 0 for what is no time that a date can be made of.
+    """Return seconds since 1970 as somebody else wrote them, maybe as text; 0 for what is no time that a date can be
+    made of.
 
     >>> readable_time("1700000000"), readable_time("soon"), readable_time(1e300)
     (1700000000.0, 0.0, 0.0)
@@ -182,11 +183,11 @@ class ChildFailedError(PhalanxError, RuntimeError):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The root cause: the global rank that failed first, and its failure."""
+        """Return the root cause: the global rank that failed first, and its failure."""
         return min(self.failures.items(), key=lambda item: (item[1].precedence, item[0]))
 
     def format_msg(self) -> str:
-        """The report: root cause in full, then one line for each other failure."""
+        """Return the report: root cause in full, then one line for each other failure."""
         root_rank, root = self.get_first_failure()
         others = sorted((f.timestamp, rank) for rank, f in self.failures.items() if rank != root_rank)
         lines = [

@@ -39,7 +39,7 @@ class _Seen:
 
 
 class HangDetector:
-    """Feed it what the store says about progress; ask it who hangs.
+    """Finds who hangs, from what the store says about progress.
 
     >>> hang = HangDetector(timeout=10.0)
     >>> hang.observe({"a": b"1", "b": None}, now=0.0)
@@ -59,8 +59,8 @@ class HangDetector:
         self._seen: dict[str, _Seen] = {}
 
     def observe(self, progress: Mapping[str, bytes | None], now: float, stopped: Container[str] = ()) -> None:
-        """``progress`` holds the newest report of every running worker, None for one that never reported; ``stopped``
-        are those that the kernel does not let run."""
+        """Take in ``progress``: the newest report of every running worker, None for one that never reported;
+        ``stopped`` are those that the kernel does not let run."""
         pause, self._looked = max(0.0, now - self._looked - self._longest), now
         for worker_id, seen in list(self._seen.items()):
             seen.at += pause
@@ -76,19 +76,19 @@ class HangDetector:
                 seen.stopped_at = now if seen.stopped_at is None else seen.stopped_at + pause
 
     def limit(self, worker_id: str) -> float:
-        """How long this worker may be silent, in seconds."""
+        """Return how long this worker may be silent, in seconds."""
         seen = self._seen.get(worker_id)
         is_bound = seen is not None and (seen.has_started or seen.stopped_at is not None)
         return self._timeout if is_bound else self._start_timeout
 
     def reset(self, now: float) -> None:
-        """Everybody gets the full time again: a new generation has formed."""
+        """Give everybody the full time again: a new generation has formed."""
         for seen in self._seen.values():
             seen.at = now
             seen.stopped_at = None
 
     def hanging(self, now: float) -> list[str]:
-        """Workers without progress for too long, the longest first."""
+        """Return workers without progress for too long, the longest first."""
         if not any(seen.value is not None for seen in self._seen.values()):
             return []
         late = [
@@ -103,7 +103,8 @@ class HangDetector:
         return now - seen.at > self.limit(worker_id)
 
     def to_blame(self, now: float, waiting: Container[str]) -> str | None:
-        """The one that hangs and is not ``waiting`` for others, silent for longest; None while that is not clear.
+        """Return the one that hangs and is not ``waiting`` for others, silent for longest; None while that is not
+        clear.
 
         One that waits is taken only after twice the time: by then whoever it waits for, maybe on another node, would
         have been found, so the exchange between them is itself what hangs.
@@ -116,7 +117,7 @@ class HangDetector:
 
 
 def reported_step(report: bytes | None, name: str = "step") -> int:
-    """The step (or another number) of a report; -1 for none, and for one that says nothing of the kind.
+    """Return the step (or another number) of a report; -1 for none, and for one that says nothing of the kind.
 
     >>> reported_step(b'{"step": 7}'), reported_step(None), reported_step(b"garbage")
     (7, -1, -1)
@@ -129,7 +130,7 @@ def reported_step(report: bytes | None, name: str = "step") -> int:
 
 
 class _Reporter:
-    """A worker's connection for progress reports; made at the first report, one per process."""
+    """Holds a worker's connection for progress reports; made at the first report, one per process."""
 
     def __init__(self) -> None:
         from phalanx.comm.stores import connect, job_store  # start-up speed: scripts import this module

@@ -1,6 +1,6 @@
-"""Workers that hang: which one, and the stacks of all of them in the logs.
+"""Finds the worker that hangs, and writes the stacks of all to the logs.
 
-Owns ``HangWatch`` (the rule is ``_hang``'s, the reading of stacks ``_stacks``') and the dump: every Python worker
+Owns ``HangWatch`` (the rule is ``_detector``'s), the dump and how it is read: every Python worker
 writes its stacks to ``stacks.log`` beside its other logs when it gets a signal (``_child`` arranged that), also when it
 is stuck in native code; the agent copies them to its own log. All nodes write before anybody is killed: a kill changes
 what the others do. Whoever writes slowly or not at all is waited for in a thread: the agent's loop never is.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 
 from phalanx.comm import _background as background
 from phalanx.errors import StoreError
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang._detector import HangDetector
-from phalanx.launch.hang._stacks import frames_of, is_in_collective
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
@@ -33,10 +34,14 @@ _PATIENCE = 20.0
 _OTHERS_PATIENCE = 30.0
 """Seconds for the other nodes to write theirs."""
 
+_FRAME = re.compile(r'^ +File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_COLLECTIVES = ("/torch/distributed/", "/phalanx/comm/")
+"""Where the code lies that waits for other ranks."""
+
 
 @dataclass
 class _Dump:
-    """Stacks on their way to the logs."""
+    """Holds stacks on their way to the logs."""
 
     stacks: dict[str, str] = field(default_factory=dict)
     """What each worker was doing, by its id; complete once ``is_written``."""
@@ -44,17 +49,15 @@ class _Dump:
 
 
 class HangWatch:
-    """Finds the worker of this node that hangs. ``timeout`` 0: it never looks, but answers another node.
+    """Finds the worker of this node that hangs. ``hang_timeout`` 0: it never looks, but answers another node.
 
     ``interval``: how often ``check`` is called.
     """
 
-    def __init__(
-        self, pool: WorkerPool, timeout: float, start_timeout: float = 0.0, interval: float = math.inf
-    ) -> None:
-        self.timeout = timeout
+    def __init__(self, config: LaunchConfig, pool: WorkerPool, interval: float = math.inf) -> None:
+        self.timeout = config.hang_timeout
         self._pool = pool
-        self._detector = HangDetector(timeout, start_timeout, interval)
+        self._detector = HangDetector(config.hang_timeout, config.start_timeout, interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False
@@ -66,19 +69,19 @@ class HangWatch:
         self._has_answered = False
 
     def watched_ids(self) -> list[str]:
-        """Whose reports ``check`` wants to see."""
+        """Return whose reports ``check`` wants to see."""
         return [member.id for member in self._pool.running] if self.timeout > 0 else []
 
     def answer(self, info: RendezvousInfo, reason: str) -> None:
-        """Another node asks for stacks; once for a generation."""
+        """Write stacks because another node asks for them; once for a generation."""
         if not self._has_answered and self._dump is None:
             self._dump = self._write(info, reason, everywhere=False)
 
     def check(
         self, progress: Mapping[str, bytes | None], info: RendezvousInfo, now: float
     ) -> tuple[WorkerHandle, str] | None:
-        """The worker to blame and why: then all get the full time again. None while nobody hangs, or it is not clear
-        who, or not all stacks are written. Never blocks."""
+        """Return the worker to blame and why: then all get the full time again. None while nobody hangs, or it is
+        not clear who, or not all stacks are written. Never blocks."""
         if self.timeout <= 0:
             return None
         stopped = {member.id for member in self._pool.running if _is_stopped(member)}
@@ -90,7 +93,9 @@ class HangWatch:
             self._dump = None
             return None
         if self._dump is None:
-            reason = f"rank {late[0].place.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            reason = (
+                f"rank {late[0].assignment.rank} made no progress for {self._detector.limit(late[0].id):g} s"
+            )
             log.error("%s; writing all stacks", reason)
             self._dump = self._write(info, reason, everywhere=True)
         if not self._dump.is_written.is_set():
@@ -134,7 +139,7 @@ class HangWatch:
         self, member: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
     ) -> str:
         limit = self._detector.limit(member.id)
-        text = f"rank {member.place.rank} made no progress for {limit:g} s{_step_of(report)}"
+        text = f"rank {member.assignment.rank} made no progress for {limit:g} s{_step_of(report)}"
         frames = frames_of(stacks.get(member.id, ""))
         if frames:
             text += f"; it is in {frames[0]}"
@@ -142,7 +147,9 @@ class HangWatch:
             text += "; it is stopped (by SIGSTOP, or a debugger)"
         else:
             text += "; it did not say what it does"
-        ranks = sorted(self._pool.members[each].place.rank for each in waiting if each in self._pool.members)
+        ranks = sorted(
+            self._pool.members[each].assignment.rank for each in waiting if each in self._pool.members
+        )
         if ranks:
             text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
         return text
@@ -161,7 +168,7 @@ def dump_stacks(members: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
         found[member.id] = _wait_for_dump(member, before[member.id], deaf[member.id], until)
         log.error(
             "stacks of rank %d (pid %d), because %s:\n%s",
-            member.place.rank,
+            member.assignment.rank,
             member.process.pid,
             reason,
             found[member.id]
@@ -171,7 +178,7 @@ def dump_stacks(members: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
 
 
 def _step_of(report: bytes | None) -> str:
-    """What the last report said, for a message."""
+    """Return what the last report said, for a message."""
     if report is None:
         return " and has never reported any"
     try:
@@ -191,7 +198,7 @@ def _blocking(member: WorkerHandle) -> frozenset[int]:
 
 
 def _wait_for_dump(member: WorkerHandle, before: str, deaf: frozenset[int], until: float) -> str:
-    """What the worker has added to its file: all of it, though it may be held up between any two lines.
+    """Return what the worker has added to its file: all of it, though it may be held up between any two lines.
 
     A thread that runs a signal's handler does not take the same signal: that shows when the handler is done. Where the
     kernel does not tell, a file that has stopped growing counts as complete.
@@ -216,3 +223,35 @@ def _read(member: WorkerHandle) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Holds one line of a stack."""
+
+    path: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.path.rpartition('/')[2]}:{self.line})"
+
+
+def frames_of(dump: str) -> list[Frame]:
+    """List the frames of the thread that wrote the dump, the innermost first.
+
+    Only the thread that took the signal counts, which is the main thread unless a program blocks signals in it: other
+    threads of a healthy worker wait for something all day long.
+
+    >>> text = 'Thread 0x1:\\n  File "/a.py", line 1 in other\\n\\nCurrent thread 0x2 (most recent call first):\\n'
+    >>> [str(frame) for frame in frames_of(text + '  File "/w/train.py", line 7 in step\\n')]
+    ['step (train.py:7)']
+    """
+    own = dump.rpartition("Current thread ")[2].partition("\n\n")[0]
+    found = [_FRAME.match(line) for line in own.splitlines()]
+    return [Frame(m["path"], int(m["line"]), m["function"]) for m in found if m]
+
+
+def is_in_collective(frames: list[Frame]) -> bool:
+    """Return whether a worker waits for others: some frame belongs to the code that talks to other ranks."""
+    return any(part in frame.path for frame in frames for part in _COLLECTIVES)

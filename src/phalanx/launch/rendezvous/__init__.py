@@ -1,4 +1,4 @@
-"""How nodes agree on a generation: parameters, handlers, backends.
+"""Lets nodes agree on a generation: parameters, handlers, backends.
 
 >>> from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
 >>> handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "demo", 1, 1))

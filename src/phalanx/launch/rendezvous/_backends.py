@@ -1,4 +1,4 @@
-"""The built-in backends: from parameters to a handler on the right store.
+"""Makes the handlers of the built-in backends: from parameters to a handler on the right store.
 
 Owns who serves and who connects, addresses, and the reading of configuration. ``c10d`` and ``static`` keep
 their store in the agent whose machine the endpoint names; ``etcd`` and ``file`` use one that outlives all
@@ -42,6 +42,7 @@ from phalanx.protocol import job_prefix
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
+STATIC_PORT = 29500
 _SERVED = "phalanx/served"
 _SERVED_PATIENCE = 10.0
 """Seconds for whoever has the port on this machine to show that it is an agent: it says so as soon as it serves."""
@@ -67,6 +68,33 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
         is_host = is_this_machine(host)
     opened = open_tcp(host, port, serve=is_host, timeout=params.get_as_float("read_timeout", 60.0))
     return make_handler(params, opened, loopback=host in LOOPBACK)
+
+
+def create_static_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
+    """Make the handler of nodes that were told their ranks: nothing is elected but the moment to start.
+
+    Rank 0 serves the store at the endpoint; ``rank`` is this node's. A single node serves on loopback, because nobody
+    else will come, and takes the endpoint's port for its workers, as with torchrun; several share it for the rendezvous
+    and the workers' port is chosen. Restarts, leases and closing work as everywhere.
+    """
+    if params.min_nodes != params.max_nodes:
+        raise ValueError(
+            f"the static rendezvous has a fixed number of nodes; got {params.min_nodes}:{params.max_nodes}"
+        )
+    rank = params.get_as_int("rank", 0 if params.max_nodes == 1 else None)
+    if rank is None:
+        raise ValueError("the static rendezvous needs the rank of this node: --node-rank")
+    if not 0 <= rank < params.max_nodes:
+        raise ValueError(f"node rank {rank} is outside [0, {params.max_nodes})")
+    host, port = split_endpoint(params.endpoint, STATIC_PORT)
+    timeout = params.get_as_float("timeout", 600.0)
+    if params.max_nodes == 1:
+        opened = open_tcp("localhost", 0, serve=True, timeout=timeout)
+        handler = make_handler(params, opened, loopback=True, fixed_rank=0)
+        handler.set_bootstrap_port(port or None)
+        return handler
+    opened = open_tcp(host, port, serve=rank == 0, timeout=timeout)
+    return make_handler(params, opened, loopback=host in ("localhost", "127.0.0.1"), fixed_rank=rank)
 
 
 def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -97,7 +125,7 @@ def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
 def make_handler(
     params: RendezvousParameters, opened: OpenStore, *, loopback: bool = False, fixed_rank: int = -1
 ) -> StoreRendezvousHandler:
-    """The handler of this node on a store that is open already. ``loopback``: all nodes are on this
+    """Return the handler of this node on a store that is open already. ``loopback``: all nodes are on this
     machine."""
     secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
     secret, options = read_secret(path=secret_file or None), options_of(params)
@@ -137,7 +165,8 @@ def make_handler(
 
 
 def secret_here(store: Store, job: str) -> bytes | None:
-    """The secret of a running job of this user on this machine, if the records in ``store`` are signed with one."""
+    """Return the secret of a running job of this user on this machine, if the records in ``store`` are signed with
+    one."""
     known = known_secrets(job)
     if not known:
         return None
@@ -172,7 +201,7 @@ def options_of(params: RendezvousParameters) -> HandlerOptions:
 def describe_node(
     params: RendezvousParameters, *, loopback: bool = False, fixed_rank: int = -1
 ) -> NodeRecord:
-    """This node's record before it has joined."""
+    """Return this node's record before it has joined."""
     host = socket.gethostname()
     return NodeRecord(
         id=f"{host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
@@ -208,7 +237,7 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` names an address of this machine: one that can be bound to."""
+    """Return whether ``host`` names an address of this machine: one that can be bound to."""
     if host in (*LOOPBACK, socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -267,8 +296,8 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
 
 
 def _is_served(host: str, port: int) -> bool:
-    """Whether an agent serves a rendezvous there. Asked in a thread that is left behind if need be: torch's client
-    waits without a limit for the greeting of a server that accepts and says nothing."""
+    """Ask whether an agent serves a rendezvous there, in a thread that is left behind if need be: torch's
+    client waits without a limit for the greeting of a server that accepts and says nothing."""
     found = threading.Event()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""What the leader does next: one pure function over records and a clock.
+"""Decides what the leader does next: one pure function over records and a clock.
 
 Owns the policy of forming, ending and growing generations. Does not touch a store; ``_participant`` carries
 out what is decided here.
@@ -88,7 +88,7 @@ Action = Idle | Form | End
 
 
 def decide(state: State, rules: Rules, now: float) -> Action:
-    """The next thing for the leader to do."""
+    """Return the next thing for the leader to do."""
     if state.closed:
         return Idle()
     if state.current is None:
@@ -114,7 +114,7 @@ def waiting(state: State) -> Iterator[Seen]:
 
 
 def admissible(state: State, rules: Rules) -> int:
-    """How many nodes wait that a new generation could take in beside the present members."""
+    """Return how many nodes wait that a new generation could take in beside the present members."""
     if state.current is None:
         return 0
     members = {seat.id for seat in state.current.seats}

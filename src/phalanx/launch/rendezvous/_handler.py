@@ -1,4 +1,4 @@
-"""The handler that all built-in backends share: a participant, a thread that drives it, and a condition.
+"""Offers a participant to an agent: the handler that all built-in backends share, with a thread that drives it.
 
 Owns threads and time; decisions are ``_decide``'s, store traffic is ``_participant``'s. The background thread
 refreshes the lease, follows the records and leads; agent threads only wait for what it learns. Everything
@@ -212,7 +212,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
 
     def _hold_port(self) -> int:
-        """A free port for the workers' bootstrap store, and nobody else's until then.
+        """Return a free port for the workers' bootstrap store, and nobody else's until then.
 
         The socket is bound but never listens: the system gives its port to no one who asks for any, and a
         server that names it may listen (both allow reuse). Only Linux shares like that; elsewhere the port is
@@ -292,7 +292,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._end(RendezvousStateError(f"node {self.node_id} of job {self._run_id!r} failed: {error!r}"))
 
     def _end(self, failure: RendezvousError | None) -> None:
-        """The thread is over: everybody who waits for what it learns has to hear of it."""
+        """Note that the thread is over: everybody who waits for what it learns has to hear of it."""
         with self._changed:
             if failure is not None and not self._stopping:
                 self._failure = failure
@@ -313,7 +313,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise self._lost(error) from error
 
     def _read(self, key: str) -> bytes | None:
-        """A record that can be trusted, or None."""
+        """Return a record that can be trusted, or None."""
         return read_trusted(self._store, self._signer, key)
 
     def set_closed(self) -> None:
@@ -351,7 +351,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return _Watch(self, generation)
 
     def _end_of(self, generation: int) -> GenerationEnd | None:
-        """Why a generation is over for this node, gravest first. Needs ``_changed``."""
+        """Return why a generation is over for this node, gravest first. Needs ``_changed``."""
         facts = self._participant.facts
         end = facts.ends.get(generation)
         if self._failure is not None:
@@ -395,7 +395,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._failure is None
 
     def _wait_for_others(self) -> None:
-        """The store ends with this process: let the others read that the job is closed, and leave."""
+        """Linger where the store ends with this process: let the others read that the job is closed, and leave."""
         deadline = time.monotonic() + self._options.close_timeout
         with self._store.watch(records.NODES) as watch:
             while self._store.items(records.NODES) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What an agent needs of a rendezvous, and what every backend gives.
+"""Defines what an agent needs of a rendezvous, and every backend gives.
 
 Owns values, the handler interface and its errors; no store is touched here. Words: a *node* runs one agent; a
 *generation* is one agreed membership, numbered from 0. All members of a generation see the same ``nodes`` in
@@ -46,7 +46,7 @@ class RendezvousConnectionError(RendezvousError, ConnectionError):
 
     @classmethod
     def lost(cls, node: str, run_id: str, error: StoreLost) -> RendezvousConnectionError:
-        """The store went away in the middle of a job."""
+        """Make the error for a store that went away in the middle of a job."""
         return cls(
             f"{node} lost the store of job {run_id!r} at {error.address}: {error}. With the c10d and static "
             "backends it lives in the agent that serves the endpoint; is that one still running?"
@@ -94,11 +94,11 @@ class RendezvousParameters:
         self.config = dict(kwargs)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a configuration key, or ``default``."""
+        """Return the value of a configuration key, or ``default``."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The same as a truth value; numbers and the usual words are understood."""
+        """Read the value of a key as true or false; numbers and the usual words are understood."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -110,7 +110,7 @@ class RendezvousParameters:
         raise ValueError(f"rendezvous configuration {key}={value!r}; expected true or false")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The same as a whole number."""
+        """Read the value of a key as a whole number."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -120,7 +120,7 @@ class RendezvousParameters:
             raise ValueError(f"rendezvous configuration {key}={value!r}; expected a whole number") from None
 
     def get_as_float(self, key: str, default: float) -> float:
-        """The same as a number of seconds."""
+        """Read the value of a key as a number of seconds."""
         value = self.get(key, default)
         try:
             return float(value)
@@ -180,7 +180,7 @@ class RendezvousInfo:
         return before, sum(node.local_size for node in same)
 
     def members(self) -> Members:
-        """The same as the record that workers read; the handler has already written it to ``members_key``."""
+        """Return the record that workers read; the handler has already written it to ``members_key``."""
         workers = tuple(
             Member(
                 id=worker_id,
@@ -247,11 +247,11 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def get_backend(self) -> str:
-        """The name under which the backend is registered."""
+        """Return the name under which the backend is registered."""
 
     @abstractmethod
     def get_run_id(self) -> str:
-        """The job that this rendezvous is for."""
+        """Return the job that this rendezvous is for."""
 
     @property
     @abstractmethod
@@ -275,7 +275,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def set_bootstrap_port(self, port: int | None) -> None:
-        """The port for the workers' bootstrap store, should this node come first; None: a free one at each
+        """Set the port for the workers' bootstrap store, should this node come first; None: a free one at each
         join."""
 
     @property
@@ -289,7 +289,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether the job is over."""
+        """Return whether the job is over."""
 
     @abstractmethod
     def set_closed(self) -> None:
@@ -311,7 +311,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait and could be admitted by a new generation; 0 when the job is at max_nodes."""
+        """Return how many nodes wait and could be admitted by a new generation; 0 when the job is at max_nodes."""
 
     @abstractmethod
     def break_generation(self, generation: int, broken: Broken) -> None:

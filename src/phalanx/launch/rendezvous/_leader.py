@@ -1,4 +1,4 @@
-"""What the leading node does on top of following: observes all nodes, asks ``decide`` and carries it out.
+"""Leads, on top of following: observes all nodes, asks ``decide`` and carries it out.
 
 Owns the leader's view of live nodes and the writes that form or end a generation. Every write is safe to
 repeat and safe beside another leader's: generation records are written once, ends and reasons too (the first
@@ -70,13 +70,13 @@ def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
 
 
 def read_trusted(store: Store, signer: Signer, key: str) -> bytes | None:
-    """A record that can be trusted, or None."""
+    """Return a record that can be trusted, or None."""
     value = store.get(key)
     return None if value is None else signer.open_trusted(key, value)
 
 
 def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
-    """A generation as the node at ``rank`` hands it to its agent."""
+    """Return a generation as the node at ``rank`` hands it to its agent."""
     first = record.seats[0]
     return RendezvousInfo(
         store=store,
@@ -191,7 +191,7 @@ class Leader:
         return self._done[1] if is_current else frozenset()
 
     def _is_wanted(self, action: End, facts: Facts) -> bool:
-        """Whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
+        """Return whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
         left did so on request, and the generation need not be broken for it."""
         if action.generation in facts.ends:
             return False

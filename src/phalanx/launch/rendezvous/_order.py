@@ -1,4 +1,4 @@
-"""Which nodes are in a generation and at which rank: pure functions.
+"""Chooses which nodes are in a generation and at which rank: pure functions.
 
 Owns the choice when more nodes wait than fit, and the ranks. Invariants: a survivor is never displaced by a
 newcomer; a survivor keeps its rank whenever that rank still exists; vacant ranks go to newcomers of the same
@@ -16,7 +16,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
-    """A sort key under which runs of digits compare as numbers.
+    """Return a sort key under which runs of digits compare as numbers.
 
     >>> sorted(["node10", "node2"], key=natural)
     ['node2', 'node10']
@@ -47,7 +47,7 @@ def choose(ready: Iterable[NodeRecord], previous: Sequence[Seat], max_nodes: int
 
 
 def assign_ranks(chosen: Sequence[NodeRecord], previous: Sequence[Seat]) -> tuple[Seat, ...]:
-    """The chosen nodes in the order of their ranks."""
+    """Return the chosen nodes in the order of their ranks."""
     if any(node.fixed_rank >= 0 for node in chosen):
         return tuple(Seat.of(node) for node in sorted(chosen, key=lambda node: node.fixed_rank))
     size = len(chosen)

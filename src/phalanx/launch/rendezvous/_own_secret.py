@@ -1,4 +1,4 @@
-"""The secret of a job on one node that nobody gave one: made by the agent that serves the store.
+"""Makes the secret of a job on one node that nobody gave one; the agent that serves the store does.
 
 Owns the file that hands it to workers and to ``phalanx scale`` of the same user: one under ``/tmp/phalanx-UID``, with
 modes that keep everybody else out, gone with the job. The place does not depend on ``TMPDIR``, which may differ between
@@ -30,7 +30,7 @@ class OwnSecret:
         self._write()
 
     def keep(self) -> str:
-        """The path of the file, which is there."""
+        """Return the path of the file, which is there."""
         if not self._path.exists():
             self._path = _folder() / self._path.name
             self._write()
@@ -51,7 +51,8 @@ class OwnSecret:
 
 
 def known_secrets(job: str) -> list[bytes]:
-    """The secrets of this user's running jobs of that name on this machine; files that dead agents left are removed."""
+    """Return the secrets of this user's running jobs of that name on this machine; files that dead agents left are
+    removed."""
     folder = _shared_folder()
     if not _is_private(folder):
         return []
@@ -79,7 +80,8 @@ def _shared_folder() -> Path:
 
 
 def _folder() -> Path:
-    """A folder that nobody else can read: the shared one of this user, or a new one if somebody else has its name."""
+    """Find a folder that nobody else can read: the shared one of this user, or a new one if somebody else has its
+    name."""
     folder = _shared_folder()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One node's side of the rendezvous: registers it, follows the news and, when it is its turn, leads.
+"""Takes part in the rendezvous for one node: registers it, follows the news and, when it is its turn, leads.
 
 Guarantees:
 - Two leaders cannot publish two memberships for one generation: the record is written by compare-and-set from
@@ -118,8 +118,8 @@ class Participant:
             self._check(now)  # nobody led and another was quicker: now its name is there
 
     def _open_first(self, key: str, value: bytes) -> bytes | None:
-        """A record that this node finds when it comes. One that it cannot read is either a stranger's, and ignored, or
-        this node is the stranger, and has to hear why."""
+        """Open a record that this node finds when it comes. One that it cannot read is either a stranger's, and
+        ignored, or this node is the stranger, and has to hear why."""
         try:
             return self.signer.open(key, value)
         except RecordError as error:
@@ -130,7 +130,7 @@ class Participant:
             return None
 
     def _is_among_friends(self) -> bool:
-        """Whether another node's record can be trusted."""
+        """Return whether another node's record can be trusted."""
         others = self.store.items(records.NODES)
         others.pop(records.node_key(self.node.id), None)
         return any(self.signer.open_trusted(key, value) is not None for key, value in others.items())
@@ -157,7 +157,7 @@ class Participant:
             self._watch.close()
 
     def seat(self, wants: int) -> tuple[GenerationRecord, int] | None:
-        """The generation, numbered at least ``wants``, that this registration is a member of, and its
+        """Return the generation, numbered at least ``wants``, that this registration is a member of, and its
         rank."""
         latest = self.facts.latest
         if latest is None or latest.generation < wants:
@@ -172,7 +172,7 @@ class Participant:
         return latest is not None and latest.generation >= wants and self.seat(wants) is None
 
     def holder_of_rank(self, waited: float) -> Seat | None:
-        """The living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
+        """Return the living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
 
         Of a generation that formed while this node waited it is: another was chosen. One that was there
         before may name a dead predecessor, until any lease that it can have left has run out.
@@ -276,7 +276,7 @@ class Participant:
             self.facts.outcome, self.facts.closed = closing.outcome, closing.reason
 
     def _open(self, key: str, value: bytes, default: Any) -> Any:
-        """The content of a record, or ``default`` (and a log line) when it cannot be trusted."""
+        """Return the content of a record, or ``default`` (and a log line) when it cannot be trusted."""
         record = self.signer.open_trusted(key, value)
         return default if record is None else records.load(record, key)
 
@@ -334,7 +334,7 @@ class Participant:
             self._stand(now)
 
     def _lives(self, chosen: LeaderRecord | Seat, record: bytes | None) -> bool:
-        """Whether a node's record is still that of the registration that was chosen."""
+        """Return whether a node's record is still that of the registration that was chosen."""
         if record is None:
             return False
         node = self._open(records.node_key(chosen.id), record, {})

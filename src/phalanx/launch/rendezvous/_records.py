@@ -28,7 +28,7 @@ watches ``live/``: nodes that come and go wake nobody else.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -169,9 +169,6 @@ class NodeRecord:
             fixed_rank=record.integer("fixed_rank", low=-1, default=-1),
             role=record.text("role", default=""),
         )
-
-    def rejoin(self, wants: int, port: int) -> NodeRecord:
-        return replace(self, wants=wants, port=port)
 
 
 class Seat(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which backends there are. One explicit table; others register by a call or by an entry point."""
+"""Lists the backends there are. One explicit table; others register by a call or by an entry point."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from phalanx.launch.rendezvous._backends import (
+    create_c10d_handler,
+    create_etcd_handler,
+    create_file_handler,
+    create_static_handler,
+)
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousParameters
 from phalanx.launch.rendezvous._settings import check_settings
 
@@ -35,11 +41,11 @@ class RendezvousHandlerRegistry:
         self._creators[backend] = creator
 
     def names(self) -> list[str]:
-        """All names, those of installed packages too."""
+        """Return all names, those of installed packages too."""
         return sorted({*self._creators, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """The handler for ``params``; ``ValueError`` names the nearest backend when there is none."""
+        """Return the handler for ``params``; ``ValueError`` names the nearest backend when there is none."""
         creator = self._creators.get(params.backend)
         if creator is None:
             for entry in entry_points(group=ENTRY_POINTS, name=params.backend):
@@ -58,14 +64,6 @@ class RendezvousHandlerRegistry:
 
 
 def _built_in() -> RendezvousHandlerRegistry:
-    # start-up speed: the stores behind the backends
-    from phalanx.launch.rendezvous._backends import (
-        create_c10d_handler,
-        create_etcd_handler,
-        create_file_handler,
-    )
-    from phalanx.launch.rendezvous._static import create_static_handler
-
     registry = RendezvousHandlerRegistry()
     registry.register("c10d", create_c10d_handler)
     registry.register("etcd", create_etcd_handler)
@@ -79,5 +77,5 @@ rendezvous_handler_registry = _built_in()
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler that ``params.backend`` stands for."""
+    """Return the handler that ``params.backend`` stands for."""
     return rendezvous_handler_registry.create_handler(params)

@@ -1,4 +1,4 @@
-"""Which run of a job a node belongs to, where the store outlives the agents (``file``, ``etcd``).
+"""Finds the run of a job that a node belongs to, where the store outlives the agents (``file``, ``etcd``).
 
 The records of a job that has ended stay in such a store. A node that comes while it ends, or a moment later, is late
 and finds the job closed: it has nothing to do. Who comes later, with nobody of the job left, wants to run it again:
@@ -29,7 +29,7 @@ def name_of_run(run_id: str, number: int) -> str:
 
 
 def is_past(closing: Closing, num_live: int, *, now: float, grace: float) -> bool:
-    """Whether a job that was closed is a thing of the past, so that whoever comes wants another run.
+    """Return whether a job that was closed is a thing of the past, so that whoever comes wants another run.
 
     >>> is_past(Closing(reason="", outcome="succeeded", time=100.0), 0, now=110.0, grace=30.0)
     False
@@ -40,7 +40,7 @@ def is_past(closing: Closing, num_live: int, *, now: float, grace: float) -> boo
 
 
 def find_run(store: Store, run_id: str, secret: bytes | None) -> tuple[str, int]:
-    """The name of the newest run of a job, and its number. ``store`` is the whole one."""
+    """Return the name of the newest run of a job, and its number. ``store`` is the whole one."""
     base = store.namespace(job_prefix(run_id))
     value = base.get(records.RUNS)
     record = None if value is None else Signer(run_id, secret).open_trusted(records.RUNS, value)
@@ -49,7 +49,7 @@ def find_run(store: Store, run_id: str, secret: bytes | None) -> tuple[str, int]
 
 
 def join_run(store: Store, run_id: str, secret: bytes | None, *, grace: float) -> str:
-    """The name of the run that a node of a job belongs to; opens another one if the newest is over."""
+    """Return the name of the run that a node of a job belongs to; opens another one if the newest is over."""
     base, signer = store.namespace(job_prefix(run_id)), Signer(run_id, secret)
     while True:
         name, number = find_run(store, run_id, secret)

@@ -1,4 +1,4 @@
-"""The settings that the built-in rendezvous backends know (``--rdzv-conf``, ``rdzv_configs``): one table.
+"""Lists the settings that the built-in rendezvous backends know (``--rdzv-conf``, ``rdzv_configs``).
 
 Imports nothing heavy: a wrong key is answered before anything is started. Backends that others register have keys of
 their own, which nobody here can check.

@@ -1,4 +1,4 @@
-"""What a node says while it waits: for whom, where, and how those are started.
+"""Says for whom a node waits: how many, where, and how those are started.
 
 Owns the words and when they are due; nothing here waits by itself except the thread of ``saying``. A job of which a
 part is missing looks exactly like one that hangs, so it says so after a second, and then less and less often.
@@ -22,7 +22,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def due_after(num_lines: int, delays: Sequence[float] = DELAYS) -> float:
-    """How long a node has waited when its next line is due, of which it has said some already.
+    """Return how long a node has waited when its next line is due, of which it has said some already.
 
     >>> [due_after(n) for n in range(5)]
     [1.0, 15.0, 60.0, 120.0, 180.0]
@@ -33,7 +33,7 @@ def due_after(num_lines: int, delays: Sequence[float] = DELAYS) -> float:
 
 
 def how_to_start(backend: str, url: str, run_id: str, rules: Rules, fixed_rank: int = -1) -> str:
-    """The command with which another node joins this job. ``fixed_rank``: of the one that says so.
+    """Return the command with which another node joins this job. ``fixed_rank``: of the one that says so.
 
     >>> how_to_start("c10d", "tcp://node0:29400", "job7", Rules(min_nodes=2, max_nodes=4))
     'phalanx run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id job7 ...'
@@ -62,7 +62,7 @@ def waiting_line(
     is_spare: bool = False,
     is_first: bool = True,
 ) -> str:
-    """What a node that waits for a generation says. ``present``: the ids of all nodes that are there."""
+    """Return what a node that waits for a generation says. ``present``: the ids of all nodes that are there."""
     if is_spare:
         return (
             f"this node is a spare: job {run_id!r} has its {rules.max_nodes} node(s); it waits to replace one"

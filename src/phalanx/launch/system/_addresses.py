@@ -1,4 +1,4 @@
-"""Where a server listens: at the address that others were told, and nowhere else.
+"""Finds the address that a server listens at: the one that others were told, and nowhere else.
 
 Owns the way from a name to the address of this machine that it stands for.
 """
@@ -15,7 +15,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def bind_address(host: str) -> str:
-    """The address to listen at, so that those who were told ``host`` get through.
+    """Return the address to listen at, so that those who were told ``host`` get through.
 
     >>> bind_address("localhost"), bind_address("::1")
     ('127.0.0.1', '::1')
@@ -42,8 +42,8 @@ def bind_address(host: str) -> str:
 
 
 def _own_addresses(host: str) -> list[str]:
-    """The addresses of ``host`` that this machine can listen at, IPv4 first: that is what names were served at before
-    machines had both."""
+    """Return the addresses of ``host`` that this machine can listen at, IPv4 first: that is what names were served
+    at before machines had both."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

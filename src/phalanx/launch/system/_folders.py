@@ -1,4 +1,4 @@
-"""Folders of this machine that belong to one agent: gone with it at the latest when the next agent starts.
+"""Makes folders that belong to one agent: gone with it, at the latest when the next agent starts.
 
 Owns the mark of ownership and the register of running jobs. An agent that is killed cannot clean up. So every folder
 holds a file on which its owner keeps a lock, which the kernel lets go of whatever way the owner ends; the next agent of
@@ -27,7 +27,7 @@ TEMPORARY_LOGS = "phalanx_"
 
 
 class OwnedFolder:
-    """A new folder that this process owns until ``keep``, ``remove``, or its end."""
+    """Makes a new folder that this process owns until ``keep``, ``remove``, or its end."""
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
         self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
@@ -57,7 +57,7 @@ class OwnedFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:
-    """A job that an agent of this user and this machine takes part in."""
+    """Names a job that an agent of this user and this machine takes part in."""
 
     run_id: str
     store_url: str
@@ -65,7 +65,7 @@ class RunningJob:
 
 
 def open_agent_folder() -> OwnedFolder:
-    """This agent's own folder; where the user's register cannot be trusted, one that nobody will find."""
+    """Make this agent's own folder; where the user's register cannot be trusted, one that nobody will find."""
     root = _register()
     return OwnedFolder(_AGENT, root) if root else OwnedFolder("phalanx-agent_")
 
@@ -79,7 +79,7 @@ def register_job(folder: OwnedFolder, job: RunningJob) -> None:
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user on this machine, each once."""
+    """Return the jobs of this user on this machine, each once."""
     root = _register(make=False)
     found: list[RunningJob] = []
     for path in _folders(root, _AGENT) if root else ():
@@ -107,7 +107,7 @@ def sweep() -> list[str]:
 
 
 def _folders(parent: str, prefix: str) -> list[str]:
-    """This user's folders there: no links, nobody else's."""
+    """Return this user's folders there: no links, nobody else's."""
     try:
         entries = [entry for entry in os.scandir(parent) if entry.name.startswith(prefix)]
         return [
@@ -120,7 +120,7 @@ def _folders(parent: str, prefix: str) -> list[str]:
 
 
 def _is_owned(path: str) -> bool:
-    """Whether its owner lives. A folder that is just being removed counts as owned: it is not ours to touch."""
+    """Return whether its owner lives. A folder that is just being removed counts as owned: it is not ours to touch."""
     try:
         fd = os.open(os.path.join(path, _OWNER), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -135,7 +135,7 @@ def _is_owned(path: str) -> bool:
 
 
 def _register(*, make: bool = True) -> str:
-    """The folder in which this user's agents have theirs; "" when there is none or others can write to it."""
+    """Return the folder in which this user's agents have theirs; "" when there is none or others can write to it."""
     path = os.path.join(tempfile.gettempdir(), f"phalanx-{os.getuid()}")
     try:
         if make:

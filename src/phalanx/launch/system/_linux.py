@@ -1,4 +1,4 @@
-"""The few Linux process calls that Python does not wrap, each with what happens elsewhere.
+"""Wraps the few Linux process calls that Python does not, each with what happens elsewhere.
 
 Owns ``prctl``. On other systems the calls do nothing and say so by returning False: what they guard is then done by
 socket end-of-file alone, which covers every case but a zygote that is killed together with its agent.
@@ -39,7 +39,7 @@ def adopt_orphans(wanted: bool = True) -> bool:
 
 
 def adopts_orphans() -> bool:
-    """Whether this process does."""
+    """Return whether this process adopts orphans."""
     answer = ctypes.c_int(0)
     return IS_LINUX and bool(
         ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and answer.value
@@ -66,7 +66,7 @@ def die_with_peer(sock: socket.socket) -> bool:
 
 
 def set_process_name(name: str) -> bool:
-    """The name that ``ps -o comm`` and ``top`` show (15 characters)."""
+    """Set the name that ``ps -o comm`` and ``top`` show (15 characters)."""
     if not IS_LINUX:
         return False
     buffer = ctypes.create_string_buffer(name.encode()[:15])
@@ -74,7 +74,7 @@ def set_process_name(name: str) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of a process; empty where the kernel does not tell."""
+    """Return direct children of a process; empty where the kernel does not tell."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -90,7 +90,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def listener_on(port: int) -> str:
-    """The process that listens on a TCP port, as "pid 7 (its command line)"; "" when that is not known.
+    """Return the process that listens on a TCP port, as "pid 7 (its command line)"; "" when that is not known.
 
     A process of another user is not known: its open files are not shown.
     """
@@ -119,7 +119,8 @@ def _descriptors(pid: str) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's one-letter state: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" unknown."""
+    """Return the kernel's one-letter state: R running, S sleeping, D uninterruptible, T stopped, Z zombie; ""
+    unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -129,7 +130,7 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True)
 class SignalState:
-    """What the kernel says of one signal in a process."""
+    """Holds what the kernel says of one signal in a process."""
 
     is_caught: bool
     """It has a handler."""
@@ -138,7 +139,7 @@ class SignalState:
 
 
 def signal_state(pid: int, signum: int) -> SignalState | None:
-    """None where the kernel does not tell, or the process is gone."""
+    """Ask the kernel about a signal; None where it does not tell, or the process is gone."""
     bit, masks = 1 << (signum - 1), {}
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -163,7 +164,7 @@ def signal_group(pid: int, signum: int) -> bool:
 
 
 def stack_signal() -> int:
-    """The signal on which Python workers write their stacks: one that neither users nor schedulers send."""
+    """Return the signal on which Python workers write their stacks: one that neither users nor schedulers send."""
     return signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 

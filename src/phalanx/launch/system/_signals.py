@@ -1,4 +1,4 @@
-"""Signals that end an agent: caught, told to the agent's loop, put back afterwards.
+"""Catches the signals that end an agent, tells its loop, and puts the handlers back afterwards.
 
 Owns ``SignalException`` and the handlers' lifetime. Python delivers signals to the main thread only: an agent in
 another thread (a notebook, a test) runs without handlers, and its caller keeps control.
@@ -45,7 +45,7 @@ def parse_signals(names: str) -> tuple[signal.Signals, ...]:
 
 
 def choose_signals(names: str | None, environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
-    """What was asked for, else what the environment says, else the default.
+    """Return what was asked for, else what the environment says, else the default.
 
     >>> choose_signals(None, {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR1"}) == (signal.SIGUSR1,)
     True

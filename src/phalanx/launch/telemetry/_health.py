@@ -1,4 +1,4 @@
-"""A health check that schedulers can probe: is the agent's process still doing its work?
+"""Answers the health checks of schedulers: is the agent's process still doing its work?
 
 Owns the hook (``HealthCheckServer``: derive from it for another protocol) and a small HTTP server on loopback.
 """
@@ -19,7 +19,7 @@ ENV_HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
 class HealthCheckServer:
-    """Something that tells others whether the agent is alive. This one does nothing.
+    """Tells others whether the agent is alive. This one does nothing.
 
     ``alive_callback`` returns the last time (seconds since the epoch) at which all was well; after ``timeout``
     seconds without, the agent counts as dead.
@@ -93,14 +93,14 @@ class HTTPHealthCheckServer(HealthCheckServer):
 def create_healthcheck_server(
     alive_callback: Callable[[], float], port: int, timeout: float
 ) -> HealthCheckServer:
-    """The server that agents use when the environment names a port."""
+    """Return the server that agents use when the environment names a port."""
     return HTTPHealthCheckServer(alive_callback, port, timeout)
 
 
 def health_server_from(
     environ: Mapping[str, str], alive_callback: Callable[[], float]
 ) -> HealthCheckServer | None:
-    """The server that the environment asks for by naming a port, if it does.
+    """Return the server that the environment asks for by naming a port, if it does.
 
     >>> health_server_from({}, time.time) is None
     True

@@ -1,4 +1,4 @@
-"""Where the output of workers goes: which streams to files, which to the console, under which names.
+"""Decides where the output of workers goes: which streams to files, which to the console, under which names.
 
 Owns ``Std``, the paths of a run (``<log_dir>/<run_id>_<unique>/attempt_<generation>/<local_rank>/stdout.log``) and the
 public ``LogsSpecs`` interface. Moves no bytes: that is ``_pump``. A directory that cannot be made (a full or read-only
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Std(IntFlag):
-    """A choice of standard streams.
+    """Chooses standard streams.
 
     >>> Std.from_str("3") == Std.ALL, Std.from_str("0:1,1:2") == {0: Std.OUT, 1: Std.ERR}
     (True, True)
@@ -47,7 +47,7 @@ class Std(IntFlag):
 
 
 def to_map(streams: Std | Mapping[int, Std], local_ranks: int) -> dict[int, Std]:
-    """The choice of every local rank; a rank that a mapping does not name keeps its streams on the console."""
+    """Return the choice of every local rank; a rank that a mapping does not name keeps its streams on the console."""
     if isinstance(streams, Std):
         return dict.fromkeys(range(local_ranks), streams)
     return {rank: streams.get(rank, Std.NONE) for rank in range(local_ranks)}
@@ -55,7 +55,7 @@ def to_map(streams: Std | Mapping[int, Std], local_ranks: int) -> dict[int, Std]
 
 @dataclass
 class LogsDest:
-    """Paths by local rank. An empty path is the console, ``os.devnull`` nowhere."""
+    """Holds paths by local rank. An empty path is the console, ``os.devnull`` nowhere."""
 
     stdouts: dict[int, str] = field(default_factory=dict)
     stderrs: dict[int, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The destinations of the workers whose environments these are, by local rank."""
+        """Return the destinations of the workers whose environments these are, by local rank."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """One directory per run, generation and local rank. Nothing is created before the first worker starts.
+    """Makes one directory per run, generation and local rank. Nothing is created before the first worker starts.
 
     >>> specs = DefaultLogsSpecs(log_dir="/var/log/job", redirects=Std.ALL, tee={0: Std.ERR})  # doctest: +SKIP
     """
@@ -122,7 +122,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return not self._root_log_dir
 
     def run_log_dir(self, run_id: str) -> str:
-        """This run's own directory, made at the first call."""
+        """Return this run's own directory, made at the first call."""
         if not self._run_log_dir:
             readable = re.sub(r"[^\w.-]+", "_", run_id)[:64]
             try:
@@ -137,7 +137,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._run_log_dir
 
     def _elsewhere(self, error: OSError) -> str:
-        """A directory in place of one that cannot be made; nowhere if there is none."""
+        """Return a directory in place of one that cannot be made; nowhere if there is none."""
         for root in (tempfile.gettempdir, lambda: "/dev/shm", lambda: os.curdir):
             try:
                 found = tempfile.mkdtemp(prefix="phalanx_logs_", dir=root())
@@ -151,7 +151,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return os.devnull
 
     def close(self, *, keep: bool) -> None:
-        """The run is over: remove the directory if nobody asked for it, or keep it for who reads the report."""
+        """End the run: remove the directory if nobody asked for it, or keep it for who reads the report."""
         if self._owned is not None:
             self._owned.keep() if keep else self._owned.remove()
             self._owned = None
@@ -177,7 +177,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return dest
 
     def _make_attempt(self, run_id: str, name: str, ranks: Iterable[int]) -> str:
-        """The directory of an attempt, with one in it for each rank; empty when nothing can be kept anywhere."""
+        """Return the directory of an attempt, with one in it for each rank; empty when nothing can be kept anywhere."""
         for _ in range(2):
             root = self.run_log_dir(run_id)
             if root == os.devnull:

@@ -28,7 +28,7 @@ _CHUNK = 65536
 
 @dataclass(kw_only=True)
 class Sinks:
-    """Where the bytes of one stream go. ``console_fd`` or ``file_fd`` of -1: not there."""
+    """Says where the bytes of one stream go. ``console_fd`` or ``file_fd`` of -1: not there."""
 
     console_fd: int = -1
     file_fd: int = -1
@@ -42,7 +42,7 @@ class Sinks:
 
 
 class LogPump:
-    """Start it, then ``add`` streams; ``drain`` before reading a tail; ``close`` in the end."""
+    """Moves streams: start it, then ``add`` them; ``drain`` before reading a tail; ``close`` in the end."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -62,7 +62,7 @@ class LogPump:
         self._thread.start()
 
     def add(self, sinks: Sinks) -> int:
-        """A descriptor for the worker to write to; the caller closes its copy once the worker has it."""
+        """Return a descriptor for the worker to write to; the caller closes its copy once the worker has it."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
         os.set_blocking(read_end, False)
         with self._lock:
@@ -116,7 +116,7 @@ class LogPump:
             self._pass_on(self._selector.select())
 
     def _pass_on(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> int:
-        """How many worker streams had something."""
+        """Return how many worker streams had something."""
         moved = 0
         for key, _ in ready:
             if key.fileobj is self._wake_read:
@@ -165,7 +165,7 @@ def deliver(sinks: Sinks, data: bytes) -> None:
 
 
 def finish(sinks: Sinks) -> None:
-    """The stream has ended: pass on a last line that has no newline, and close the file."""
+    """End a stream: pass on a last line that has no newline, and close the file."""
     if sinks.partial:
         line, sinks.partial = sinks.partial, b""
         _deliver_line(sinks, line)
@@ -219,7 +219,7 @@ def _wait_writable(fd: int) -> None:
 
 
 def tail_of_file(path: str, lines: int) -> tuple[str, ...]:
-    """The last lines of a log file; empty when there is none."""
+    """Return the last lines of a log file; empty when there is none."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -231,6 +231,6 @@ def tail_of_file(path: str, lines: int) -> tuple[str, ...]:
 
 
 def tail_of_sinks(sinks: Sinks, lines: int) -> tuple[str, ...]:
-    """The last complete lines that went through the pump, and an unfinished one."""
+    """Return the last complete lines that went through the pump, and an unfinished one."""
     found = [*sinks.tail, *([sinks.partial] if sinks.partial else [])]
     return tuple(line.decode(errors="replace") for line in found[-lines:])

@@ -22,7 +22,7 @@ from phalanx.launch.workers._fresh import prepare_python
 
 
 def open_anonymous() -> int:
-    """A descriptor of an unnamed file: in memory on Linux, unlinked on disk elsewhere."""
+    """Open an unnamed file: in memory on Linux, unlinked on disk elsewhere."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("phalanx", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -30,7 +30,7 @@ def open_anonymous() -> int:
 
 
 def write_payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """A descriptor that ``load_payload`` reads in the child. ``TypeError`` when something cannot be pickled."""
+    """Write what ``load_payload`` reads in the child. ``TypeError`` when something cannot be pickled."""
     try:
         body = pickle.dumps((fn, args))
     except Exception as error:  # pickle raises whatever an object's __reduce__ raises
@@ -50,7 +50,8 @@ def write_payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
 
 
 def load_payload(fd: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments; first makes the caller's ``__main__`` importable, as multiprocessing does."""
+    """Return the function and its arguments; first makes the caller's ``__main__`` importable, as multiprocessing
+    does."""
     with open(fd, "rb") as file:
         file.seek(0)
         preparation = pickle.loads(file.read(int.from_bytes(file.read(8), "big")))
@@ -95,7 +96,7 @@ def _store(fd: int, outcome: tuple[str, Any], what: str, *, is_fatal: bool = Tru
 
 
 def read_result(fd: int) -> tuple[str, Any] | None:
-    """``("value", v)``, ``("error", e)``, ``("unreadable", why)``, or None when the worker wrote nothing."""
+    """Read ``("value", v)``, ``("error", e)``, ``("unreadable", why)``, or None when the worker wrote nothing."""
     os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:
         data = file.read()
@@ -109,7 +110,7 @@ def read_result(fd: int) -> tuple[str, Any] | None:
 
 
 def main() -> None:
-    """Entry of a function worker in a fresh interpreter (start_method ``spawn``)."""
+    """Run a function worker in a fresh interpreter (start_method ``spawn``)."""
     payload = int(os.environ.pop("PHALANX_PAYLOAD_FD"))
     result = int(os.environ.pop("PHALANX_RESULT_FD"))
     for fd in (payload, result):

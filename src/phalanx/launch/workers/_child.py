@@ -1,4 +1,4 @@
-"""What a forked process does between the fork and the user's code: wait for its order, then become the worker.
+"""Brings a forked process to the user's code: it waits for its order, then becomes the worker.
 
 Owns the order's fields and the worker's inner environment: variables, working directory, standard streams, CPU
 affinity, stack dumps on a signal (what else a fork must let go of is in ``_fresh``). Runs in a process that has no
@@ -68,8 +68,6 @@ def become_worker(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> None:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(order["env"])
-    for name in order["unset"]:
-        os.environ.pop(name, None)
     for name, target in (("stdout", 1), ("stderr", 2)):
         if name in fd_of:
             os.dup2(fd_of[name], target)
@@ -121,7 +119,8 @@ def _run(order: Mapping[str, Any], fd_of: Mapping[str, int], functions: Function
 
 
 def _exec_if_shadowed(order: Mapping[str, Any], fd_of: Mapping[str, int], directory: str) -> None:
-    """A script whose own modules have the names of loaded ones gets a fresh interpreter, where they come first."""
+    """Give a script whose own modules have the names of loaded ones a fresh interpreter, where they come
+    first."""
     shadowed = shadowed_modules(directory)
     if not shadowed or "command" not in order:
         return

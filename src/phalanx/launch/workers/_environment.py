@@ -1,4 +1,4 @@
-"""The environment of a worker, as a pure function of its place.
+"""Makes the environment of a worker: a pure function of its assignment, its job and the configuration.
 
 Owns the names that torchrun's users rely on and, with ``phalanx.protocol``, those of our own. What it returns is
 laid over the environment that the agent was started with.
@@ -10,19 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import protocol
-
-STRAY_NAMES = (
-    "PHALANX_STACKS_FILE",
-    "PHALANX_SCRATCH",
-    "PHALANX_PAYLOAD_FD",
-    "PHALANX_RESULT_FD",
-    protocol.ENV_EXIT_CODE,
-)
+from phalanx.launch.config._config import LaunchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one worker stands in one generation."""
+class RankAssignment:
+    """Says where one worker stands in one generation."""
 
     worker_id: str
     rank: int
@@ -42,52 +35,49 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What is the same for all workers of a job on this node."""
+    """Holds what only the rendezvous knows about the job that workers are started for."""
 
     run_id: str
-    role: str
     restarts: int
-    max_restarts: int
-    on_failure: str
-    use_agent_store: bool
-    virtual_local_rank: bool = False
     secret_file: str = ""
     job: str = ""
     """The name of its records in the store; empty: the run id."""
 
 
-def worker_environment(place: Place, job: JobFacts, outer: Mapping[str, str]) -> dict[str, str]:
-    """All variables that the launcher sets for a worker. ``outer`` is the agent's own environment."""
+def worker_environment(
+    assignment: RankAssignment, job: JobFacts, config: LaunchConfig, outer: Mapping[str, str]
+) -> dict[str, str]:
+    """Return all variables that the launcher sets for a worker. ``outer`` is the agent's own environment."""
     env = {
-        "RANK": place.rank,
-        "LOCAL_RANK": place.local_rank,
-        "GROUP_RANK": place.node_rank,
-        "ROLE_RANK": place.role_rank,
-        "ROLE_NAME": job.role,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "GROUP_WORLD_SIZE": place.num_nodes,
-        "ROLE_WORLD_SIZE": place.role_size,
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": place.master_port,
+        "RANK": assignment.rank,
+        "LOCAL_RANK": assignment.local_rank,
+        "GROUP_RANK": assignment.node_rank,
+        "ROLE_RANK": assignment.role_rank,
+        "ROLE_NAME": config.role,
+        "WORLD_SIZE": assignment.world_size,
+        "LOCAL_WORLD_SIZE": assignment.local_size,
+        "GROUP_WORLD_SIZE": assignment.num_nodes,
+        "ROLE_WORLD_SIZE": assignment.role_size,
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": assignment.master_port,
         "TORCHELASTIC_RESTART_COUNT": job.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": config.max_restarts,
         "TORCHELASTIC_RUN_ID": job.run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": job.use_agent_store,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": outer.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        protocol.ENV_STORE: place.store_url,
+        protocol.ENV_STORE: assignment.store_url,
         protocol.ENV_JOB: job.job or job.run_id,
-        protocol.ENV_GENERATION: place.generation,
-        protocol.ENV_WORKER_ID: place.worker_id,
-        protocol.ENV_ON_FAILURE: job.on_failure,
-        **thread_defaults(place.local_size, outer),
+        protocol.ENV_GENERATION: assignment.generation,
+        protocol.ENV_WORKER_ID: assignment.worker_id,
+        protocol.ENV_ON_FAILURE: config.on_failure,
+        **thread_defaults(assignment.local_size, outer),
     }
     if job.secret_file:
         env[protocol.ENV_SECRET_FILE] = job.secret_file
         env[protocol.ENV_SECRET] = ""  # the file was named for this job; the variable may be another one's
-    if job.virtual_local_rank:
+    if config.virtual_local_rank:
         env["LOCAL_RANK"] = 0
-        env["CUDA_VISIBLE_DEVICES"] = _own_device(place.local_rank, outer.get("CUDA_VISIBLE_DEVICES"))
+        env["CUDA_VISIBLE_DEVICES"] = _own_device(assignment.local_rank, outer.get("CUDA_VISIBLE_DEVICES"))
     return {name: str(value) for name, value in env.items()}
 
 
@@ -101,7 +91,7 @@ def resolver_defaults(outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_defaults(local_size: int, outer: Mapping[str, str]) -> dict[str, str]:
-    """One computing thread per worker when several share a machine and nobody said otherwise."""
+    """Set one computing thread per worker when several share a machine and nobody said otherwise."""
     if local_size > 1 and "OMP_NUM_THREADS" not in outer:
         return {"OMP_NUM_THREADS": "1"}
     return {}

@@ -34,7 +34,7 @@ _ALWAYS_THERE = frozenset({"__main__", "encodings", "phalanx", "site", "sitecust
 
 
 class Output(io.FileIO):
-    """A standard stream that never raises for want of room.
+    """Writes a standard stream that never raises for want of room.
 
     A file that takes nothing more loses what is printed, and gets a line that says so once it takes some again.
     """
@@ -78,7 +78,8 @@ def prepare_python(stacks: str, scratch: str) -> None:
 
 
 def open_streams() -> None:
-    """Standard output and error as ``python -u`` has them, on descriptors that may have changed under the old ones.
+    """Open standard output and error as ``python -u`` has them, on descriptors that may have changed under the old
+    ones.
 
     Text that the encoding cannot express is written with backslashes: a print must not end a job. Whoever names an
     error handler in PYTHONIOENCODING gets that one on standard output.
@@ -115,7 +116,8 @@ def forget_zygote() -> None:
 
 
 def keep_sockets_in(folder: str) -> None:
-    """Where multiprocessing of this process and its forks has its sockets: a killed loader cannot remove its own."""
+    """Say where multiprocessing of this process and its forks has its sockets: a killed loader cannot remove its
+    own."""
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         return  # multiprocessing makes one with a shorter name
     from multiprocessing import process  # start-up speed
@@ -148,7 +150,7 @@ def forget_caller(env: Mapping[str, str]) -> None:
 
 
 def prepare_fork() -> None:
-    """Call it in a process that has computed, before it is forked: end the idle threads of GNU OpenMP.
+    """Prepare a process that has computed to be forked: end the idle threads of GNU OpenMP.
 
     A fork has none of them, but its libgomp believes that it does, and waits for them for ever in the first operation
     that uses several threads (seen). Here they come back when next needed.
@@ -179,7 +181,8 @@ def _renew_random() -> None:
 
 
 def shadowed_modules(directory: str) -> list[str]:
-    """Files of a script's directory that ``import`` would take for a module that is loaded already, from elsewhere.
+    """Return files of a script's directory that ``import`` would take for a module that is loaded already, from
+    elsewhere.
 
     A fresh interpreter would find the script's own first.
     """

@@ -1,4 +1,4 @@
-"""JSON messages, with file descriptors beside them, over a Unix stream socket.
+"""Sends JSON messages, with file descriptors beside them, over a Unix stream socket.
 
 Owns the framing between agent, zygote and parked workers: four bytes of length, then the JSON text; descriptors ride
 on the first byte. Nothing is pickled. A closed peer reads as ``None``, never as a half message.
@@ -54,7 +54,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
 
 
 def parse_message(body: bytes) -> dict[str, Any]:
-    """``MessageError`` when it is none."""
+    """Parse a message; ``MessageError`` when it is none."""
     message = load_json(body, "a message", MessageError)
     if not isinstance(message, dict):
         raise MessageError(f"a message is {short(message)}; expected an object with named fields")

@@ -1,4 +1,4 @@
-"""The workers of one node: start, signal, stop, and what each of them left behind.
+"""Starts, signals and stops the workers of one node, and keeps what each of them left behind.
 
 Owns the processes (through the zygote), their log destinations and results. Knows nothing of rendezvous or policy:
 the agent tells it who should run where. Guarantees: after ``stop`` no process of a worker runs, except one that the
@@ -15,16 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import TAIL_LINES, ProcessFailure
 from phalanx.launch.system import _linux
-from phalanx.launch.telemetry._logs import LogsDest, LogsSpecs
+from phalanx.launch.telemetry._logs import LogsDest
 from phalanx.launch.telemetry._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
 from phalanx.launch.workers._call import open_anonymous, read_result
-from phalanx.launch.workers._environment import JobFacts, Place, worker_environment
+from phalanx.launch.workers._environment import JobFacts, RankAssignment, worker_environment
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._zygotes import Zygotes
@@ -37,9 +38,9 @@ KILL_PATIENCE = 20.0
 
 @dataclass(kw_only=True)
 class WorkerHandle:
-    """One started worker. ``place`` is the newest; a surviving worker keeps its process and files."""
+    """Stands for one started worker. ``assignment`` is the newest; a surviving worker keeps its process and files."""
 
-    place: Place
+    assignment: RankAssignment
     process: WorkerProcess
     stderr_path: str = ""
     stderr_sinks: Sinks | None = None
@@ -66,7 +67,7 @@ class WorkerHandle:
 
     @property
     def id(self) -> str:
-        return self.place.worker_id
+        return self.assignment.worker_id
 
     @property
     def is_running(self) -> bool:
@@ -83,29 +84,20 @@ class WorkerHandle:
         return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolOptions:
-    """How workers are started and shown."""
-
-    plan: WorkerStart
-    logs_specs: LogsSpecs
-    prefix_template: str | None = None
-    stdout_filters: tuple[str, ...] = ()
-    stderr_filters: tuple[str, ...] = ()
-    standby: int = 0
-    cpus_of: Callable[[int, int], Sequence[int]] = field(default=lambda local_rank, local_size: ())
-    """The CPUs that a local rank is bound to; empty: all."""
-
-
 class WorkerPool:
-    """All workers of the node by worker id, in the order of their local ranks."""
+    """Holds all workers of the node by worker id, in the order of their local ranks."""
 
     def __init__(
-        self, zygotes: Zygotes, options: PoolOptions, on_exit: Callable[[WorkerHandle], None]
+        self,
+        config: LaunchConfig,
+        start: WorkerStart,
+        zygotes: Zygotes,
+        on_exit: Callable[[WorkerHandle], None],
     ) -> None:
+        self.config = config
         self.members: dict[str, WorkerHandle] = {}
+        self._start = start
         self._zygotes = zygotes
-        self._options = options
         self._tell = on_exit
         self._pump = LogPump()
         self._parked: list[tuple[WorkerProcess, bool]] = []
@@ -119,7 +111,7 @@ class WorkerPool:
     def prepare(self, count: int) -> None:
         """Fork ahead of time, so that giving the orders is all that is left to do."""
         self._parked = [(process, is_warm) for process, is_warm in self._parked if process.waits]
-        while len(self._parked) < count + self._options.standby:
+        while len(self._parked) < count + self.config.standby:
             self._parked.append(self._zygotes.park())
 
     def open(self, scratch: str = "") -> None:
@@ -128,52 +120,57 @@ class WorkerPool:
         self._zygotes.start(self._on_exit)
         self._pump.start()
 
-    def start(self, places: Sequence[Place], job: JobFacts) -> list[WorkerHandle]:
-        """Start a worker on each of the places."""
-        self.prepare(len(places))
-        envs = {place.local_rank: worker_environment(place, job, os.environ) for place in places}
+    def start(self, assignments: Sequence[RankAssignment], job: JobFacts) -> list[WorkerHandle]:
+        """Start a worker on each of the assignments."""
+        self.prepare(len(assignments))
+        envs = {
+            assignment.local_rank: worker_environment(assignment, job, self.config, os.environ)
+            for assignment in assignments
+        }
         dest = self._reify(envs)
-        return [self._start_one(place, envs[place.local_rank], dest, job) for place in places]
+        return [self._start_one(assignment, envs[assignment.local_rank], dest) for assignment in assignments]
 
     def _reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Where the output goes: to the console when a full disk keeps the user's own scheme from finding a place."""
+        """Find where the output goes: to the console when a full disk keeps the user's own scheme from finding a
+        place."""
+        assert self.config.logs_specs is not None, "a resolved config has logs_specs"
         try:
-            return self._options.logs_specs.reify(envs)
+            return self.config.logs_specs.reify(envs)
         except OSError as error:
             log.error("workers' logs cannot be kept: %s; their output goes to the console", error)
             for env in envs.values():
                 env["TORCHELASTIC_ERROR_FILE"] = ""
             return LogsDest()
 
-    def _start_one(self, place: Place, env: Mapping[str, str], dest: LogsDest, job: JobFacts) -> WorkerHandle:
-        rank = place.local_rank
+    def _start_one(self, assignment: RankAssignment, env: Mapping[str, str], dest: LogsDest) -> WorkerHandle:
+        rank = assignment.local_rank
         process, is_warm = self._take_parked()
         error_file = dest.error_files.get(rank, "")
         has_directory = bool(error_file) and error_file != os.devnull
         stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
         member = WorkerHandle(
-            place=place,
+            assignment=assignment,
             process=process,
             error_file=error_file if has_directory else "",
             stacks_file=stacks,
             stderr_path=dest.stderrs.get(rank, ""),
             started_at=time.monotonic(),
-            born=place.generation,
+            born=assignment.generation,
         )
         if has_directory:
             with suppress(OSError):
                 os.unlink(error_file)
-        plan = self._options.plan if is_warm else self._options.plan.cold()
-        order, fds = plan.order(env, rank, stacks, self._scratch)
-        order["cpus"] = list(self._options.cpus_of(rank, place.local_size))
-        prefix = self._prefix(place, job)
+        start = self._start if is_warm else self._start.cold()
+        order, fds = start.order(env, rank, stacks, self._scratch)
+        order["cpus"] = self._cpus_of(assignment)
+        prefix = self._prefix(assignment)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)
         fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, member, prefix)
-        if self._options.plan.is_function:
+        if self._start.is_function:
             member.result_fd = open_anonymous()
             fds["result"] = member.result_fd
         with self._changed:
-            self.members[place.worker_id] = member
+            self.members[assignment.worker_id] = member
         process.order(order, fds)
         for name, fd in fds.items():
             if name != "result":
@@ -200,9 +197,12 @@ class WorkerPool:
         member: WorkerHandle,
         prefix: bytes,
     ) -> dict[str, int]:
-        rank = member.place.local_rank
+        rank = member.assignment.local_rank
         path, is_tee = files.get(rank, ""), rank in tees
-        filters = self._options.stdout_filters if name == "stdout" else self._options.stderr_filters
+        config = self.config
+        filters = (
+            config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters
+        ) or ()
         if path == os.devnull:
             return {name: os.open(os.devnull, os.O_WRONLY)}
         file_fd = _open_log(path) if path else -1
@@ -224,9 +224,22 @@ class WorkerPool:
             member.stderr_sinks = sinks
         return {name: self._pump.add(sinks)}
 
-    def _prefix(self, place: Place, job: JobFacts) -> bytes:
-        template = self._options.prefix_template or "[${role_name}${local_rank}]:"
-        values = {"role_name": job.role, "rank": place.rank, "local_rank": place.local_rank, "host": _host()}
+    def _cpus_of(self, assignment: RankAssignment) -> list[int]:
+        """List the CPUs that a worker is bound to; empty: all."""
+        if self.config.numa_options is None:
+            return []
+        from phalanx.launch import numa  # start-up speed: few ask for it
+
+        return sorted(numa.cpus_for(self.config.numa_options, assignment.local_rank, assignment.local_size))
+
+    def _prefix(self, assignment: RankAssignment) -> bytes:
+        template = self.config.log_line_prefix_template or "[${role_name}${local_rank}]:"
+        values = {
+            "role_name": self.config.role,
+            "rank": assignment.rank,
+            "local_rank": assignment.local_rank,
+            "host": socket.gethostname(),
+        }
         return Template(template).safe_substitute(values).encode()
 
     # -- watching ------------------------------------------------------------------------------------------------
@@ -256,18 +269,18 @@ class WorkerPool:
         return True
 
     def failure_of(self, member: WorkerHandle) -> ProcessFailure:
-        """What is known about a worker that died."""
+        """Return what is known about a worker that died."""
         exit_code = member.process.exit_code
         assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
         failure = ProcessFailure.observe(
             exitcode=exit_code,
             error_file=member.error_file,
             ended_at=member.process.ended_at,
-            local_rank=member.place.local_rank,
+            local_rank=member.assignment.local_rank,
             pid=member.process.pid,
-            rank=member.place.rank,
+            rank=member.assignment.rank,
             worker_id=member.id,
-            generation=member.place.generation,
+            generation=member.assignment.generation,
             note=member.note,
             stderr_tail=self._stderr_tail(member),
         )
@@ -278,7 +291,7 @@ class WorkerPool:
             failure.message, failure.is_incurable = member.problem, True
         return failure
 
-    def failures_before(self, moment: float) -> list[ProcessFailure]:
+    def _failures_before(self, moment: float) -> list[ProcessFailure]:
         """Of those who were stopped or whose end nobody has dealt with: who had failed by itself before ``moment``.
 
         Its end may have been on its way here when it was told to stop because of another's.
@@ -306,19 +319,29 @@ class WorkerPool:
         """Make a ``stop`` that is under way kill at once. Safe in a signal handler."""
         self._hurry.set()
 
-    def stop(self, signum: int = signal.SIGTERM, patience: float = 30.0) -> None:
-        """Stop all workers: the signal to their process groups, after ``patience`` seconds SIGKILL."""
-        self._stop(self.running, signum, patience)
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Stop all workers: the signal to their process groups, after ``shutdown_timeout`` seconds SIGKILL."""
+        assert self.config.shutdown_timeout is not None, "a resolved config has a shutdown_timeout"
+        self._stop(self.running, signum, self.config.shutdown_timeout)
+
+    def end_all(self) -> list[ProcessFailure]:
+        """Stop and forget all workers; return the failures of those that had failed before, which nobody has told."""
+        told_at = time.time()
+        self.stop()
+        unheard = self._failures_before(told_at)
+        for worker_id in list(self.members):
+            self.forget(worker_id)
+        return unheard
 
     def stopped_ids(self) -> list[str]:
-        """Workers that SIGSTOP or a debugger holds."""
+        """Return workers that SIGSTOP or a debugger holds."""
         return [m.id for m in self.running if _linux.process_state(m.process.pid) in ("T", "t")]
 
     def kill_all(self, worker_ids: Collection[str], reason: str) -> list[ProcessFailure]:
         """End those of these workers that run here at once; the failures of those that the kernel lets die."""
         ended = []
         for member in [m for m in self.running if m.id in worker_ids]:
-            log.error("worker %s (rank %d) is killed: %s", member.id, member.place.rank, reason)
+            log.error("worker %s (rank %d) is killed: %s", member.id, member.assignment.rank, reason)
             member.is_judged, member.note, member.is_killed = True, reason, True
             member.process.send_signal(signal.SIGKILL)
             if self._wait([member], KILL_PATIENCE, can_hurry=False):
@@ -372,13 +395,9 @@ class WorkerPool:
 
 
 def _open_log(path: str) -> int:
-    """A descriptor; -1, and a line in the log, when the disk does not take another file."""
+    """Return a descriptor; -1, and a line in the log, when the disk does not take another file."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
         log.error("a worker's log file cannot be opened: %s; its output goes to the console", error)
         return -1
-
-
-def _host() -> str:
-    return socket.gethostname()

@@ -1,4 +1,4 @@
-"""The agent's side of the zygote: park processes, give them orders, hear of their ends.
+"""Talks to a zygote from the agent's side: parks processes, gives them orders, hears of their ends.
 
 Owns ``Zygote`` and ``WorkerProcess`` (one per process). All ends are reported to one callback, from one reader thread,
 in the order in which they happened. Of a zygote that dies the workers live on as children of the agent, which adopts
@@ -44,7 +44,7 @@ class ProcessStartError(PhalanxError, RuntimeError):
 
 
 class WorkerProcess:
-    """A process that the zygote forked: parked until ``order``, then a worker."""
+    """Stands for a process that the zygote forked: parked until ``order``, then a worker."""
 
     def __init__(self, pid: int, orders: socket.socket) -> None:
         self.pid = pid
@@ -78,7 +78,7 @@ class WorkerProcess:
             self.let_go()
 
     def end(self, exit_code: int) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         self.exit_code = exit_code
         self.let_go()
 
@@ -99,7 +99,7 @@ class WorkerProcess:
 
 
 class Zygote:
-    """A running zygote. ``on_exit(process)`` is called once per process, mostly in the reader thread."""
+    """Stands for a running zygote. ``on_exit(process)`` is called once per process, mostly in the reader thread."""
 
     def __init__(self, sock: socket.socket, pid: int, child: subprocess.Popen[bytes] | None) -> None:
         self.pid = pid
@@ -182,7 +182,7 @@ class Zygote:
             ) from None
 
     def park(self, timeout: float = START_TIMEOUT) -> WorkerProcess:
-        """A new process that waits for its order."""
+        """Fork a new process that waits for its order."""
         ours, theirs = socket.socketpair()
         future: Future[WorkerProcess] = Future()
         with self._lock:

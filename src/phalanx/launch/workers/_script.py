@@ -23,7 +23,7 @@ from phalanx.launch.workers._fresh import prepare_python
 
 
 def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:
-    """The exit code of the script."""
+    """Run a script; return its exit code."""
     sys.argv = [target, *args]
     sys.orig_argv = interpreter_command([*(["-m"] if is_module else []), target, *args])
     main = ModuleType("__main__")
@@ -62,12 +62,12 @@ def _run_file(path: str, main: ModuleType) -> None:
 
 
 def directory_of(target: str, *, is_module: bool) -> str:
-    """What ``sys.path`` begins with for a script or module."""
+    """Return what ``sys.path`` begins with for a script or module."""
     return os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
 
 
 def interpreter_command(words: Sequence[str]) -> list[str]:
-    """This interpreter, with the options that it was given itself (-W, -X, -O, ...) and unbuffered output."""
+    """Return this interpreter, with the options that it was given itself (-W, -X, -O, ...) and unbuffered output."""
     given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing's way
     options = [name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()]
     more = [
@@ -106,7 +106,7 @@ def _as_users_see(error: _Error) -> _Error:
 
 
 def main() -> None:
-    """Entry of a worker in a fresh interpreter: ``python -m phalanx.launch.workers._script [-m] TARGET ARGS...``."""
+    """Run a worker in a fresh interpreter: ``python -m phalanx.launch.workers._script [-m] TARGET ARGS...``."""
     args = sys.argv[1:]
     is_module = args[0] == "-m"
     if is_module:

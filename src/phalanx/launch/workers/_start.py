@@ -1,21 +1,30 @@
-"""From an entrypoint and a start method to the order that a parked process gets.
+"""Turns an entrypoint and a start method into the order that a parked process gets.
 
 Owns the table of start methods. Scripts: ``warm`` runs them in the forked process, every other method except ``fork``
 and ``forkserver`` gives a fresh interpreter. Functions: ``fork`` takes them from the zygote's memory, ``forkserver``
 unpickles them in a fork of a clean process that has torch, ``spawn`` in a fresh interpreter. Commands are exec'd.
+
+Functions that exist in this process only (typed at a prompt or in a notebook's cell) are forked, whatever start method
+was asked for: pickle sends a function by the name of its module, and a fresh interpreter finds no file behind the
+``__main__`` of a session.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
-from collections.abc import Mapping
+import pickle
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch.config._spec import Entrypoint, Script
 from phalanx.launch.workers._call import write_payload
 from phalanx.launch.workers._script import interpreter_command
-from phalanx.launch.workers._session import method_that_works
+
+log = logging.getLogger(__name__)
 
 SCRIPT_METHODS = ("warm", "exec", "spawn", "fork", "forkserver")
 FUNCTION_METHODS = ("spawn", "fork", "forkserver")
@@ -24,7 +33,7 @@ LOCAL_RANK_MACRO = "${local_rank}"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStart:
-    """How the workers of a job are started."""
+    """Says what the workers of a job run and how they are started; made once for a launch."""
 
     entrypoint: Entrypoint
     args: tuple[Any, ...]
@@ -37,7 +46,7 @@ class WorkerStart:
 
     @classmethod
     def choose(cls, entrypoint: Entrypoint, args: tuple[Any, ...], method: str) -> WorkerStart:
-        """The plan for an entrypoint; a function that no other method can bring to its workers is forked."""
+        """Choose how to start an entrypoint; a function that no other method can bring to its workers is forked."""
         if callable(entrypoint):
             method = method_that_works(entrypoint, args, method)
         return cls(entrypoint=entrypoint, args=args, method=method)
@@ -52,6 +61,11 @@ class WorkerStart:
         return callable(self.entrypoint)
 
     @property
+    def copies_caller(self) -> bool:
+        """Whether workers are forks of the calling process, with its memory."""
+        return self.is_function and self.method == "fork"
+
+    @property
     def is_warm(self) -> bool:
         """Whether workers run inside the zygote's fork, so that its imports are theirs."""
         if isinstance(self.entrypoint, Script):
@@ -59,16 +73,15 @@ class WorkerStart:
         return self.is_function and self.method != "spawn"
 
     def cold(self) -> WorkerStart:
-        """The same in fresh interpreters: for processes that were forked before anything was imported."""
+        """Return the same for fresh interpreters: for processes that were forked before anything was imported."""
         return replace(self, method="spawn" if self.is_function else "exec") if self.is_warm else self
 
     def order(
         self, env: Mapping[str, str], local_rank: int, stacks: str, scratch: str = ""
     ) -> tuple[dict[str, Any], dict[str, int]]:
-        """The order and the descriptors that go with it (the caller closes them after sending)."""
+        """Return the order and the descriptors that go with it (the caller closes them after sending)."""
         order: dict[str, Any] = {
             "env": dict(env),
-            "unset": [],
             "cpus": [],
             "cwd": os.getcwd(),
             "name": "python",
@@ -114,3 +127,47 @@ def _interpreter(script: Script, words: list[str]) -> list[str]:
     if foreign:  # another interpreter may not have us installed: start the script plainly
         return [foreign, "-u", *flag, script.target, *words]
     return interpreter_command(["-m", "phalanx.launch.workers._script", *flag, script.target, *words])
+
+
+def method_that_works(fn: Callable[..., Any], args: tuple[Any, ...], method: str) -> str:
+    """Return ``method``, or ``fork`` (and a line that says so) where nothing else can bring the function to its
+    workers."""
+    why = "" if method == "fork" else why_only_here(fn, args)
+    if not why:
+        return method
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise TypeError(
+            f"{why}, so that its workers must be forked; but this process has used CUDA, which forks cannot. Write the "
+            "function to a file (%%writefile in a notebook) and import it"
+        )
+    log.warning("%s: its workers are forked from this process (start_method='fork', not %r)", why, method)
+    return "fork"
+
+
+def why_only_here(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return why a fresh interpreter could not find the function or its arguments; "" when it can, or pickle itself
+    refuses.
+
+    >>> why_only_here(os.getcwd, ())
+    ''
+    """
+    try:
+        mentions_main = b"__main__" in pickle.dumps((fn, args))
+    except Exception:  # whoever sends them says what is wrong
+        return ""
+    if not mentions_main:
+        return ""
+    name = getattr(fn, "__qualname__", repr(fn))
+    if not _has_a_file(sys.modules["__main__"]):
+        return f"the function {name} or its arguments are defined in an interactive session"
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if fn.__module__ == "__main__" and code is not None and not os.path.exists(code.co_filename):
+        return f"the function {name} was typed into an interactive session"
+    return ""
+
+
+def _has_a_file(main: Any) -> bool:
+    if getattr(main, "__spec__", None) is not None:
+        return True  # python -m name: found by that name again
+    return os.path.exists(getattr(main, "__file__", None) or "")

@@ -1,4 +1,4 @@
-"""The process that forks workers: it has imported what they need, and it never has a thread.
+"""Forks workers, in a process that has imported what they need and never has a thread.
 
 Guarantees: one message for every fork and every exit; a worker's whole process group is killed before the worker is
 reaped, so its number cannot have been given to anybody else; when the agent's end of the socket closes, however the
@@ -48,7 +48,7 @@ IDLE = 1.0
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """In here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
+    """Keep things quiet: in here ``import torch`` starts no thread and collects no garbage (it leaves next to none).
 
     What was imported is then kept from the collector: its first look at all of it, the moment it is switched on again,
     would take a tenth of a second, and in a forked process write to every page that it shares with its parent.
@@ -233,7 +233,7 @@ def _reap_for(seconds: float) -> None:
 
 
 def main() -> None:
-    """Entry of a zygote in a fresh interpreter: ``python -m phalanx.launch.workers._zygote FD PARENT [PRELOAD...]``."""
+    """Run a zygote in a fresh interpreter: ``python -m phalanx.launch.workers._zygote FD PARENT [PRELOAD...]``."""
     fd, parent, *preload = sys.argv[1:]
     with quiet_imports():
         error = _import_all(tuple(preload))

@@ -1,4 +1,4 @@
-"""The zygote of a pool, and its successors should it be killed: workers outlive it, and new ones can be started.
+"""Starts the zygote of a pool, and its successors should it be killed: workers outlive it, new ones can be started.
 
 Owns which zygote forks the next worker. When one is lost, two are started: one that imports nothing, from which workers
 are exec'd meanwhile, and one that imports what the lost one had, which takes over when it is done. A zygote that was
@@ -8,26 +8,43 @@ forked from the agent's own memory (functions by ``fork``) has no successor: the
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
+from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.system import _linux
+from phalanx.launch.workers._environment import thread_defaults
 from phalanx.launch.workers._processes import ProcessStartError, WorkerProcess, Zygote
+from phalanx.launch.workers._start import WorkerStart
 
 log = logging.getLogger(__name__)
+
+WARM_IMPORTS = ("torch", "torch.distributed")
+"""What a warm zygote imports before anything else."""
 
 MAX_ATTEMPTS = 5
 """How many zygotes in a row may be lost before one of them has forked the worker that is wanted."""
 
 
 class Zygotes:
-    """``make(is_warm)`` starts a successor; None: there is none."""
+    """Holds a zygote and its successors. ``make(is_warm)`` starts one; None: there is none."""
+
+    @classmethod
+    def of(cls, config: LaunchConfig, start: WorkerStart, first: Zygote) -> Zygotes:
+        """Begin with ``first``; others follow it, but for functions that were forked with the caller's memory."""
+        if start.copies_caller:
+            return cls(first, is_warm=start.is_warm)
+        return cls(
+            first,
+            lambda is_warm: make_zygote(config, start if is_warm else start.cold()),
+            is_warm=start.is_warm,
+        )
 
     def __init__(
         self, first: Zygote, make: Callable[[bool], Zygote] | None = None, *, is_warm: bool = False
     ) -> None:
         self._make = make
-        self._is_warm = is_warm
         self._lock = threading.Lock()
         self._warm: Zygote | None = first if is_warm else None
         self._cold: Zygote | None = None if is_warm else first
@@ -46,7 +63,7 @@ class Zygotes:
         first.wait_ready()
 
     def park(self) -> tuple[WorkerProcess, bool]:
-        """A new process that waits for its order, and whether it has what the first zygote had imported."""
+        """Fork a new process that waits for its order, and whether it has what the first zygote had imported."""
         for _ in range(MAX_ATTEMPTS):
             zygote, is_warm = self._next()
             try:
@@ -101,3 +118,11 @@ class Zygotes:
             zygote.close()
         if not self._was_adopting:
             _linux.adopt_orphans(False)
+
+
+def make_zygote(config: LaunchConfig, start: WorkerStart) -> Zygote:
+    """Start the zygote that workers need. Only ``fork`` copies this process; others start from a clean interpreter."""
+    if start.copies_caller:
+        return Zygote.fork({"main": (start.entrypoint, start.args)}, config.preload)
+    env = {**os.environ, **thread_defaults(config.nproc_per_node, os.environ)}
+    return Zygote.execute((*WARM_IMPORTS, *config.preload) if start.is_warm else (), env)

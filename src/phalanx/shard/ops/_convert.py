@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from phalanx._torch_private import tree_map_only
 from phalanx.comm import DeviceMesh, Group, current_group, use_group
 from phalanx.shard.exchange._reshard import reshard_shards
 from phalanx.shard.exchange._shard import Shard as LocalShard

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from phalanx._torch_private import DisableTorchFunctionSubclass, calculate_correct_fan, tree_leaves
 from phalanx.shard.ops import _pointwise
 from phalanx.shard.ops._convert import run_through_dtensor
 from phalanx.shard.ops._embedding import embedding, embedding_bag
@@ -46,7 +46,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if custom is not None:
         return custom(types, args, kwargs, first._process_group)
     if name in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     handler = _BY_FUNCTION.get(func) or _HANDLERS.get(name)
     if handler is not None:
@@ -167,7 +167,7 @@ def _init_kaiming_uniform(
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
 ) -> Tensor:
-    fan = torch.nn.init._calculate_correct_fan(tensor, mode)  # type: ignore[arg-type]  # torch checks the mode
+    fan = calculate_correct_fan(tensor, mode)
     gain = torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]  # torch checks the name
     bound = 3.0**0.5 * gain / fan**0.5
     return _init_uniform(tensor, -bound, bound, generator)

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from phalanx._torch_private import tree_leaves
 from phalanx.comm import Group
 from phalanx.shard.exchange._exchange import buffer_device
 from phalanx.shard.tensor._tensor import ShardedTensor

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from phalanx._torch_private import tree_map_only
 from phalanx.shard.layout._boxes import Box, view_of
 from phalanx.shard.tensor._tensor import ShardedTensor, same_layout
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import make_wrapper_subclass
 from phalanx.comm import Group
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
 from phalanx.shard.exchange._gather import Whole, check_out, gather_tensors, gather_to_file
@@ -91,9 +92,7 @@ class ShardedTensor(torch.Tensor, Spread):
     ) -> ShardedTensor:
         """From parts that are known to fit."""
         properties = metadata.tensor_properties
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, metadata.size, dtype=properties.dtype, requires_grad=False
-        )
+        tensor = make_wrapper_subclass(cls, metadata.size, dtype=properties.dtype, requires_grad=False)
         tensor._local_shards, tensor._metadata = shards, metadata
         tensor._sharding_spec, tensor._process_group = spec, group
         result: ShardedTensor = tensor

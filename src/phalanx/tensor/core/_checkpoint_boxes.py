@@ -27,7 +27,7 @@ def held_boxes(spec: Spec, local: Tensor) -> list[HeldBox]:
     by_dim = []
     for dim, length in enumerate(spec.shape):
         ranges, position = [], 0
-        for start, size in ranges_of(length, spec.cuts(dim)):
+        for start, size in ranges_of(length, spec.shards(dim)):
             ranges.append((start, size, position))
             position += size
         by_dim.append(ranges)

@@ -2,8 +2,8 @@
 
 Owns the mark on such copies, which views of them inherit. Where an index leads from the copy back to its base, what is
 written to the copy is written to the base as well; other copies raise when written to. Reading a copy after its base
-was written otherwise raises (it would be stale). Everything else works as on a view. Tensors of inference mode have no
-version, so of theirs only writes are caught.
+was written otherwise raises (it would be out of date). Everything else works as on a view. Tensors of inference mode
+have no version, so of theirs only writes are caught.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESHAPED = object()  # stands for an index: all elements in their order
 
 
 class CopiedView:
-    """Set as ``_stale`` on a copied view: the version that its base has now, and had then.
+    """Set as ``_copied_view`` on a copied view: the version that its base has now, and had then.
 
     ``base[key]`` is what the copy stands for; without a base the copy is read-only. ``strides``: of the view that it
     would have been, None if not known.
@@ -54,7 +54,7 @@ def mark_copied_view(
     strides: tuple[int, ...] | None = None,
 ) -> None:
     """``view`` is a copy of a part of ``base``, or of what ``base`` is a copy of; ``args`` were the operation's."""
-    above: CopiedView | None = base._stale
+    above: CopiedView | None = base._copied_view
     if above is not None:
         mark = above.read_only()
     else:
@@ -67,7 +67,7 @@ def mark_copied_view(
     mark.key, mark.strides = _index_of(op, base.ndim, args), strides
     if mark.key is not None:
         mark.base = base
-    view._stale = mark
+    view._copied_view = mark
 
 
 def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
@@ -85,16 +85,16 @@ def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
     return (*[slice(None)] * dim, slice(start, start + args[3]))
 
 
-def fresh(tensor: DTensor) -> Tensor:
+def checked_local(tensor: DTensor) -> Tensor:
     """The local of ``tensor``, if it is what it should be."""
-    if tensor._stale is not None:
-        check_fresh(tensor)
+    if tensor._copied_view is not None:
+        check_up_to_date(tensor)
     return tensor._local
 
 
-def check_fresh(view: DTensor) -> None:
+def check_up_to_date(view: DTensor) -> None:
     """Raise if the base was written since the copy was made."""
-    mark: CopiedView = view._stale
+    mark: CopiedView = view._copied_view
     if mark.counter is not None and mark.counter._version != mark.version:
         raise RuntimeError(
             f"this {mark.op} of a DTensor had to be copied ({view._spec!r}), and its base was written since: "
@@ -107,7 +107,7 @@ def check_writable(view: DTensor, op: str, *, anywhere: bool = True) -> None:
 
     ``anywhere=False``: raise for every such copy.
     """
-    mark: CopiedView | None = view._stale
+    mark: CopiedView | None = view._copied_view
     if mark is None:
         return
     if mark.base is None or not anywhere:
@@ -115,13 +115,13 @@ def check_writable(view: DTensor, op: str, *, anywhere: bool = True) -> None:
             f"{op} would write to a {mark.op} of a DTensor that had to be copied ({view._spec!r}): the write would not "
             f"reach its base. Write to the base, or clone() first"
         )
-    check_fresh(view)
+    check_up_to_date(view)
     check_writable(mark.base, op)
 
 
 def written(view: DTensor) -> None:
     """``view`` was written to in place: so is its base, if the view is a copy."""
-    mark: CopiedView | None = view._stale
+    mark: CopiedView | None = view._copied_view
     if mark is not None and mark.base is not None:
         if mark.key is _RESHAPED:
             mark.base.copy_(view.reshape(mark.base.shape))

@@ -1,9 +1,9 @@
 """DTensor: a tensor with a global shape whose data is spread over a device mesh.
 
 Owns the wrapper class and its methods. A DTensor *holds* this rank's local tensor; autograd runs on local tensors, and
-every torch function on a DTensor comes to ``__torch_function__`` (``_dispatch.py``), above autograd. What slips
-past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a meta
-tensor).
+every torch function on a DTensor comes to ``__torch_function__`` (handlers: ``patches/_handlers.py``), above autograd.
+What slips past the interception reaches ``__torch_dispatch__``, which refuses: the wrapper itself has no data (it is a
+meta tensor).
 
 Invariants: ``_local`` has the shape that ``_spec`` gives this rank; ``_spec`` has the local's dtype.
 """
@@ -12,27 +12,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from phalanx.comm import DeviceMesh
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
 from phalanx.tensor.core._checkpoint_boxes import held_boxes, slices
-from phalanx.tensor.core._copied_views import check_fresh, check_writable, fresh, mark_copied_view
+from phalanx.tensor.core._copied_views import (
+    check_up_to_date,
+    check_writable,
+    checked_local,
+    mark_copied_view,
+)
 from phalanx.tensor.core._implicit_communication import moved_for, on_one_mesh
 from phalanx.tensor.core._modes import user_line
-from phalanx.tensor.core._refusals import refuse_below, refuse_tracing
 from phalanx.tensor.layout._placement import REPLICATE, Placement, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._signatures import first_by_position
 from phalanx.tensor.redistribute._execute import (
-    average_parts,
     entered_gradient,
     exposed_gradient,
     follow,
     local_with_gradient,
+    num_averaged,
     run_plan,
 )
 from phalanx.tensor.redistribute._plan import plan_redistribute
@@ -50,21 +55,21 @@ class DTensor(torch.Tensor, Spread):
     >>> (x @ x.T).redistribute(placements=[Replicate()]).to_local()   # doctest: +SKIP
     """
 
-    __slots__ = ("_local", "_spec", "_stale")
+    __slots__ = ("_copied_view", "_local", "_spec")
 
     _local: Tensor
     _spec: Spec
-    _stale: Any  # None, or what ``_views.py`` says about a view that had to be copied
+    _copied_view: Any  # None, or what ``_copied_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
     _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
-    _lifted: Any = None  # set on results of a user's autograd.Function; see ``_function.py``
+    _lifted: Any = None  # set on results of a user's autograd.Function; see ``patches/_autograd_function.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _num_dispatch_modes():
-            refuse_tracing(func)
+            _refuse_tracing(func)
         if not args:
             args, kwargs = first_by_position(func, kwargs)
         try:
@@ -79,7 +84,7 @@ class DTensor(torch.Tensor, Spread):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
             return number_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
-        return refuse_below(func)
+        return _refuse_below(func)
 
     # ---- making and unmaking
 
@@ -94,12 +99,12 @@ class DTensor(torch.Tensor, Spread):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Each rank's ``local_tensor`` as its part of one distributed tensor; differentiable.
+        """Each rank's ``local_tensor`` as its shard of one distributed tensor; differentiable.
 
-        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and parts that do
+        Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and shards that do
         not fit raise on all of them. ``run_check`` also compares shapes along the other axes, which are taken on trust
         without it, and broadcasts replicas from the first rank. ``grad_placements``: how the gradient is laid out of
-        which ``local_tensor`` gets its part (default: as the tensor, whole where that is partial).
+        which ``local_tensor`` gets its shard (default: as the tensor, replicated where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
         return above.from_local(
@@ -107,10 +112,10 @@ class DTensor(torch.Tensor, Spread):
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
+        """This rank's local tensor as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
         spec = self._spec
-        if self._stale is not None:
-            check_fresh(self)
+        if self._copied_view is not None:
+            check_up_to_date(self)
         if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
             return local_with_gradient(self._local, spec, grad_placements)
         return self._local.view_as(self._local) if self._local.is_leaf else self._local
@@ -133,9 +138,9 @@ class DTensor(torch.Tensor, Spread):
         """
         spec = self._spec
         if _num_dispatch_modes():
-            refuse_tracing("redistribute")
-        if self._stale is not None:
-            check_fresh(self)
+            _refuse_tracing("redistribute")
+        if self._copied_view is not None:
+            check_up_to_date(self)
         if (
             placements is not None
             and device_mesh is None
@@ -154,9 +159,9 @@ class DTensor(torch.Tensor, Spread):
         return above.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor on every rank, as a plain tensor."""
-        whole = self.redistribute(placements=[REPLICATE] * self._spec.mesh.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        """Gather the global tensor on every rank, as a plain tensor."""
+        full = self.redistribute(placements=[REPLICATE] * self._spec.mesh.ndim)
+        return full.to_local(grad_placements=grad_placements)
 
     def plan(self, placements: Sequence[Placement]) -> Any:
         """The collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its ``nbytes``."""
@@ -256,7 +261,7 @@ class DTensor(torch.Tensor, Spread):
             spec = self._spec
             shown = exposed_gradient(local_grad, spec)
             grad = wrap(shown, spec.cotangent)
-            if average_parts(spec) > 1:
+            if num_averaged(spec) > 1:
                 # A multiple of the local one: a copy, which backward will not keep up to date.
                 mark_copied_view(grad, wrap(local_grad, spec.cotangent), "grad")
                 return grad
@@ -305,15 +310,15 @@ class DTensor(torch.Tensor, Spread):
 
     @property
     def data(self) -> DTensor:
-        data = wrap(fresh(self).data, self._spec)
-        if self._stale is not None:
-            data._stale = self._stale.read_only()
+        data = wrap(checked_local(self).data, self._spec)
+        if self._copied_view is not None:
+            data._copied_view = self._copied_view.read_only()
         return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
         value = _distributed("data", value)
-        self._local.data = fresh(value).detach()
+        self._local.data = checked_local(value).detach()
         self._spec = value._spec
         self._alias = None  # it would keep the memory of before
 
@@ -328,25 +333,25 @@ class DTensor(torch.Tensor, Spread):
             )
         if purpose == "load":
             check_writable(self, "loading a checkpoint", anywhere=False)
-        return held_boxes(spec, fresh(self).detach())
+        return held_boxes(spec, checked_local(self).detach())
 
     def _whole(self) -> Tensor:
         with torch.no_grad():
             return self.full_tensor()
 
-    def _cut_from(self, whole: Tensor) -> Tensor:
+    def _cut_from(self, full: Tensor) -> Tensor:
         tensor, spec = self, self._spec
         if tensor.is_meta:
-            tensor = wrap(torch.empty(spec.local_shape, dtype=spec.dtype, device=whole.device), spec)
+            tensor = wrap(torch.empty(spec.local_shape, dtype=spec.dtype, device=full.device), spec)
         for box in tensor._held_boxes("load"):
-            box.tensor.copy_(whole[slices(box)])
+            box.tensor.copy_(full[slices(box)])
         return tensor
 
-    def _distributed_from(self, whole: Tensor) -> Tensor:
-        return above.distribute(whole.detach(), self.device_mesh, self.placements)
+    def _distributed_from(self, full: Tensor) -> Tensor:
+        return above.distribute(full.detach(), self.device_mesh, self.placements)
 
     def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return wrap(function(fresh(self).detach()), self._spec)
+        return wrap(function(checked_local(self).detach()), self._spec)
 
     # ---- text and copies
 
@@ -359,12 +364,19 @@ class DTensor(torch.Tensor, Spread):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
-        return _rebuild, (fresh(self).detach(), self._spec, self.requires_grad and self.is_leaf, state)
+        return _rebuild, (
+            checked_local(self).detach(),
+            self._spec,
+            self.requires_grad and self.is_leaf,
+            state,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
-        local = copy.deepcopy(fresh(self), memo)  # with its gradient; what shares its memory still does
+        local = copy.deepcopy(
+            checked_local(self), memo
+        )  # with its gradient; what shares its memory still does
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         copied = memo[id(self)] = wrap(local, self._spec)
         copied.__dict__.update(state)
@@ -383,8 +395,32 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result = _make_subclass(DTensor, spec.template)
     result._local = local
     result._spec = spec
-    result._stale = None
+    result._copied_view = None
     return result
+
+
+def _refuse_tracing(func: Any) -> None:
+    """Raise inside a tracer: what it records would be wrong on every other rank and for every other input."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
+                f"tracing DTensors is not supported. Trace the plain module before it is distributed"
+            )
+
+
+def _refuse_below(func: Any) -> NoReturn:
+    """Raise for ``func`` that reached a DTensor below autograd: the wrapper has no data there."""
+    reached = f"{func} reached a DTensor below autograd, where it is not distributed. "
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        raise RuntimeError(
+            f"{reached}Functions of torch.distributed take plain tensors: use d.redistribute() or d.full_tensor(), "
+            f"or give them d.to_local()"
+        )
+    raise RuntimeError(
+        f"{reached}Constructors such as torch.tensor(d) take plain tensors: use d.full_tensor() or d.to_local(). "
+        f"In place of torch.func use torch.autograd.grad and torch.autograd.functional"
+    )
 
 
 def number_of(op: str, tensor: Tensor) -> Any:
@@ -394,7 +430,7 @@ def number_of(op: str, tensor: Tensor) -> Any:
             f"{op} takes a number where it got a 0-d tensor that requires grad, at {user_line()}: detach() it"
         )
     if isinstance(tensor, DTensor):
-        tensor = moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
+        tensor = moved_for(op, checked_local(tensor), tensor._spec, tensor._spec.replicated)
     return tensor.item()
 
 
@@ -404,7 +440,7 @@ def local_gradient(op: str, given: DTensor, spec: Spec) -> Tensor:
     It may come in any layout, also on a mesh that is a part of the tensor's or that contains it.
     """
     source, target = on_one_mesh(op, given._spec, spec.cotangent.with_dtype(given.dtype))
-    return moved_for(op, fresh(given), source, target)
+    return moved_for(op, checked_local(given), source, target)
 
 
 def _distributed(what: str, value: Any) -> DTensor:

@@ -1,9 +1,9 @@
-"""Memory order of what moves and operations make: that of the whole tensor on one device.
+"""Memory order of what moves and operations make: that of the global tensor on one device.
 
 Owns ``kept_order``, for inputs that were moved, and ``OrderedCall``, for results of which a rank holds a single row.
-torch makes results in the order of their inputs, but collectives make row-major ones, and a dim of which a part has one
-row has a place in the order that no kernel looks at: its stride is free, and says here where the whole has that dim.
-What later copies, and what is a view, follows from the order (``_strides.py``).
+torch makes results in the order of their inputs, but collectives make row-major ones, and a dim of which a shard has
+one row has a place in the order that no kernel looks at: its stride is free, and says here where the global tensor has
+that dim. What later copies, and what is a view, follows from the order (``_strides.py``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor.core._dtensor import DTensor
-from phalanx.tensor.core._strides import strides_of, whole_strides
+from phalanx.tensor.core._strides import global_strides, strides_of
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._rule import CANNOT_TELL, Call, In, Sharding, tensors_in
 
 Strides = tuple[int, ...]
@@ -25,16 +25,16 @@ Strides = tuple[int, ...]
 
 def kept_order(moved: Tensor, target: Spec, tensor: DTensor) -> Tensor:
     """``moved``, the local of ``tensor`` laid out as ``target``, with the memory order that ``tensor`` has."""
-    if tensor._stale is None and tensor._local.stride() == tensor._spec.local_strides:
+    if tensor._copied_view is None and tensor._local.stride() == tensor._spec.local_strides:
         return moved  # row-major, as what is moved is
     spec, strides = target.with_dtype(moved.dtype), strides_of(tensor)
     wanted: Strides | None = spec.variants.get(("order", strides))
     if wanted is None:
-        whole = strides
+        of_global = strides
         if 0 in strides:  # expanded, which the copy is not
-            with unseen():
-                whole = torch.empty_like(torch.empty_strided(spec.shape, strides, device="meta")).stride()
-        wanted = spec.variants["order", strides] = part_strides(spec, whole)
+            with without_user_modes():
+                of_global = torch.empty_like(torch.empty_strided(spec.shape, strides, device="meta")).stride()
+        wanted = spec.variants["order", strides] = shard_strides(spec, of_global)
     if moved.stride() == wanted or say_order(moved, wanted):
         return moved
     return copied_in_order(moved, wanted)
@@ -45,19 +45,19 @@ def copied_in_order(local: Tensor, wanted: Strides) -> Tensor:
     return torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device).copy_(local)
 
 
-def part_strides(spec: Spec, strides: Sequence[int]) -> Strides:
-    """The strides of this rank's part, without gaps, of a whole that has ``strides``."""
+def shard_strides(spec: Spec, strides: Sequence[int]) -> Strides:
+    """The strides of this rank's shard, without gaps, of a global tensor that has ``strides``."""
     return packed(spec.local_shape, spec.shape, strides)
 
 
 def packed(sizes: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """Strides without gaps for ``sizes``, in the order of a tensor that has ``shape`` and ``strides``."""
-    part, extent = [0] * len(strides), 1
+    of_local, extent = [0] * len(strides), 1
     for dim in sorted(range(len(strides)), key=lambda d: (strides[d], shape[d] > 1, -d)):
         if strides[dim] or shape[dim] == 1:  # not expanded
-            part[dim] = extent
+            of_local[dim] = extent
             extent *= max(1, sizes[dim])
-    return tuple(part)
+    return tuple(of_local)
 
 
 def say_order(local: Tensor, wanted: Strides) -> bool:
@@ -79,7 +79,7 @@ def _fits(local: Tensor, wanted: Strides) -> bool:
 
 
 class OrderedCall:
-    """A local call whose results have the order in memory that the whole results would have.
+    """A local call whose results have the order in memory that the global results would have.
 
     It is asked for once for each order of the inputs, by small tensors or by meta tensors.
     """
@@ -120,7 +120,7 @@ class OrderedCall:
         try:
             wanted = self._known[key]
         except KeyError:
-            with unseen():
+            with without_user_modes():
                 wanted = self._known[key] = self._ask(key, tensors_in(result))
         if wanted is None:
             return result
@@ -136,15 +136,18 @@ class OrderedCall:
             return local
         return local if self._is_view or 0 in wanted else copied_in_order(local, wanted)
 
-    def _ask(self, parts: Sequence[Strides], results: Sequence[Tensor]) -> list[Strides] | None:
-        """Strides of the results' parts; None if nothing can tell them."""
-        whole = [whole_strides(spec, part) for spec, part in zip(self._targets, parts, strict=True)]
+    def _ask(self, local_strides: Sequence[Strides], results: Sequence[Tensor]) -> list[Strides] | None:
+        """Strides of the results' shards; None if nothing can tell them."""
+        of_global = [
+            global_strides(spec, of_local)
+            for spec, of_local in zip(self._targets, local_strides, strict=True)
+        ]
         found = None
         try:
             if self._elementwise:
-                found = self._in_small(whole)
-            elif not self._is_plain or self._foretells(parts, results):
-                found = self._on_meta([spec.shape for spec in self._targets], whole)
+                found = self._in_small(of_global)
+            elif not self._is_plain or self._foretells(local_strides, results):
+                found = self._on_meta([spec.shape for spec in self._targets], of_global)
         except CANNOT_TELL:
             pass
         if found is None:
@@ -154,22 +157,22 @@ class OrderedCall:
             for spec, strides, result in zip(self._outputs, found, results, strict=True)
         ]
 
-    def _in_small(self, whole: Sequence[Strides]) -> list[Strides]:
+    def _in_small(self, of_global: Sequence[Strides]) -> list[Strides]:
         """By the function itself, of tensors with at most two rows in each dim: it works by elements.
 
         Meta tensors would give some functions another order.
         """
         small = []
-        for spec, strides in zip(self._targets, whole, strict=True):
+        for spec, strides in zip(self._targets, of_global, strict=True):
             sizes = [min(2, size) for size in spec.shape]
             ones = torch.ones(2 ** len(sizes), dtype=spec.dtype, device=spec.mesh.device_type)
             small.append(ones.as_strided(sizes, packed(sizes, spec.shape, strides)))
         made = tensors_in(self._call.on(small))
         return [_scaled(t, spec) for t, spec in zip(made, self._outputs, strict=True)]
 
-    def _foretells(self, parts: Sequence[Strides], results: Sequence[Tensor]) -> bool:
-        """Whether meta tensors give what the parts gave: some functions have an order of their own on them."""
-        found = self._on_meta([spec.local_shape for spec in self._targets], parts)
+    def _foretells(self, local_strides: Sequence[Strides], results: Sequence[Tensor]) -> bool:
+        """Whether meta tensors give what the shards gave: some functions have an order of their own on them."""
+        found = self._on_meta([spec.local_shape for spec in self._targets], local_strides)
         return all(
             result.stride() == strides or not result.numel()
             for result, strides in zip(results, found, strict=True)
@@ -188,12 +191,12 @@ def _scaled(small: Tensor, spec: Spec) -> Strides:
     return packed(spec.shape, spec.shape, small.stride())
 
 
-def telling_strides(spec: Spec, whole: Strides, part: Strides) -> Strides:
-    """``part``, if that tells that the whole has the strides ``whole``, or else strides that do."""
-    found = whole_strides(spec, part)
-    if all(a == b for a, b, size in zip(found, whole, spec.shape, strict=True) if size != 1):
-        return part
-    return part_strides(spec, whole)
+def telling_strides(spec: Spec, of_global: Strides, of_local: Strides) -> Strides:
+    """``of_local``, if that tells that the global tensor has the strides ``of_global``, or else strides that do."""
+    found = global_strides(spec, of_local)
+    if all(a == b for a, b, size in zip(found, of_global, spec.shape, strict=True) if size != 1):
+        return of_local
+    return shard_strides(spec, of_global)
 
 
 def _collect_strides(pattern: Any, values: Any, found: list[Strides]) -> None:

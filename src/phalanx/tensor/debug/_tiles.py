@@ -42,7 +42,7 @@ def layout_of(dtensor: DTensor) -> Spec:
 def tiles(spec: Spec) -> list[Tile]:
     """The rectangles of a tensor of one or two dims (one dim: a single row), top to bottom, left to right.
 
-    A rank has several where a strided shard gives it several ranges, and none where its part is empty.
+    A rank has several where a strided shard gives it several ranges, and none where its shard is empty.
     """
     if len(spec.shape) not in (1, 2):
         raise ValueError(
@@ -50,7 +50,7 @@ def tiles(spec: Spec) -> list[Tile]:
         )
     held: dict[tuple[Range, Range], list[int]] = {}
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
-        ranges = [_runs(indices_of(n, spec.cuts(dim, coordinate))) for dim, n in enumerate(spec.shape)]
+        ranges = [_runs(indices_of(n, spec.shards(dim, coordinate))) for dim, n in enumerate(spec.shape)]
         rows, columns = ([(0, 1)], ranges[0]) if len(ranges) == 1 else ranges
         for area in itertools.product(rows, columns):
             held.setdefault(area, []).append(int(spec.mesh.mesh[coordinate]))

@@ -14,7 +14,7 @@ from phalanx.tensor.layout._spec import Spec
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which part of a tensor of one or two dims, on the first rank of its mesh.
+    """Print which ranks hold which shard of a tensor of one or two dims, on the first rank of its mesh.
 
     >>> visualize_sharding(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))   # doctest: +SKIP
            columns 0-3

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import DeviceMesh
-from phalanx.tensor.core._copied_views import check_fresh, fresh
+from phalanx.tensor.core._copied_views import check_up_to_date, checked_local
 from phalanx.tensor.core._dtensor import DTensor, above, handlers, number_of, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import settings, user_line
@@ -90,8 +90,8 @@ def flatten(args: Any, kwargs: Any) -> Structure:
 def _walk(node: Any, structure: Structure) -> Any:
     key = structure.key
     if type(node) is DTensor:
-        if node._stale is not None:
-            check_fresh(node)
+        if node._copied_view is not None:
+            check_up_to_date(node)
         structure.tensors.append(node)
         if key is not None:
             key.append(node._spec)
@@ -223,7 +223,7 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
 def _as_number(op: str, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    return moved_for(op, fresh(tensor), tensor._spec, tensor._spec.replicated)
+    return moved_for(op, checked_local(tensor), tensor._spec, tensor._spec.replicated)
 
 
 def _is_harmless(op: str, tensor: Tensor) -> bool:
@@ -251,8 +251,8 @@ def _on_root(tensor: DTensor, root: DeviceMesh) -> DTensor:
     spec = on_root(tensor._spec, root)
     assert spec is not None, "the common mesh contains every other"
     lifted = wrap(tensor._local, spec)
-    if tensor._stale is not None:
-        lifted._stale = tensor._stale.read_only()
+    if tensor._copied_view is not None:
+        lifted._copied_view = tensor._copied_view.read_only()
     return lifted
 
 

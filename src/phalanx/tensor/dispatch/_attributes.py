@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.core._copied_views import check_writable, fresh
+from phalanx.tensor.core._copied_views import check_writable, checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._strides import has_no_gaps, strides_of
 from phalanx.tensor.dispatch._fallback import run_replicated, write_out
 from phalanx.tensor.dispatch._run import run_rule
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import torch_keywords
 
@@ -39,7 +39,7 @@ def stride(func: Any, args: Any, kwargs: Any) -> Any:
 def is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     shape, strides = args[0].shape, strides_of(args[0])
     if kwargs or len(args) > 1:  # another memory format
-        with unseen():
+        with without_user_modes():
             whole = torch.empty_strided(shape, strides, dtype=args[0].dtype, device="meta")
             return bool(func(whole, *args[1:], **(kwargs or {})))
     return has_no_gaps(shape, strides)
@@ -129,11 +129,11 @@ def reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     tensor: DTensor = args[0]
     check_writable(tensor, name.base, anywhere=False)
     view = getattr(torch.Tensor, name.base)(*args, **options)
-    if view._stale is not None:
+    if view._copied_view is not None:
         raise NotImplementedError(
             f"{name.base}_ on {tensor._spec!r} would have to move its data: use {name.base}() and the tensor it returns"
         )
-    if name.base == "squeeze":  # by number: a local dim of size one may be a cut of a longer one
+    if name.base == "squeeze":  # by number: a local dim of size one may be a shard of a longer one
         gone = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == 1]
         dims = args[1] if len(args) > 1 else options.get("dim", gone)
         chosen = {d % max(1, tensor.ndim) - tensor.ndim for d in ([dims] if isinstance(dims, int) else dims)}
@@ -167,7 +167,7 @@ def raw_memory(func: Any, args: Any, kwargs: Any) -> Any:
     tensor: DTensor = args[0]
     spec = tensor._spec
     if all(p.is_replicate() or ranks == 1 for p, ranks in zip(spec.placements, spec.mesh.shape, strict=True)):
-        return func(fresh(tensor), *args[1:], **(kwargs or {}))
+        return func(checked_local(tensor), *args[1:], **(kwargs or {}))
     raise NotImplementedError(
         f"{func.__name__}() of {spec!r}: rank {spec.mesh.get_rank()} holds {spec.local_bytes} of its "
         f"{spec.num_elements * spec.dtype.itemsize} bytes, and no memory of the global shape. Use full_tensor() for "

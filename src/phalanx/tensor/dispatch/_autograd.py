@@ -1,6 +1,7 @@
 """Autograd's own functions on DTensors: backward, grad, hooks. The graph is that of the local tensors.
 
-Owns their handlers. A gradient has the layout of its tensor, whole where the tensor is partial (``Spec.cotangent``).
+Owns their handlers. A gradient has the layout of its tensor, replicated where the tensor is partial
+(``Spec.cotangent``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from phalanx.tensor.layout._placement import Partial
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import (
     LINEAR_OPS,
-    average_parts,
     entered_gradient,
     exposed_gradient,
+    num_averaged,
 )
 
 
@@ -41,7 +42,7 @@ def _seed(output: Any, given: Any) -> Any:
     for p in spec.placements:
         if isinstance(p, Partial) and p.reduce_op not in LINEAR_OPS:
             raise RuntimeError(f"backward from {spec!r}: {p!r} has no gradient; redistribute first")
-    scale = 1 / average_parts(spec)
+    scale = 1 / num_averaged(spec)
     if given is None:
         if spec.num_elements != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")

@@ -1,7 +1,7 @@
 """Functions on DTensors that are written as other functions on DTensors, where no single local call would do.
 
-Owns the mean of cross entropy (a sum over a count), norms over cut dims (a norm of norms), attention with dropout, and
-refusals of random recurrent layers.
+Owns the mean of cross entropy (a sum over a count), norms over sharded dims (a norm of norms), attention with dropout,
+and refusals of random recurrent layers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.dispatch._fallback import run_replicated
-from phalanx.tensor.dispatch._inline_python import run_through, through
+from phalanx.tensor.dispatch._inline_python import inlined, run_inlined
 from phalanx.tensor.dispatch._run import run_first, run_first_two, run_mixed, run_rule
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
@@ -77,7 +77,7 @@ def _counted(first: DTensor, target: DTensor, weight: Any, ignored: int) -> Any:
 
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
 _LOSS: Any = torch._C._nn.cross_entropy_loss
-_cross_entropy_body: Any = through(F.cross_entropy)
+_cross_entropy_body: Any = inlined(F.cross_entropy)
 
 
 def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -88,9 +88,9 @@ def functional_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         reduction, smoothing = _REDUCTIONS[kwargs["reduction"]], kwargs["label_smoothing"]
         values = (first, target, kwargs["weight"], reduction, kwargs["ignore_index"])
     except (KeyError, ValueError):  # torch's body hands it over otherwise, or a reduction that is none
-        return run_through(_cross_entropy_body, func, args, kwargs)
+        return run_inlined(_cross_entropy_body, func, args, kwargs)
     if old_names:
-        return run_through(_cross_entropy_body, func, args, kwargs)
+        return run_inlined(_cross_entropy_body, func, args, kwargs)
     return _class_loss(_LOSS, (*values, smoothing) if smoothing else values, None, [])
 
 
@@ -117,7 +117,7 @@ def broadcast_tensors(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of the ranks' norms, over the axes that cut a reduced dim."""
+    """The norm of the ranks' norms, over the axes that shard a reduced dim."""
     options = torch_keywords(kwargs or {})
     x = args[0]
     names = ("x", "ord", "dim", "keepdim")
@@ -138,7 +138,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     )
     reduced = {d % x.ndim for d in chosen}
     keepdim = bool(given.get("keepdim", False))
-    local = func(fresh(x), order, sorted(reduced), keepdim, dtype=options.get("dtype"))
+    local = func(checked_local(x), order, sorted(reduced), keepdim, dtype=options.get("dtype"))
     placements: list[Placement] = []
     count, shape = 1, []
     for axis, p in enumerate(spec.placements):
@@ -156,11 +156,11 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if count == 1:
         outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in placements]
         return wrap(local, Spec.of(spec.mesh, outer, shape, local.dtype))
-    whole = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
+    gathered = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
     norms = redistribute_input(
-        wrap(local.unsqueeze(0), stacked), stacked.with_placements(whole), func.__name__
+        wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__
     )
-    outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in whole]
+    outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in gathered]
     return wrap(func(norms, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
 
 
@@ -172,7 +172,7 @@ def _without_partial(x: DTensor, op: str) -> DTensor:
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)``.
 
-    Statistics of a batch whose batch or space is cut are sums over the ranks: two small reductions, where gathering
+    Statistics of a batch whose batch or space is sharded are sums over the ranks: two small reductions, where gathering
     would move the batch. Everything else is the rule's.
     """
     x, weight, bias, running_mean, running_var, training, momentum, eps = args[:8]
@@ -215,7 +215,7 @@ _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 
 
 def attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """With dropout: written out, so that the dropped elements are those of the whole tensor."""
+    """With dropout: written out, so that the dropped elements are those of the global tensor."""
     given = {**dict(zip(_SDPA_NAMES, args, strict=False)), **(kwargs or {})}
     if not given.get("dropout_p"):
         return run_rule(func, args, kwargs)
@@ -233,7 +233,7 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
-    """lstm, gru, rnn: computed whole; their dropout would draw other numbers on each rank."""
+    """lstm, gru, rnn: computed replicated; their dropout would draw other numbers on each rank."""
     numbers = [a for a in args if isinstance(a, (bool, int, float)) and not isinstance(a, torch.Tensor)]
     floats = [a for a in numbers if isinstance(a, float)]
     flags = [a for a in numbers if isinstance(a, bool)]
@@ -342,8 +342,8 @@ def activation(func: Any, args: Any, kwargs: Any) -> Any:
         in_place = args[-1] is True  # their other arguments are numbers
     if in_place:
         given = args[:-1] if args[-1] is True else args
-        return run_through(_body_of(func), func, given, {**(kwargs or {}), "inplace": True})
+        return run_inlined(_body_of(func), func, given, {**(kwargs or {}), "inplace": True})
     return run_rule(func, args, kwargs)
 
 
-_body_of = cache(through)  # of an activation, which knows how to work in place
+_body_of = cache(inlined)  # of an activation, which knows how to work in place

@@ -1,6 +1,6 @@
 """How a torch call on DTensors will run on local tensors: asking the rule, choosing layouts, preparing the call.
 
-Owns ``Decision`` and ``decide``, which ``_dispatch.py`` runs and remembers. A decision depends on nothing but the
+Owns ``Decision`` and ``decide``, which ``_run.py`` runs and remembers. A decision depends on nothing but the
 function, the specs of the DTensors and the other arguments. Where it matters whether gradients are needed, there are
 two, and the one without them knows the other.
 """
@@ -17,10 +17,10 @@ from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.core._memory_order import OrderedCall
 from phalanx.tensor.core._strides import Aliasing
 from phalanx.tensor.dispatch._arguments import Structure, flatten
-from phalanx.tensor.dispatch._empty_shards import anchored
+from phalanx.tensor.dispatch._empty_shards import kept_in_graph
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
 from phalanx.tensor.ops._rule import Call, In, LocalRun, Operator, Sharding
 from phalanx.tensor.ops._select import select
@@ -89,7 +89,7 @@ def decide(
         inputs.append(In(i, spec, spec.shape, len(spec.shape), spec.dtype))
     call_args, call_kwargs = structure.rebuild(inputs)
     call = Call(OPERATORS[name.base], func, call_args, call_kwargs, inputs, True, name.in_place)
-    with unseen():
+    with without_user_modes():
         return _decide(call, name)
 
 
@@ -167,7 +167,7 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         and decision.is_new
         and any(0 in spec.local_shape and spec.num_elements for spec in specs)  # this rank holds nothing
     ):
-        decision.call = anchored(run, call, targets)
+        decision.call = kept_in_graph(run, call, targets)
     plans = [
         (i, plan_redistribute(one.spec, target))
         for i, (one, target) in enumerate(zip(call.inputs, targets, strict=True))

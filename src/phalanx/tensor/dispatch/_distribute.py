@@ -17,9 +17,9 @@ from phalanx.comm.mesh._mesh import current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
-from phalanx.tensor.dispatch._local_shapes import Part, gathered_parts, listing
-from phalanx.tensor.dispatch._pending import pending
-from phalanx.tensor.dispatch._shared_parameters import keeping_ties
+from phalanx.tensor.dispatch._arguments import walk_tensors
+from phalanx.tensor.dispatch._local_shapes import LocalShape, gathered_shapes, listing
+from phalanx.tensor.dispatch._shared_parameters import keeping_shared_parameters
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import move_as, redistribute_local, route_of, run_plan, start_plan
@@ -45,7 +45,7 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def check_plain(call: str, tensor: Any) -> None:
-    """A tensor that can be a part, or be cut into parts."""
+    """Check that a tensor can be a local tensor, or be sharded."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{call} takes a torch.Tensor, got a {type(tensor).__name__}: make it one with torch.as_tensor()"
@@ -66,7 +66,7 @@ def distribute_tensor(
 ) -> DTensor:
     """A leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
 
-    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank cuts its own
+    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank shards its own
     copy and nothing is sent.
 
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
@@ -104,8 +104,8 @@ def distribute_tensor(
 
 
 def _check_same(tensor: Tensor, mesh: DeviceMesh, src: int) -> None:
-    own = Part.of(tensor, tensor.is_meta)
-    parts = gathered_parts(mesh, range(mesh.ndim), own, mesh.device_type)
+    own = LocalShape.of(tensor, tensor.is_meta)
+    parts = gathered_shapes(mesh, range(mesh.ndim), own, mesh.device_type)
     if len(set(parts.values())) > 1:
         raise ValueError(
             f"rank {mesh.get_rank()}: distribute_tensor got {listing(mesh, parts)}; expected the same shape and dtype "
@@ -131,8 +131,8 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
             if isinstance(placement, Shard):
                 before = [*spec.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
                 after = [*before[:axis], placement, *before[axis + 1 :]]
-                whole = Spec.of(mesh, before, spec.shape, spec.dtype)
-                local = redistribute_local(local, whole, whole.with_placements(after))
+                replicated = Spec.of(mesh, before, spec.shape, spec.dtype)
+                local = redistribute_local(local, replicated, replicated.with_placements(after))
     return local
 
 
@@ -175,12 +175,53 @@ def redistribute(
     elif target is not spec:  # on axes of one rank: a copy, as on longer ones
         local = local.clone()
     if async_op and plan.communicates:
-        return pending(target, start_plan(local, plan, backward_dtype))
+        return _pending(target, start_plan(local, plan, backward_dtype))
     if local.dtype == spec.dtype and backward_dtype is None:
         return wrap(redistribute_local(local, spec, target), target)
     if local.requires_grad and torch.is_grad_enabled():
         return wrap(move_as(local, plan, backward_dtype), target)
     return wrap(run_plan(local.to(spec.dtype), plan), target)
+
+
+class _Pending(DTensor):
+    """A DTensor with no ``_local`` yet. Becomes a ``DTensor`` when asked for it."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_local" or "_complete" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        local = self.__dict__.pop("_complete")()
+        self.__class__ = DTensor  # type: ignore[assignment]  # the same slots; from here on it is one
+        self._local = local
+        return local
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _look(self)
+        return DTensor.__reduce_ex__(self, protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        _look(self)
+        return DTensor.__deepcopy__(self, memo)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        walk_tensors((args, kwargs or {}), _look)
+        return DTensor.__torch_function__(func, types, args, kwargs)
+
+
+def _look(tensor: Tensor) -> None:
+    if isinstance(tensor, _Pending):
+        tensor._local  # noqa: B018  # looking is what completes it
+
+
+def _pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
+    """A DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
+    result = torch.Tensor._make_subclass(_Pending, spec.template)
+    result._spec = spec
+    result._copied_view = None
+    result.__dict__["_complete"] = complete
+    return result
 
 
 def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
@@ -199,13 +240,13 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors: by ``partition_fn``, the rest replicated.
 
-    Parameters that submodules share stay shared; those on the meta device stay there, cut: see ``Module.to_empty``.
+    Parameters that submodules share stay shared; those on the meta device stay there, sharded: see ``Module.to_empty``.
 
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
     what takes the place of the inputs or the outputs.
     """
     mesh = mesh_or_current(device_mesh)
-    with keeping_ties(module):
+    with keeping_shared_parameters(module):
         for name, part in module.named_modules():
             if partition_fn is not None:
                 partition_fn(name, part, mesh)

@@ -1,9 +1,9 @@
 """Local calls on a rank that holds nothing: their results stay in the graph of the inputs that they come from.
 
-Owns ``anchored``. Of an empty tensor some torch functions return a constant (attention forgets a trained mask), so that
-this rank's backward would not run where the other ranks' does, and they would wait for its part of a gradient. Here
-every input that gets a gradient on the other ranks gets one: zeros. Which ones torch forgets is found by running the
-local call once, and by asking meta tensors whose shapes are not empty.
+Owns ``kept_in_graph``. Of an empty tensor some torch functions return a constant (attention forgets a trained mask), so
+that this rank's backward would not run where the other ranks' does, and they would wait for its share of a gradient.
+Here every input that gets a gradient on the other ranks gets one: zeros. Which ones torch forgets is found by running
+the local call once, and by asking meta tensors whose shapes are not empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._rule import Call
 
 
-def anchored(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Callable[..., Any]:
+def kept_in_graph(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Callable[..., Any]:
     """``run``, the local call of ``call``, which makes new tensors: with those in the graph of all its inputs.
 
     Those that torch keeps in the graph by itself are left alone: their second derivatives are right as they are.
@@ -28,7 +28,7 @@ def anchored(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Ca
     here = call.reached_here(run, targets) if everywhere is not None and any(everywhere) else None
     if everywhere is None or here is None or len(here) != len(everywhere):
         return run
-    forgotten = [whole - part for whole, part in zip(everywhere, here, strict=True)]
+    forgotten = [in_global - in_local for in_global, in_local in zip(everywhere, here, strict=True)]
     if not any(forgotten):
         return run
 
@@ -41,22 +41,22 @@ def anchored(run: Callable[..., Any], call: Call, targets: Sequence[Spec]) -> Ca
         numbers = iter(forgotten)
 
         def anchor(made: Tensor) -> Tensor:
-            return _anchor(made, [inputs[i] for i in sorted(next(numbers)) if inputs[i].requires_grad])
+            return _keep_in_graph(made, [inputs[i] for i in sorted(next(numbers)) if inputs[i].requires_grad])
 
         return walk_tensors(result, anchor)
 
     return kept
 
 
-def _anchor(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+def _keep_in_graph(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     if not inputs:
         return made
-    apply: Any = _Anchor.apply
+    apply: Any = _KeptInGraph.apply
     result: Tensor = apply(made, *inputs)
     return result
 
 
-class _Anchor(torch.autograd.Function):
+class _KeptInGraph(torch.autograd.Function):
     """The first argument itself; the others get gradients of zeros, which have the same ancestors."""
 
     @staticmethod
@@ -71,5 +71,5 @@ class _Anchor(torch.autograd.Function):
         zeros = [grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds]
         if torch.is_grad_enabled():  # the gradients will be differentiated in turn
             parents = [t for t in (grad, *ctx.saved_tensors) if t.requires_grad]
-            zeros = [_anchor(zero, parents) for zero in zeros]
+            zeros = [_keep_in_graph(zero, parents) for zero in zeros]
         return grad, *zeros

@@ -1,9 +1,9 @@
-"""The largest of a cut dim: each rank's candidates travel, not the dim. argmax, argmin, max, min, topk.
+"""The largest of a sharded dim: each rank's candidates travel, not the dim. argmax, argmin, max, min, topk.
 
-Owns their handlers, which come before the rules and leave to them whatever needs no candidates (dims that are not cut)
-or has none (partial tensors, strided shards, empty parts). Of equals the first counts, as on one device; candidates
-stand in the order of the dim, so the first of them is the first of all. Values are differentiable: candidates are
-gathered by a move, whose backward gives each rank the gradient of its own.
+Owns their handlers, which come before the rules and leave to them whatever needs no candidates (dims that are not
+sharded) or has none (partial tensors, strided shards, empty shards). Of equals the first counts, as on one device;
+candidates stand in the order of the dim, so the first of them is the first of all. Values are differentiable:
+candidates are gathered by a move, whose backward gives each rank the gradient of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.dispatch._run import run_rule
@@ -25,23 +25,23 @@ from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import torch_keywords
 
 
-class _Cut:
-    """A DTensor and the mesh axes that cut the dims in question."""
+class _ShardedDims:
+    """A DTensor and the mesh axes that shard the dims in question."""
 
     def __init__(self, x: DTensor, dims: Sequence[int], op: str) -> None:
         self.spec: Spec = x._spec
         self.op = op
         self.axes = [a for a, p in enumerate(self.spec.placements) if isinstance(p, Shard) and p.dim in dims]
-        self.whole: list[Placement] = [
+        self.gathered_placements: list[Placement] = [
             REPLICATE if axis in self.axes else p for axis, p in enumerate(self.spec.placements)
         ]
         self.ranks = math.prod(self.spec.mesh.shape[axis] for axis in self.axes)
 
     def gathered(self, local: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
-        """Every rank's ``local``, joined over the axes of the cut into one of ``shape``, laid out by ``placements``."""
+        """Every rank's ``local``, joined over those axes into one of ``shape``, laid out by ``placements``."""
         spec = Spec.of(self.spec.mesh, placements, shape, local.dtype)
-        whole = [REPLICATE if axis in self.axes else p for axis, p in enumerate(placements)]
-        return redistribute_input(wrap(local, spec), spec.with_placements(whole), self.op)
+        gathered_placements = [REPLICATE if axis in self.axes else p for axis, p in enumerate(placements)]
+        return redistribute_input(wrap(local, spec), spec.with_placements(gathered_placements), self.op)
 
     def along(self, local: Tensor, dim: int, count: int) -> Tensor:
         """Candidates of one dim, ``count`` from each rank."""
@@ -53,22 +53,24 @@ class _Cut:
         """``local`` holds ``count`` results along ``dim`` (one, to be dropped unless ``keepdim``)."""
         shape = [count if d == dim else n for d, n in enumerate(self.spec.shape)]
         if keepdim:
-            return wrap(local, Spec.of(self.spec.mesh, self.whole, shape, local.dtype))
-        outer = [p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in self.whole]
+            return wrap(local, Spec.of(self.spec.mesh, self.gathered_placements, shape, local.dtype))
+        outer = [
+            p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in self.gathered_placements
+        ]
         return wrap(
             local.squeeze(dim), Spec.of(self.spec.mesh, outer, shape[:dim] + shape[dim + 1 :], local.dtype)
         )
 
 
-def _cut(x: Any, dim: Any, op: str, at_least: int = 1) -> _Cut | None:
-    """None unless ``dim`` of ``x`` is cut and every rank holds ``at_least`` so many of it."""
+def _sharded_along(x: Any, dim: Any, op: str, at_least: int = 1) -> _ShardedDims | None:
+    """None unless ``dim`` of ``x`` is sharded and every rank holds ``at_least`` so many of it."""
     if not isinstance(x, DTensor) or type(dim) is not int or not -x.ndim <= dim < x.ndim:
         return None
     spec = x._spec
     if any(isinstance(p, Partial) or type(p) is StridedShard for p in spec.placements):
         return None
-    found = _Cut(x, [dim % x.ndim], op)
-    return found if found.axes and spec.smallest_part(dim % x.ndim) >= at_least else None
+    found = _ShardedDims(x, [dim % x.ndim], op)
+    return found if found.axes and spec.smallest_shard(dim % x.ndim) >= at_least else None
 
 
 def _given(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -83,15 +85,15 @@ def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
     if dim is None and not keepdim and "out" not in given:
         flat = _flat_extreme(func, x, op)
         return run_rule(func, args, kwargs) if flat is None else flat
-    cut = None if "out" in given else _cut(x, dim, op)
-    if cut is None:
+    sharded = None if "out" in given else _sharded_along(x, dim, op)
+    if sharded is None:
         return run_rule(func, args, kwargs)
     dim = dim % x.ndim
     pick = torch.max if op == "argmax" else torch.min
-    values, indices = pick(fresh(x).detach(), dim, keepdim=True)
-    best = func(cut.along(values, dim, 1), dim, True)
-    found = cut.along(indices + cut.spec.local_offset(dim), dim, 1).gather(dim, best)
-    return cut.result(found, dim, 1, keepdim)
+    values, indices = pick(checked_local(x).detach(), dim, keepdim=True)
+    best = func(sharded.along(values, dim, 1), dim, True)
+    found = sharded.along(indices + sharded.spec.local_offset(dim), dim, 1).gather(dim, best)
+    return sharded.result(found, dim, 1, keepdim)
 
 
 def _flat_extreme(func: Any, x: Any, op: str) -> DTensor | None:
@@ -99,18 +101,18 @@ def _flat_extreme(func: Any, x: Any, op: str) -> DTensor | None:
     if not isinstance(x, DTensor) or not x.ndim:
         return None
     spec = x._spec
-    cut = _Cut(x, range(x.ndim), op)
+    sharded = _ShardedDims(x, range(x.ndim), op)
     odd = any(isinstance(p, Partial) or type(p) is StridedShard for p in spec.placements)
-    if not cut.axes or odd or spec.has_empty_part:
+    if not sharded.axes or odd or spec.has_empty_shard:
         return None
-    local = fresh(x).detach()
+    local = checked_local(x).detach()
     at = func(local)
     number = torch.zeros_like(at)
     for d, place in enumerate(torch.unravel_index(at, local.shape)):
         number = number * spec.shape[d] + place + spec.local_offset(d)
-    placements = [Shard(0) if axis in cut.axes else REPLICATE for axis in range(spec.mesh.ndim)]
-    values = cut.gathered(local.reshape(-1)[at].reshape(1), (cut.ranks,), placements)
-    numbers = cut.gathered(number.reshape(1), (cut.ranks,), placements)
+    placements = [Shard(0) if axis in sharded.axes else REPLICATE for axis in range(spec.mesh.ndim)]
+    values = sharded.gathered(local.reshape(-1)[at].reshape(1), (sharded.ranks,), placements)
+    numbers = sharded.gathered(number.reshape(1), (sharded.ranks,), placements)
     best = values[func(values)]
     equal = values.isnan() if bool(best.isnan()) else values == best
     return wrap(numbers[equal].min(), Spec.of(spec.mesh, spec.replicated.placements, (), torch.int64))
@@ -120,26 +122,32 @@ def extreme(func: Any, args: Any, kwargs: Any) -> Any:
     """``max(x, dim)``, ``min(x, dim)``: values and where they are. Other forms are the rules'."""
     given = _given(("x", "dim", "keepdim"), args, kwargs)
     x, dim, keepdim = args[0], given.get("dim"), bool(given.get("keepdim", False))
-    cut = None if "out" in given else _cut(x, dim, op_name(func).base)
-    if cut is None:
+    sharded = None if "out" in given else _sharded_along(x, dim, op_name(func).base)
+    if sharded is None:
         return run_rule(func, args, kwargs)
     dim = dim % x.ndim
-    values, indices = func(fresh(x), dim, keepdim=True)
-    best = func(cut.along(values, dim, 1), dim, keepdim=True)
-    found = cut.along(indices + cut.spec.local_offset(dim), dim, 1).gather(dim, best.indices)
-    return type(best)((cut.result(best.values, dim, 1, keepdim), cut.result(found, dim, 1, keepdim)))
+    values, indices = func(checked_local(x), dim, keepdim=True)
+    best = func(sharded.along(values, dim, 1), dim, keepdim=True)
+    found = sharded.along(indices + sharded.spec.local_offset(dim), dim, 1).gather(dim, best.indices)
+    return type(best)((sharded.result(best.values, dim, 1, keepdim), sharded.result(found, dim, 1, keepdim)))
 
 
 def topk(func: Any, args: Any, kwargs: Any) -> Any:
     """``topk(x, k, dim, largest, sorted)``: the best of the ranks' best."""
     given = _given(("x", "k", "dim", "largest", "sorted"), args, kwargs)
     x, count, dim = args[0], given["k"], given.get("dim", -1)
-    cut = None if "out" in given or type(count) is not int else _cut(x, dim, "topk", at_least=max(1, count))
-    if cut is None:
+    sharded = (
+        None
+        if "out" in given or type(count) is not int
+        else _sharded_along(x, dim, "topk", at_least=max(1, count))
+    )
+    if sharded is None:
         return run_rule(func, args, kwargs)
     dim = dim % x.ndim
     order = (bool(given.get("largest", True)), bool(given.get("sorted", True)))
-    values, indices = func(fresh(x), count, dim, *order)
-    best = func(cut.along(values, dim, count), count, dim, *order)
-    found = cut.along(indices + cut.spec.local_offset(dim), dim, count).gather(dim, best.indices)
-    return type(best)((cut.result(best.values, dim, count, True), cut.result(found, dim, count, True)))
+    values, indices = func(checked_local(x), count, dim, *order)
+    best = func(sharded.along(values, dim, count), count, dim, *order)
+    found = sharded.along(indices + sharded.spec.local_offset(dim), dim, count).gather(dim, best.indices)
+    return type(best)(
+        (sharded.result(best.values, dim, count, True), sharded.result(found, dim, count, True))
+    )

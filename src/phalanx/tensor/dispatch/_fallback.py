@@ -1,4 +1,4 @@
-"""Operations without a sharding rule: gather, compute on whole tensors, keep the result replicated.
+"""Operations without a sharding rule: gather, compute on global tensors, keep the result replicated.
 
 Owns ``run_replicated`` and ``write_out``. Right for any deterministic function of its arguments; arguments that the
 function changed are written back to their layout. Random functions never come here (replicas would diverge).
@@ -23,7 +23,7 @@ from phalanx.tensor.ops._registry import OPERATORS, op_name
 
 
 def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on whole tensors; every tensor in the result is replicated."""
+    """Run ``func`` on global tensors; every tensor in the result is replicated."""
     kwargs = dict(kwargs) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:
@@ -36,24 +36,24 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = structure.tensors
     if any(not t._spec.is_replicated for t in tensors):
         note_fallback(name.base, [t._spec for t in tensors])
-    wholes = [redistribute_input(t, t._spec.replicated, name.base) for t in tensors]
-    versions = [_version(whole) for whole in wholes]
-    local_args, local_kwargs = structure.rebuild(wholes)
+    gathered = [redistribute_input(t, t._spec.replicated, name.base) for t in tensors]
+    versions = [_version(full) for full in gathered]
+    local_args, local_kwargs = structure.rebuild(gathered)
     result = func(*local_args, **local_kwargs)
-    written = {i for i, whole in enumerate(wholes) if _version(whole) != versions[i]}
+    written = {i for i, full in enumerate(gathered) if _version(full) != versions[i]}
     written |= _silent_writes(name.base, args, tensors)
     for index in written:
-        write_back(tensors[index], wholes[index], name.base)
+        write_back(tensors[index], gathered[index], name.base)
     mesh = tensors[0]._spec.mesh
 
     def lift(tensor: Tensor) -> Tensor:
-        for original, whole in zip(tensors, wholes, strict=True):
-            if tensor is whole:
+        for original, full in zip(tensors, gathered, strict=True):
+            if tensor is full:
                 return original
         wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
-        for base, whole in zip(tensors, wholes, strict=True):
-            copied = whole is not base._local or base._stale is not None
-            if copied and torch._C._is_alias_of(tensor, whole):  # type: ignore[attr-defined]  # not in stubs
+        for base, full in zip(tensors, gathered, strict=True):
+            copied = full is not base._local or base._copied_view is not None
+            if copied and torch._C._is_alias_of(tensor, full):  # type: ignore[attr-defined]  # not in stubs
                 mark_copied_view(wrapped, base, name.base, () if kwargs else tuple(args))
         return wrapped
 
@@ -75,19 +75,19 @@ def _silent_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
     }
 
 
-def write_back(tensor: DTensor, whole: Tensor, op: str) -> None:
-    """Put the changed copy ``whole`` back into ``tensor``, in its layout."""
+def write_back(tensor: DTensor, full: Tensor, op: str) -> None:
+    """Put the changed copy ``full`` back into ``tensor``, in its layout."""
     check_writable(tensor, op)
     spec = tensor._spec
-    if tuple(whole.shape) != tuple(spec.shape):
+    if tuple(full.shape) != tuple(spec.shape):
         raise RuntimeError(
-            f"{op} changed the shape of {spec!r} to {tuple(whole.shape)}: not supported on a DTensor"
+            f"{op} changed the shape of {spec!r} to {tuple(full.shape)}: not supported on a DTensor"
         )
-    if whole is tensor._local:
+    if full is tensor._local:
         written(tensor)
         return
     tensor._local.copy_(
-        moved_for(op, whole, spec.replicated.with_dtype(whole.dtype), spec.with_dtype(whole.dtype))
+        moved_for(op, full, spec.replicated.with_dtype(full.dtype), spec.with_dtype(full.dtype))
     )
     written(tensor)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx._torch_faults import check_fused_tensors
-from phalanx.tensor.core._copied_views import check_writable, fresh, written
+from phalanx.tensor.core._copied_views import check_writable, checked_local, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import check_collective, moved_for
 from phalanx.tensor.layout._spec import Spec
@@ -46,7 +46,7 @@ def _all_alike(args: Any) -> tuple[list[Any], list[Spec]] | None:
     first = args[0]
     if type(first) is not list and type(first) is not tuple:
         return None
-    specs = [t._spec for t in first if type(t) is DTensor and t._stale is None]
+    specs = [t._spec for t in first if type(t) is DTensor and t._copied_view is None]
     if len(specs) != len(first) or any(spec.is_partial for spec in set(specs)):
         return None
     local_args: list[Any] = [[t._local for t in first]]
@@ -55,7 +55,7 @@ def _all_alike(args: Any) -> tuple[list[Any], list[Spec]] | None:
             found = [
                 t._local
                 for t, spec in zip(arg, specs, strict=True)
-                if type(t) is DTensor and t._spec is spec and t._stale is None
+                if type(t) is DTensor and t._spec is spec and t._copied_view is None
             ]
             if len(found) != len(specs):
                 return None
@@ -108,18 +108,18 @@ def _same_shapes(value: Any, first: list[Any]) -> bool:
 
 
 def _locals(name: str, value: Any, specs: list[Spec | None]) -> Any:
-    """Lists of tensors in the layouts ``specs``; a single tensor (a learning rate) whole."""
+    """Lists of tensors in the layouts ``specs``; a single tensor (a learning rate) replicated."""
     kind = type(value)
     if kind is list or kind is tuple:
         if value and isinstance(value[0], Tensor):
             assert len(value) == len(specs), f"lists of {len(value)} and {len(specs)} tensors"
             return [
-                fresh(t) if type(t) is DTensor and t._spec is spec else _brought(name, t, spec)
+                checked_local(t) if type(t) is DTensor and t._spec is spec else _brought(name, t, spec)
                 for t, spec in zip(value, specs, strict=True)
             ]
         return value
     if isinstance(value, DTensor):
-        return moved_for(name, fresh(value), value._spec, value._spec.replicated)
+        return moved_for(name, checked_local(value), value._spec, value._spec.replicated)
     return value
 
 
@@ -131,7 +131,7 @@ def _brought(name: str, tensor: Any, spec: Spec | None) -> Any:
                 f"a list function got a plain tensor of shape {tuple(tensor.shape)} beside {spec!r}: distribute it"
             )
         return tensor
-    own, local = tensor._spec, fresh(tensor)
+    own, local = tensor._spec, checked_local(tensor)
     if own is spec:
         return local
     if own.dtype is not spec.dtype and own.shape == spec.shape and own.placements == spec.placements:
@@ -168,7 +168,7 @@ def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
         raise RuntimeError(
             f"{name} got a DTensor, {value._spec!r}, beside a plain tensor: distribute that, or pass d.full_tensor()"
         )
-    return moved_for(name, fresh(value), value._spec, value._spec.replicated)
+    return moved_for(name, checked_local(value), value._spec, value._spec.replicated)
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def _fused_arg(name: str, value: Any, specs: list[Spec], copies: list[tuple[DTen
         return value._local if isinstance(value, DTensor) else value
     locals_ = list(value)
     for place, tensor in enumerate(locals_):
-        if type(tensor) is DTensor and tensor._spec is specs[place] and tensor._stale is None:
+        if type(tensor) is DTensor and tensor._spec is specs[place] and tensor._copied_view is None:
             locals_[place] = tensor._local
         elif isinstance(tensor, Tensor):
             spec = specs[place]

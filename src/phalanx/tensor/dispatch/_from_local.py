@@ -1,7 +1,7 @@
 """Between each rank's own tensor and the distributed one: ``DTensor.from_local``, and gradients of ``to_local``.
 
-Owns their checks. Sizes are gathered along the axes that cut (along all of them with ``run_check``), and every rank
-that took part decides by the same numbers: parts that do not fit raise on each of them.
+Owns their checks. Sizes are gathered along the axes that shard (along all of them with ``run_check``), and every rank
+that took part decides by the same numbers: shards that do not fit raise on each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import check_plain, mesh_or_current, one_for_each_axis
-from phalanx.tensor.dispatch._local_shapes import Coordinate, Part, coordinates, gathered_parts, listing
+from phalanx.tensor.dispatch._local_shapes import (
+    Coordinate,
+    LocalShape,
+    coordinates,
+    gathered_shapes,
+    listing,
+)
 from phalanx.tensor.layout._placement import Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import GradLayout
@@ -64,7 +70,7 @@ def _fitting(
     shape: Sequence[int] | None,
     axes: list[int],
 ) -> Spec:
-    """The layout of which ``local`` is this rank's part; parts along ``axes`` are checked."""
+    """The layout of which ``local`` is this rank's shard; shards along ``axes`` are checked."""
     if not axes:
         spec = Spec.of(mesh, placements, local.shape if shape is None else tuple(shape), local.dtype)
         if spec.local_shape != tuple(local.shape):
@@ -73,20 +79,22 @@ def _fitting(
                 f"gives this rank {spec.local_shape}; {_CHUNKS}, or pass the right shape="
             )
         return spec
-    own = Part.of(local, tuple(shape) if shape is not None else None)
+    own = LocalShape.of(local, tuple(shape) if shape is not None else None)
     device = mesh.device_type if local.is_meta else str(local.device)
-    parts = gathered_parts(mesh, axes, own, device)
-    if len({(len(part.shape), part.dtype, part.facts) for part in parts.values()}) > 1:
+    shapes = gathered_shapes(mesh, axes, own, device)
+    if len({(len(held.shape), held.dtype, held.facts) for held in shapes.values()}) > 1:
         raise ValueError(
-            f"rank {mesh.get_rank()}: from_local got {listing(mesh, parts)}; expected the same number of dims and the "
+            f"rank {mesh.get_rank()}: from_local got {listing(mesh, shapes)}; expected the same number of dims and the "
             f"same dtype (and the same shape=, if one is given) on every rank"
         )
-    full = tuple(shape) if shape is not None else whole_shape(parts, placements, axes)
+    full = tuple(shape) if shape is not None else global_shape(shapes, placements, axes)
     spec = Spec.of(mesh, placements, full, local.dtype)
-    if [part.shape for part in parts.values()] != _expected(spec, axes):
-        fitting = {where: Part(s, local.dtype) for where, s in zip(parts, _expected(spec, axes), strict=True)}
+    if [held.shape for held in shapes.values()] != _expected(spec, axes):
+        fitting = {
+            where: LocalShape(s, local.dtype) for where, s in zip(shapes, _expected(spec, axes), strict=True)
+        }
         raise ValueError(
-            f"rank {mesh.get_rank()}: from_local got {listing(mesh, parts)}, but the parts of {spec!r} are "
+            f"rank {mesh.get_rank()}: from_local got {listing(mesh, shapes)}, but the parts of {spec!r} are "
             f"{listing(mesh, fitting)}; {_CHUNKS}"
         )
     return spec
@@ -98,14 +106,14 @@ _CHUNKS = (
 )
 
 
-def whole_shape(
-    parts: dict[Coordinate, Part], placements: Sequence[Placement], axes: Sequence[int]
+def global_shape(
+    shapes: dict[Coordinate, LocalShape], placements: Sequence[Placement], axes: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of the tensor that ``parts`` make, if they fit: the rows of each dim, along the axes that cut it."""
+    """The shape of the tensor that ``shapes`` make, if they fit: the rows of each dim, along the axes that shard it."""
     shape = []
-    for dim in range(len(next(iter(parts.values())).shape)):
+    for dim in range(len(next(iter(shapes.values())).shape)):
         others = [axis for axis in axes if not placements[axis].is_shard(dim)]
-        rows = [part.shape[dim] for where, part in parts.items() if not any(where[a] for a in others)]
+        rows = [held.shape[dim] for where, held in shapes.items() if not any(where[a] for a in others)]
         shape.append(sum(rows))
     return tuple(shape)
 
@@ -147,8 +155,8 @@ class _Replaced(torch.autograd.Function):
 
 
 def _check_stride(tensor: DTensor, given: tuple[int, ...]) -> None:
-    """``given`` is that of a contiguous whole, or of one in the order of the local tensor; dims of one row may say
-    anything.
+    """``given`` is that of a contiguous global tensor, or of one in the order of the local tensor; dims of one row may
+    say anything.
     """
     contiguous = torch.empty(tensor.shape, device="meta").stride()
     counting = [d for d, size in enumerate(tensor.shape) if size > 1]

@@ -1,6 +1,6 @@
 """Running torch's Python-written functions *through*: their body runs, and the operations inside are intercepted.
 
-Owns ``through`` and ``run_through``. Such a function begins with a check for overrides that would hand it straight back
+Owns ``inlined`` and ``run_inlined``. Such a function begins with a check for overrides that would hand it straight back
 to us, so it is run from a copy whose module globals answer "no override" to that check; everything it calls still
 checks for real.
 """
@@ -35,7 +35,7 @@ class _Torch:
         return getattr(torch, name)
 
 
-def through(func: Any) -> Callable[..., Any] | None:
+def inlined(func: Any) -> Callable[..., Any] | None:
     """``func`` with its own check for overrides switched off; None if it is not a Python function that has one."""
     inner = getattr(func, "__wrapped__", func)
     if not isinstance(inner, types.FunctionType):
@@ -55,7 +55,7 @@ def through(func: Any) -> Callable[..., Any] | None:
     return copy
 
 
-def run_through(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def run_inlined(body: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a Python function's body; plain tensors that it makes count as replicas, those it was given do not."""
     kwargs = kwargs or {}
     if not settings.implicit_replication and any(_is_plain(a) for a in (*args, *kwargs.values())):

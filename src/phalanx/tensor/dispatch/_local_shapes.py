@@ -1,8 +1,8 @@
 """What each rank of a mesh brings to a call, told to all of them, so that all decide alike.
 
-Owns ``Part`` (dtype and shape of one rank's tensor, as numbers that can be sent) and ``gathered_parts``. Who raises
-because of *another* rank's tensor must be sure that the other raises too: on more than one axis that takes the parts
-of the whole mesh, not those along one axis.
+Owns ``LocalShape`` (dtype and shape of one rank's tensor, as numbers that can be sent) and ``gathered_shapes``. Who
+raises because of *another* rank's tensor must be sure that the other raises too: on more than one axis that takes the
+shapes of all of the mesh, not those along one axis.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = 8  # sizes are sent in blocks: ranks whose tensors have other numbers o
 _SHOWN = 16
 
 
-class Part(NamedTuple):
+class LocalShape(NamedTuple):
     """One rank's tensor; ``facts`` is a number for whatever else must be the same on every rank."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     facts: int = 0
 
     @classmethod
-    def of(cls, tensor: Tensor, *facts: object) -> Part:
+    def of(cls, tensor: Tensor, *facts: object) -> LocalShape:
         return cls(tuple(tensor.shape), tensor.dtype, zlib.crc32(repr(facts).encode()) if facts else 0)
 
     def numbers(self) -> list[int]:
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return [len(self.shape), _NUMBER_OF[self.dtype], self.facts, *self.shape, *[0] * padding]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Part:
+    def from_numbers(cls, numbers: Sequence[int]) -> LocalShape:
         ndim, dtype, facts = numbers[:3]
         return cls(tuple(numbers[3 : 3 + ndim]), _DTYPES[dtype], facts)
 
@@ -50,8 +50,10 @@ class Part(NamedTuple):
 Coordinate = tuple[int, ...]
 
 
-def gathered_parts(mesh: DeviceMesh, axes: Sequence[int], own: Part, device: str) -> dict[Coordinate, Part]:
-    """The parts of the ranks that differ from this one along ``axes`` only; one small gather for each axis."""
+def gathered_shapes(
+    mesh: DeviceMesh, axes: Sequence[int], own: LocalShape, device: str
+) -> dict[Coordinate, LocalShape]:
+    """The shapes of the ranks that differ from this one along ``axes`` only; one small gather for each axis."""
     numbers = torch.tensor(own.numbers(), device=device)
     length = numbers.numel()
     for axis in reversed(axes):  # what arrives is then in the order of the coordinates
@@ -61,7 +63,7 @@ def gathered_parts(mesh: DeviceMesh, axes: Sequence[int], own: Part, device: str
             group.all_gather_into_tensor(rows, numbers)
             numbers = rows
     rows_of_all = numbers.view(-1, length).tolist()
-    return dict(zip(coordinates(mesh, axes), map(Part.from_numbers, rows_of_all), strict=True))
+    return dict(zip(coordinates(mesh, axes), map(LocalShape.from_numbers, rows_of_all), strict=True))
 
 
 def coordinates(mesh: DeviceMesh, axes: Sequence[int]) -> list[Coordinate]:
@@ -71,8 +73,8 @@ def coordinates(mesh: DeviceMesh, axes: Sequence[int]) -> list[Coordinate]:
     return list(itertools.product(*ranges))
 
 
-def listing(mesh: DeviceMesh, parts: dict[Coordinate, Part]) -> str:
-    """``parts`` with their ranks, for an error message."""
-    ranks = [int(mesh.mesh[where]) for where in parts]
+def listing(mesh: DeviceMesh, shapes: dict[Coordinate, LocalShape]) -> str:
+    """``shapes`` with their ranks, for an error message."""
+    ranks = [int(mesh.mesh[where]) for where in shapes]
     more = f" (and {len(ranks) - _SHOWN} more)" if len(ranks) > _SHOWN else ""
-    return f"{[str(part) for part in parts.values()][:_SHOWN]} on ranks {ranks[:_SHOWN]}{more}"
+    return f"{[str(one) for one in shapes.values()][:_SHOWN]} on ranks {ranks[:_SHOWN]}{more}"

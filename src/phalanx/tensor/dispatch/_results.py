@@ -1,7 +1,7 @@
 """From what a local call returned to what the caller gets: a DTensor of it, or the argument itself.
 
 Owns ``finish``. What aliases what is as on one device (``_strides.py`` says it of functions that copy if they must);
-where that needs memory which no rank has, the result is marked as a copied view (``_views.py``).
+where that needs memory which no rank has, the result is marked as a copied view (``core/_copied_views.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TENSORS = frozenset({Tensor})
 def finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
     """DTensors of what the local call returned; ``first`` is the first DTensor that it was given."""
     if decision.form == "self":
-        if first._stale is not None:
+        if first._copied_view is not None:
             written(first)
         return first
     if decision.aliasing is not None and not decision.is_view:
         return _finish_if_needed(decision, decision.aliasing, result, first, given)
-    copied = decision.is_view and (decision.moves or first._stale is not None)
+    copied = decision.is_view and (decision.moves or first._copied_view is not None)
     if decision.form == "one" and not copied:
         return first if result is first._local else wrap(result, decision.outputs[0])
     if type(result) in _SEQUENCES and not copied and _TENSORS.issuperset(map(type, result)):
@@ -44,11 +44,11 @@ def finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
 def _finish_if_needed(
     decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any
 ) -> DTensor:
-    """A function that copies only if it must: what the whole tensor would give, whatever this part allows.
+    """A function that copies only if it must: what the global tensor would give, whatever this shard allows.
 
     Where ranks might disagree about a copied view, it counts as one that cannot be written.
     """
-    copied = decision.moves or first._stale is not None
+    copied = decision.moves or first._copied_view is not None
     unsure = copied and known_strides(first) is None
     kind, strides = aliasing.of(first)
     if kind is SELF and not (unsure and decision.name == "contiguous"):
@@ -56,7 +56,7 @@ def _finish_if_needed(
     if (kind is COPY or unsure) and torch._C._is_alias_of(result, first._local):  # type: ignore[attr-defined]  # not in stubs
         result = result.clone()
     spec = decision.outputs[0]
-    if spec.has_thin_part:
+    if spec.has_thin_shard:
         told = telling_strides(spec, strides, result.stride())
         if told != result.stride():
             say_order(result, told)

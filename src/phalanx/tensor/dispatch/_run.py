@@ -8,7 +8,7 @@ Numbers that are operands of functions which go element by element are left out 
 met: a counter of steps is no new decision at every step.
 
 How a call is looked up is settled once for the types of its arguments: a runner knows where the DTensors are and what
-of the other arguments belongs in the key. Calls on one to three DTensors and nothing else are written out.
+of the other arguments belongs in the key. For the commonest combinations they are made when this module is imported.
 
 Invariants: a decision depends on nothing but its key (function, specs, other arguments with their types); specs name
 the mesh with its groups, so simulated ranks never share one. Whether gradients are needed is asked only where the
@@ -18,12 +18,13 @@ decision has a second form for it.
 from __future__ import annotations
 
 import itertools
+import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from phalanx.tensor.core._copied_views import check_fresh, check_writable
+from phalanx.tensor.core._copied_views import check_up_to_date, check_writable
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import check_move, check_reduction
 from phalanx.tensor.core._memory_order import kept_order
@@ -42,7 +43,7 @@ from phalanx.tensor.dispatch._arguments import (
 from phalanx.tensor.dispatch._decision import GENERAL, REPLICATED, Decision, decide
 from phalanx.tensor.dispatch._fallback import run_replicated, write_out
 from phalanx.tensor.dispatch._results import finish
-from phalanx.tensor.dispatch._runner_source import FLOAT, SEQUENCE, TENSOR, VALUE, runner_source
+from phalanx.tensor.dispatch._runner_source import FLOAT, REST, SEQUENCE, TENSOR, VALUE, runner_source
 from phalanx.tensor.ops._registry import OPERATORS, op_name
 from phalanx.tensor.ops._signatures import in_signature_order
 from phalanx.tensor.redistribute._execute import move, run_plan
@@ -50,7 +51,7 @@ from phalanx.tensor.redistribute._sums import reduce_gradient
 
 CACHE_LIMIT = 20_000
 
-_Runner = Callable[[Any, Any], Any]
+_Runner = Callable[..., Any]
 
 # Types of arguments whose value can be a part of the key as it is; types are told apart by the runner's number.
 _PLAIN = frozenset(
@@ -62,7 +63,6 @@ _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
 _INTS = frozenset({int})
 _NO_KEYWORDS: dict[str, Any] = {}
 _grad_enabled = torch.is_grad_enabled
-_FIRST, _FIRST_TWO, _FIRST_THREE = (0,), (0, 1), (0, 1, 2)
 
 _cache: dict[Any, Decision] = {}
 
@@ -110,107 +110,6 @@ def run_mixed(func: Any, args: tuple[Any, ...]) -> Any:
     return _run_general(func, args, None) if runner is None else runner(func, args)
 
 
-def run_one(func: Any, tensor: DTensor) -> Any:
-    """``run_rule`` for one DTensor and nothing else."""
-    local = tensor._local
-    found = (func, tensor._spec)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (tensor,), _NO_KEYWORDS, (tensor,))
-    if decision.graded is not None and _grad_enabled() and local.requires_grad:
-        decision = decision.graded
-    if decision.plain is None or tensor._stale is not None:
-        return _run(decision, func, (tensor,), [local], _FIRST)
-    return wrap(decision.call(local), decision.plain)
-
-
-def run_pair(func: Any, left: DTensor, right: DTensor) -> Any:
-    """``run_rule`` for two DTensors and nothing else."""
-    a, b = left._local, right._local
-    found = (func, left._spec, right._spec)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (left, right), _NO_KEYWORDS, (left, right))
-    if decision.graded is not None and _grad_enabled() and (a.requires_grad or b.requires_grad):
-        decision = decision.graded
-    if left._stale is None and right._stale is None:
-        if decision.plain is not None:
-            return wrap(decision.call(a, b), decision.plain)
-        if decision.plain_write:
-            decision.call(a, b)
-            return left
-    return _run(decision, func, (left, right), [a, b], _FIRST_TWO)
-
-
-def _run_three(func: Any, x: DTensor, y: DTensor, z: DTensor) -> Any:
-    a, b, c = x._local, y._local, z._local
-    found = (func, x._spec, y._spec, z._spec)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (x, y, z), _NO_KEYWORDS, (x, y, z))
-    if (
-        decision.graded is not None
-        and _grad_enabled()
-        and (a.requires_grad or b.requires_grad or c.requires_grad)
-    ):
-        decision = decision.graded
-    if decision.plain is None or x._stale is not None or y._stale is not None or z._stale is not None:
-        return _run(decision, func, (x, y, z), [a, b, c], _FIRST_THREE)
-    return wrap(decision.call(a, b, c), decision.plain)
-
-
-def run_first(func: Any, tensor: DTensor, rest: tuple[Any, ...]) -> Any:
-    """``run_rule`` for a DTensor followed by values of the types in ``SIMPLE``: sizes, dims."""
-    local = tensor._local
-    found = (func, tensor._spec, rest)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (tensor, *rest), _NO_KEYWORDS, (tensor,))
-    if decision.graded is not None and _grad_enabled() and local.requires_grad:
-        decision = decision.graded
-    if decision.plain is None or tensor._stale is not None:
-        return _run(decision, func, (tensor, *rest), [local, *rest], _FIRST)
-    return wrap(decision.call(local, *rest), decision.plain)
-
-
-def run_first_two(func: Any, left: DTensor, right: DTensor, rest: tuple[Any, ...]) -> Any:
-    """``run_rule`` for two DTensors followed by such values."""
-    a, b = left._local, right._local
-    found = (func, left._spec, right._spec, rest)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (left, right, *rest), _NO_KEYWORDS, (left, right))
-    if decision.graded is not None and _grad_enabled() and (a.requires_grad or b.requires_grad):
-        decision = decision.graded
-    if decision.plain is None or left._stale is not None or right._stale is not None:
-        return _run(decision, func, (left, right, *rest), [a, b, *rest], _FIRST_TWO)
-    return wrap(decision.call(a, b, *rest), decision.plain)
-
-
-def run_scalar(func: Any, tensor: DTensor, scalar: float) -> Any:
-    """``run_rule`` for a DTensor and a number, which is left out of the key as ``KEPT_FLOATS`` says."""
-    local = tensor._local
-    found = (func, tensor._spec, scalar if scalar in KEPT_FLOATS else float)
-    try:
-        decision = _cache[found]
-    except KeyError:
-        decision = _learn(found, func, (tensor, scalar), _NO_KEYWORDS, (tensor,))
-    if decision.graded is not None and _grad_enabled() and local.requires_grad:
-        decision = decision.graded
-    if tensor._stale is None:
-        if decision.plain is not None:
-            return wrap(decision.call(local, scalar), decision.plain)
-        if decision.plain_write:
-            decision.call(local, scalar)
-            return tensor
-    return _run(decision, func, (tensor, scalar), [local, scalar], _FIRST)
-
-
 _numbers = itertools.count()
 _runners: dict[Any, _Runner] = {}
 
@@ -225,15 +124,16 @@ def _make_runner(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | N
     if kinds[len(kinds) - len(names) :].count(DTensor) > 1:
         return None
     number = next(_numbers)  # no two runners have one, whichever threads make them
-    runner = _compiled_runner(number, kinds, names)
+    runner = _compiled(number, [_role(kind) for kind in kinds], names)
     if runner is not None:
         _runners[(names, kinds) if names else kinds] = runner
     return runner
 
 
-def _compiled_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | None:
-    """For DTensors anywhere."""
-    source = runner_source([_role(kind) for kind in kinds], names)
+def _compiled(
+    number: int, roles: Sequence[str], names: tuple[str, ...] = (), *, is_direct: bool = False
+) -> _Runner | None:
+    source = runner_source(roles, names, is_direct=is_direct)
     if source is None:
         return None
     scope: dict[str, Any] = {
@@ -243,15 +143,24 @@ def _compiled_runner(number: int, kinds: tuple[type, ...], names: tuple[str, ...
         "kept_floats": KEPT_FLOATS,
         "learn": _learn,
         "names": names,
+        "no_keywords": _NO_KEYWORDS,
         "number": number,
-        "positions": tuple(i for i, kind in enumerate(kinds) if kind is DTensor),
+        "positions": tuple(i for i, role in enumerate(roles) if role is TENSOR),
         "run_decision": _run,
         "run_general": _run_general,
         "split": _split,
         "wrap": wrap,
     }
-    exec(compile(source, f"<runner {number} of {__name__}>", "exec"), scope)
+    file = f"<runner {number} of {__name__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for debuggers
+    exec(compile(source, file, "exec"), scope)
     runner: _Runner = scope["run"]
+    return runner
+
+
+def _direct(*roles: str) -> Callable[..., Any]:
+    runner = _compiled(next(_numbers), roles, is_direct=True)
+    assert runner is not None, "it has no names"
     return runner
 
 
@@ -306,10 +215,10 @@ def _run(
         elsewhere = run_replicated if decision is REPLICATED else _run_general
         return elsewhere(func, *_split(given, names))
     for i in positions:
-        if given[i]._stale is not None:
-            check_fresh(given[i])
+        if given[i]._copied_view is not None:
+            check_up_to_date(given[i])
     first = given[positions[0]]
-    if decision.form == "self" and first._stale is not None:
+    if decision.form == "self" and first._copied_view is not None:
         check_writable(first, decision.name)
     if decision.moves or decision.reductions:
         _move_inputs(decision, given, values, positions)
@@ -365,7 +274,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
         decision = decision.graded
     if decision is REPLICATED:
         return run_replicated(func, args, kwargs)
-    if decision.form == "self" and tensors[0]._stale is not None:
+    if decision.form == "self" and tensors[0]._copied_view is not None:
         check_writable(tensors[0], decision.name)
     values: list[Any] = [t._local for t in tensors]
     if decision.moves or decision.reductions:
@@ -374,3 +283,13 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     return finish(
         decision, decision.call(*local_args, **local_kwargs), tensors[0], () if kwargs else tuple(args)
     )
+
+
+# ``run_rule`` for the arguments of most calls, which have been told apart already: DTensors, followed by values of the
+# types in ``SIMPLE`` (sizes, dims) or by a number, which is left out of the key as ``KEPT_FLOATS`` says.
+run_one = _direct(TENSOR)
+run_pair = _direct(TENSOR, TENSOR)
+_run_three = _direct(TENSOR, TENSOR, TENSOR)
+run_first = _direct(TENSOR, REST)
+run_first_two = _direct(TENSOR, TENSOR, REST)
+run_scalar = _direct(TENSOR, FLOAT)

@@ -1,7 +1,7 @@
 """Parameters that several modules share, such as the weight of an embedding and of the layer that predicts its rows.
 
-Owns ``keeping_ties``. Distributing a module makes a new parameter for each place that held one: two places that shared
-a parameter would be trained apart from then on.
+Owns ``keeping_shared_parameters``. Distributing a module makes a new parameter for each place that held one: two places
+that shared a parameter would be trained apart from then on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.tensor.core._dtensor import DTensor
 
 
 @contextmanager
-def keeping_ties(module: nn.Module) -> Iterator[None]:
+def keeping_shared_parameters(module: nn.Module) -> Iterator[None]:
     """What shares a parameter before the block shares one after it; warns where layouts make that impossible."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, part in module.named_modules():

@@ -1,7 +1,7 @@
 """Placements: how one mesh axis holds a tensor. Pure values that never communicate.
 
 Owns ``Shard``, ``StridedShard``, ``Replicate``, ``Partial``, ``MaskPartial`` and the arithmetic of chunks. A tensor
-on an n-axis mesh has n placements, one per axis; a dim that several axes shard is cut by the first axis, each piece
+on an n-axis mesh has n placements, one per axis; a dim that several axes shard is sharded by the first axis, each piece
 by the next, and so on. Chunks are as ``torch.chunk`` makes them: all of the rounded-up size, the last ones smaller
 or empty.
 """
@@ -58,7 +58,7 @@ class Placement(metaclass=_Interned):
 
 
 class Shard(Placement):
-    """The axis cuts tensor dimension ``dim`` into chunks, one per rank.
+    """The axis shards tensor dimension ``dim`` into chunks, one per rank.
 
     >>> Shard(0)
     S(0)
@@ -80,7 +80,7 @@ class Shard(Placement):
         return (self.dim,)
 
     def on_dim(self, dim: int) -> Shard:
-        """The same way of cutting, on another dimension."""
+        """Shard another dimension in the same way."""
         return Shard(dim)
 
     def __repr__(self) -> str:
@@ -88,7 +88,8 @@ class Shard(Placement):
 
 
 class StridedShard(Shard):
-    """The axis cuts each of ``split_factor`` chunks of ``dim``, as FSDP does to a dim that tensor parallel has cut.
+    """The axis shards each of ``split_factor`` chunks of ``dim``, as FSDP does to a dim that tensor parallel has
+    sharded.
 
     >>> indices_of(6, [(StridedShard(0, split_factor=2), 3, 1)])
     [1, 4]
@@ -191,13 +192,14 @@ def chunk_starts(length: int, parts: int) -> tuple[int, ...]:
     return tuple(min(length, full * i) for i in range(parts))
 
 
-def indices_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[int]:
-    """The global indices one rank holds of a dim, after each cut (placement, ranks on the axis, coordinate).
+def indices_of(length: int, shards: Sequence[tuple[Shard, int, int]]) -> list[int]:
+    """The global indices one rank holds of a dim, after each axis that shards it (placement, ranks on the axis,
+    coordinate).
 
     The naive reference of all layout arithmetic: correct for every nesting, linear in ``length``.
     """
     held = list(range(length))
-    for placement, parts, coordinate in cuts:
+    for placement, parts, coordinate in shards:
         blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
         pieces: list[int] = []
         for start, size in zip(chunk_starts(len(held), blocks), chunk_sizes(len(held), blocks), strict=True):
@@ -207,14 +209,14 @@ def indices_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[int]
     return held
 
 
-def ranges_of(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> list[tuple[int, int]]:
-    """``indices_of(length, cuts)`` as ranges (start, size), neighbours joined, without the list.
+def ranges_of(length: int, shards: Sequence[tuple[Shard, int, int]]) -> list[tuple[int, int]]:
+    """``indices_of(length, shards)`` as ranges (start, size), neighbours joined, without the list.
 
     >>> ranges_of(6, [(StridedShard(0, split_factor=2), 3, 1)])
     [(1, 1), (4, 1)]
     """
     held = [(0, length)] if length else []
-    for placement, parts, coordinate in cuts:
+    for placement, parts, coordinate in shards:
         count = sum(size for _, size in held)
         blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
         pieces: list[tuple[int, int]] = []
@@ -239,9 +241,9 @@ def _within(held: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[t
         position += size
 
 
-def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
-    """``len(indices_of(length, cuts))`` without the list."""
-    for placement, parts, coordinate in cuts:
+def held_size(length: int, shards: Sequence[tuple[Shard, int, int]]) -> int:
+    """``len(indices_of(length, shards))`` without the list."""
+    for placement, parts, coordinate in shards:
         if isinstance(placement, StridedShard):
             blocks = chunk_sizes(length, placement.split_factor)
             length = sum(chunk_sizes(size, parts)[coordinate] for size in blocks)
@@ -250,25 +252,26 @@ def held_size(length: int, cuts: Sequence[tuple[Shard, int, int]]) -> int:
     return length
 
 
-def inner_cut(
+def inner_shard(
     length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int
 ) -> Shard | None:
-    """How ``axis`` cuts what all other axes leave of its dim; None if that cannot be said, for cuts inside of its own.
+    """How ``axis`` shards what all other axes leave of its dim; None if that cannot be said, for shards inside of its
+    own.
 
-    A strided cut can be made of what later axes leave just as well, if sizes are even (or happen to fit):
-    (_S(0, 2), S(0)) on 2 by 2 ranks is S(0) on the second axis, and each of its parts cut by the first.
+    A strided shard can be made of what later axes leave just as well, if sizes are even (or happen to fit):
+    (_S(0, 2), S(0)) on 2 by 2 ranks is S(0) on the second axis, and each of its shards sharded by the first.
     """
-    cut = placements[axis]
-    assert isinstance(cut, Shard), f"axis {axis} of {placements} cuts nothing"
+    shard = placements[axis]
+    assert isinstance(shard, Shard), f"axis {axis} of {placements} cuts nothing"
     others = [
         (other, p, mesh_shape[other])
         for other, p in enumerate(placements)
-        if isinstance(p, Shard) and p.dim == cut.dim and other != axis and mesh_shape[other] > 1
+        if isinstance(p, Shard) and p.dim == shard.dim and other != axis and mesh_shape[other] > 1
     ]
     inside = [parts for other, _, parts in others if other > axis]
     if not inside:
-        return cut
-    if not isinstance(cut, StridedShard) or cut.split_factor % math.prod(inside):
+        return shard
+    if not isinstance(shard, StridedShard) or shard.split_factor % math.prod(inside):
         return None
     lengths = {length}
     for other, p, parts in others:
@@ -276,16 +279,16 @@ def inner_cut(
             lengths = {held_size(n, [(p, parts, c)]) for n in lengths for c in range(parts)}
         elif type(p) is not Shard:
             return None
-    rest = cut.split_factor // math.prod(inside)
-    if not all(_lies_inside(n, cut.split_factor, mesh_shape[axis], tuple(inside)) for n in lengths):
+    rest = shard.split_factor // math.prod(inside)
+    if not all(_lies_inside(n, shard.split_factor, mesh_shape[axis], tuple(inside)) for n in lengths):
         return None
-    return Shard(cut.dim) if rest == 1 else StridedShard(cut.dim, rest)
+    return Shard(shard.dim) if rest == 1 else StridedShard(shard.dim, rest)
 
 
 @lru_cache(maxsize=4096)
 def _lies_inside(length: int, blocks: int, parts: int, inside: tuple[int, ...]) -> bool:
-    """Whether cutting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves whole pieces of blocks, the
-    same that are left the other way round. Even sizes do.
+    """Whether splitting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves complete pieces of blocks,
+    the same that are left the other way round. Even sizes do.
     """
     sizes = chunk_sizes(length, blocks)
     pieces = [chunk_sizes(size, parts) for size in sizes]

@@ -29,9 +29,9 @@ from phalanx.tensor.layout._placement import (
     indices_of,
     normalize,
 )
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 
-Cut = tuple[Shard, int, int]
+AxisShard = tuple[Shard, int, int]
 
 
 class Spec:
@@ -54,7 +54,7 @@ class Spec:
     coordinate: tuple[int, ...]  # this rank's in the mesh; the origin, for a rank outside of it
     is_outside: bool  # this rank is, and holds nothing
     local_shape: tuple[int, ...]
-    local_strides: tuple[int, ...]  # of a row-major part
+    local_strides: tuple[int, ...]  # of a row-major shard
     is_partial: bool  # on some axis
     template: Tensor  # a meta tensor of the global shape, which wrappers are made from
     routes: dict[Any, Any]  # placements as users gave them -> the ``Route`` that ``redistribute`` took before
@@ -85,7 +85,10 @@ class Spec:
                 )
                 known.is_partial = any(isinstance(p, Partial) for p in known.placements)
                 known.variants, known.routes = {}, {}
-                with unseen(), torch.inference_mode(False):  # checkpointing saves wrappers for backward
+                with (
+                    without_user_modes(),
+                    torch.inference_mode(False),
+                ):  # checkpointing saves wrappers for backward
                     known.template = torch.empty(size, dtype=dtype, device="meta")
                     known.local_strides = torch.empty(known.local_shape, device="meta").stride()
             return known
@@ -113,7 +116,7 @@ class Spec:
 
     @property
     def cotangent(self) -> Spec:
-        """The layout of a gradient for this tensor: as the tensor, but whole where the tensor is partial."""
+        """The layout of a gradient for this tensor: as the tensor, but replicated where the tensor is partial."""
         if not self.is_partial:
             return self
         found: Spec | None = self.variants.get("cotangent")
@@ -123,7 +126,7 @@ class Spec:
         return found
 
     def of_gradient(self, placements: Sequence[Placement]) -> Spec:
-        """The layout of a gradient of this rank's part, if the user says ``grad_placements=placements``."""
+        """The layout of a gradient of this rank's shard, if the user says ``grad_placements=placements``."""
         given = self.with_placements(normalize(placements, self.mesh.ndim, len(self.shape)))
         if given.local_shape != self.local_shape:
             raise ValueError(
@@ -140,8 +143,8 @@ class Spec:
     def local_bytes(self) -> int:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
-    def cuts(self, dim: int, coordinate: Sequence[int] | None = None) -> list[Cut]:
-        """The cuts of ``dim``, outermost first: (placement, ranks on the axis, coordinate on it)."""
+    def shards(self, dim: int, coordinate: Sequence[int] | None = None) -> list[AxisShard]:
+        """The axes that shard ``dim``, outermost first: (placement, ranks on the axis, coordinate on it)."""
         where = self.coordinate if coordinate is None else coordinate
         return [
             (p, self.mesh.shape[axis], where[axis])
@@ -150,13 +153,13 @@ class Spec:
         ]
 
     def local_indices(self, dim: int) -> list[int]:
-        """The global indices of ``dim`` that this rank holds, ascending within each cut."""
-        return indices_of(self.shape[dim], self.cuts(dim))
+        """The global indices of ``dim`` that this rank holds, ascending within each block."""
+        return indices_of(self.shape[dim], self.shards(dim))
 
     def local_offset(self, dim: int) -> int:
-        """Where this rank's part of ``dim`` begins; only for dims cut by plain shards."""
+        """Where this rank's shard of ``dim`` begins; only for dims with plain shards."""
         length, offset = self.shape[dim], 0
-        for placement, parts, coordinate in self.cuts(dim):
+        for placement, parts, coordinate in self.shards(dim):
             assert type(placement) is Shard, f"{placement!r} holds more than one range of dim {dim}"
             offset += chunk_starts(length, parts)[coordinate]
             length = held_size(length, [(placement, parts, coordinate)])
@@ -164,33 +167,33 @@ class Spec:
 
     def shape_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The local shape of the rank at ``coordinate``."""
-        return tuple(held_size(n, self.cuts(dim, coordinate)) for dim, n in enumerate(self.shape))
+        return tuple(held_size(n, self.shards(dim, coordinate)) for dim, n in enumerate(self.shape))
 
-    def smallest_part(self, dim: int) -> int:
-        """The least that any rank holds of ``dim``: of a dim that is cut twice it need not be the last rank's."""
+    def smallest_shard(self, dim: int) -> int:
+        """The least that any rank holds of ``dim``: of a dim that is sharded twice it need not be the last rank's."""
         lengths = {self.shape[dim]}
-        for placement, parts, _ in self.cuts(dim):
+        for placement, parts, _ in self.shards(dim):
             lengths = {held_size(n, [(placement, parts, at)]) for n in lengths for at in range(parts)}
         return min(lengths)
 
     @property
-    def has_empty_part(self) -> bool:
+    def has_empty_shard(self) -> bool:
         """Whether some rank holds nothing."""
-        return any(self.smallest_part(dim) == 0 for dim in range(len(self.shape)))
+        return any(self.smallest_shard(dim) == 0 for dim in range(len(self.shape)))
 
     @property
-    def has_thin_part(self) -> bool:
+    def has_thin_shard(self) -> bool:
         """Whether some rank holds at most one row of a longer dim, or nothing: its memory does not tell the order."""
         found: bool | None = self.variants.get("thin")
         if found is None:
-            found = any(self.smallest_part(dim) < min(2, size) for dim, size in enumerate(self.shape))
+            found = any(self.smallest_shard(dim) < min(2, size) for dim, size in enumerate(self.shape))
             self.variants["thin"] = found
         return found
 
     @property
     def has_free_order(self) -> bool:
         """Whether some rank's shard does not tell the order of the dims."""
-        return self.has_thin_part and (self.has_empty_part or sum(size > 1 for size in self.shape) > 1)
+        return self.has_thin_shard and (self.has_empty_shard or sum(size > 1 for size in self.shape) > 1)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -216,7 +219,7 @@ Spec.__hash__ = object.__hash__  # type: ignore[method-assign]  # interned: iden
 
 
 def axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
-    """Where the axes of a sub-mesh are in ``root``; None if it was not cut from it."""
+    """Where the axes of a sub-mesh are in ``root``; None if it was not taken from it."""
     if mesh._root is not root._root:
         return None
     axes = root._layout.axes
@@ -224,7 +227,7 @@ def axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
 
 
 def on_root(spec: Spec, root: DeviceMesh) -> Spec | None:
-    """The layout of the same tensor on a mesh that contains its own: whole on the other axes. None: it does not."""
+    """Lay the tensor out on a mesh that contains its own, replicated on the other axes; None: it does not."""
     axes = axes_in(spec.mesh, root)
     if axes is None:
         return None

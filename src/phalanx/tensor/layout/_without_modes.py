@@ -1,7 +1,7 @@
-"""Computing on paper, out of sight: torch functions on meta tensors that no mode of the user's sees.
+"""Running torch functions without the user's modes: on meta tensors, to plan.
 
-Owns ``unseen``. A plan is made once, so whatever counts, saves or redirects the user's calls (flop counters, selective
-checkpointing, default devices) would find more in the first call than in the next ones.
+Owns ``without_user_modes``. A plan is made once, so whatever counts, saves or redirects the user's calls (flop
+counters, selective checkpointing, default devices) would find more in the first call than in the next ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def without_user_modes() -> Iterator[None]:
     """Neither dispatch modes nor function modes see what torch does in here."""
     with torch._C.DisableTorchFunction(), ExitStack() as stack:
         for _ in range(_len_torch_dispatch_stack()):

@@ -26,7 +26,6 @@ from phalanx.tensor.ops.rules import (
     _pointwise,
     _reduce,
     _shape,
-    _softmax,
 )
 
 
@@ -112,9 +111,9 @@ _ROWS: tuple[Iterable[Operator], ...] = (
         _pointwise_ops(name, linear="first", aliasing="self", cast=dtype, sharded="" if dtype.is_complex else "shards")
         for name, dtype in _CASTS.items()
     ),
-    _ops("to", _pointwise.pointwise, handler="metadata.to", linear="first", aliasing="self", cast="given"),
-    _ops("type", _pointwise.pointwise, handler="metadata.type_", linear="first", aliasing="self", cast="given"),
-    _ops("type_as", handler="metadata.to", sharded="shards"),
+    _ops("to", _pointwise.pointwise, handler="attributes.to", linear="first", aliasing="self", cast="given"),
+    _ops("type", _pointwise.pointwise, handler="attributes.type_", linear="first", aliasing="self", cast="given"),
+    _ops("type_as", handler="attributes.to", sharded="shards"),
     _ops("cpu cuda", _pointwise.pointwise, linear="identity", aliasing="self"),
     # ---- element by element, of several tensors
     _pointwise_ops(
@@ -186,7 +185,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("matmul", _matmul.matmul, dunders="matmul", quick="__matmul__ matmul"),
     _ops("rmatmul", _matmul.matmul, dunders="rmatmul"),
     _ops("linear", _matmul.linear),
-    _ops("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty part torch drops the graph
+    _ops("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty shard torch drops the graph
     _ops("mm", _matmul.product("mk,kn", "mn")),
     _ops("bmm", _matmul.product("bmk,bkn", "bmn")),
     _ops("mv", _matmul.product("mk,k", "m")),
@@ -204,16 +203,16 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("ravel", _shape.reshape, aliasing="if_needed"),
     _ops("unflatten", _shape.reshape, quick="unflatten"),
     _ops("permute", _shape.permute, quick="permute"),
-    _ops("transpose", _shape.permute, quick="transpose", in_place="metadata.reshape_in_place"),
-    _ops("t", _shape.permute, quick="t", in_place="metadata.reshape_in_place"),
-    _ops("swapaxes swapdims", _shape.permute, in_place="metadata.reshape_in_place"),
+    _ops("transpose", _shape.permute, quick="transpose", in_place="attributes.reshape_in_place"),
+    _ops("t", _shape.permute, quick="t", in_place="attributes.reshape_in_place"),
+    _ops("swapaxes swapdims", _shape.permute, in_place="attributes.reshape_in_place"),
     _ops("T.get mT.get movedim moveaxis", _shape.permute),
-    _ops("squeeze", _shape.squeeze, quick="squeeze", in_place="metadata.reshape_in_place"),
-    _ops("unsqueeze", _shape.unsqueeze, quick="unsqueeze", in_place="metadata.reshape_in_place"),
+    _ops("squeeze", _shape.squeeze, quick="squeeze", in_place="attributes.reshape_in_place"),
+    _ops("unsqueeze", _shape.unsqueeze, quick="unsqueeze", in_place="attributes.reshape_in_place"),
     _ops("expand", _shape.expand, quick="expand"),
     _ops("broadcast_to", _shape.expand),
     _ops("broadcast_tensors", handler="composite.broadcast_tensors"),
-    _ops("view_as reshape_as expand_as", handler="metadata.as_other"),
+    _ops("view_as reshape_as expand_as", handler="attributes.as_other"),
     _ops("as_strided", in_place_refused=_NO_STORAGE),
     _ops("narrow", _shape.narrow),
     _ops("select", _shape.select),
@@ -246,12 +245,12 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("logsumexp all any", _reduce.staying_dims()),
     _ops("linalg_vector_norm", handler="composite.vector_norm"),
     # ---- rows
-    _ops("softmax", _softmax.rows(1, "dim", None), quick="softmax", functional="composite.softmax"),
-    _ops("log_softmax", _softmax.rows(1, "dim", None), quick="log_softmax", functional="composite.softmax"),
-    _ops("softmin", _softmax.rows(1, "dim", None)),
-    _ops("sort", _softmax.rows(1, "dim", -1, num_outputs=2)),
-    _ops("argsort", _softmax.rows(1, "dim", -1)),
-    _ops("topk", _softmax.rows(2, "dim", -1, num_outputs=2), handler="extremes.topk"),
+    _ops("softmax", _shape.rows(1, "dim", None), quick="softmax", functional="composite.softmax"),
+    _ops("log_softmax", _shape.rows(1, "dim", None), quick="log_softmax", functional="composite.softmax"),
+    _ops("softmin", _shape.rows(1, "dim", None)),
+    _ops("sort", _shape.rows(1, "dim", -1, num_outputs=2)),
+    _ops("argsort", _shape.rows(1, "dim", -1)),
+    _ops("topk", _shape.rows(2, "dim", -1, num_outputs=2), handler="extremes.topk"),
     # ---- joining and selecting
     _ops("cat concat concatenate", _joining.cat),
     _ops("stack", _joining.stack),
@@ -313,44 +312,44 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("register_post_accumulate_grad_hook", handler="autograd.register_post_accumulate_grad_hook"),
     _ops("retain_grad", handler="autograd.retain_grad"),
     _ops("_make_dual _unpack_dual", refused=_NO_DUAL),
-    # ---- what tensors tell about themselves; the local tensor knows what is true of a part if it is true of the whole
+    # ---- what tensors tell about themselves; the local tensor knows what is true of all of them
     _ops(
         "element_size get_device has_names is_conj is_cpu.get is_cuda.get is_floating_point is_hpu.get is_inference "
         "is_ipu.get is_maia.get is_mkldnn.get is_mps.get is_mtia.get is_neg is_nested.get is_quantized.get is_shared "
         "is_signed is_sparse.get is_sparse_csr.get is_vulkan.get is_xla.get is_xpu.get itemsize.get layout.get "
         "names.get output_nr.get retains_grad.get storage_offset",
-        handler="metadata.from_local", sharded="metadata",
+        handler="attributes.from_local", sharded="metadata",
     ),
     _ops(
         "_cdata.get _is_view _is_zerotensor has_symint.get is_coalesced is_pinned name.get storage_type "
         "suggest_memory_format volatile.get",
-        handler="metadata.from_local",
+        handler="attributes.from_local",
     ),
     _ops(
         "_backward_hooks.get _base.get _post_accumulate_grad_hooks.get _version.get grad_dtype.get is_meta.get "
         "is_tensor ndim.get shape.get __get_validity",
         sharded="metadata",
     ),
-    _ops("is_complex", handler="metadata.is_complex", sharded="metadata"),
-    _ops("size dim numel nelement ndimension __len__", handler="metadata.shape_answer", sharded="metadata"),
-    _ops("stride", handler="metadata.stride", sharded="metadata"),
-    _ops("is_contiguous", handler="metadata.is_contiguous", sharded="metadata"),
-    _ops("nbytes.get", handler="metadata.nbytes", sharded="metadata"),
-    _ops("is_same_size", handler="metadata.is_same_size", sharded="metadata"),
+    _ops("is_complex", handler="attributes.is_complex", sharded="metadata"),
+    _ops("size dim numel nelement ndimension __len__", handler="attributes.shape_answer", sharded="metadata"),
+    _ops("stride", handler="attributes.stride", sharded="metadata"),
+    _ops("is_contiguous", handler="attributes.is_contiguous", sharded="metadata"),
+    _ops("nbytes.get", handler="attributes.nbytes", sharded="metadata"),
+    _ops("is_same_size", handler="attributes.is_same_size", sharded="metadata"),
     # ---- their memory, and tensors made like them
     _ops(
         "data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage",
-        handler="metadata.raw_memory", sharded="no_memory",
+        handler="attributes.raw_memory", sharded="no_memory",
     ),
     _ops("data.get", sharded="detach"),
-    _ops("data.set", handler="metadata.set_data", sharded="set_data"),
-    _ops("set", handler="metadata.set_", quick="set_"),
+    _ops("data.set", handler="attributes.set_data", sharded="set_data"),
+    _ops("set", handler="attributes.set_", quick="set_"),
     _ops("resize resize_as", refused=_NO_RESIZE),
-    _ops("share_memory", handler="metadata.share_memory"),
-    _ops("__dlpack__", handler="metadata.of_whole"),
-    _ops("eye zeros ones full arange linspace logspace", handler="metadata.factory_out"),
-    _ops("new_empty new_zeros new_ones new_full", handler="metadata.new"),
-    _ops("new_tensor", handler="metadata.new_tensor"),
+    _ops("share_memory", handler="attributes.share_memory"),
+    _ops("__dlpack__", handler="attributes.of_whole"),
+    _ops("eye zeros ones full arange linspace logspace", handler="attributes.factory_out"),
+    _ops("new_empty new_zeros new_ones new_full", handler="attributes.new"),
+    _ops("new_tensor", handler="attributes.new_tensor"),
     _ops("apply map map2", writes=(0,)),
     _ops("equal", sharded="equal"),
     _ops("allclose", sharded="allclose"),

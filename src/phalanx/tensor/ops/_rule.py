@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 
 Rule = Callable[["Call"], "Sharding | None"]
 
@@ -191,7 +191,7 @@ class Call:
     def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
         """The first input as a meta tensor with these strides, and what the call returns for it."""
         first, *others = self.inputs
-        with unseen():
+        with without_user_modes():
             tensors = [
                 _meta_tensor(first, first.shape, strides),
                 *(_meta_tensor(one, one.shape) for one in others),
@@ -310,12 +310,12 @@ def norm_dim(dim: int, ndim: int) -> int:
 
 def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
     """Whether every rank would hold something of every input."""
-    return not any(spec.has_empty_part for spec in _laid_out(call, placements))
+    return not any(spec.has_empty_shard for spec in _laid_out(call, placements))
 
 
 def none_thin(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
     """Whether every rank would hold more than a row of every dim that has more."""
-    return not any(spec.has_thin_part for spec in _laid_out(call, placements))
+    return not any(spec.has_thin_shard for spec in _laid_out(call, placements))
 
 
 def _laid_out(call: Call, placements: Sequence[tuple[Placement, ...]]) -> list[Spec]:

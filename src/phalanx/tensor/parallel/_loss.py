@@ -1,13 +1,13 @@
 """Cross entropy of logits that are sharded by class, without gathering them.
 
 Owns ``loss_parallel``. Inside it, ``cross_entropy`` of such a DTensor runs in three small reductions over the axes
-that cut the classes, each of one number per row:
+that shard the classes, each of one number per row:
 
 1. the largest logit (max), so that exponentials stay finite;
 2. the sum of exponentials (sum);
 3. the target's logit, which one rank holds (sum).
 
-Backward needs no communication: each rank subtracts the one-hot target from its own part of the softmax.
+Backward needs no communication: each rank subtracts the one-hot target from its own shard of the softmax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.comm import Group
-from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
@@ -42,7 +42,7 @@ _NAMES = (
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside the block, ``cross_entropy`` keeps logits sharded that are cut along the classes.
+    """Inside the block, ``cross_entropy`` keeps logits sharded that are so along the classes.
 
     >>> with loss_parallel():   # doctest: +SKIP
     ...     F.cross_entropy(logits, target).backward()
@@ -72,7 +72,7 @@ def _applies(given: dict[str, Any]) -> bool:
         return False
     if any(isinstance(p, Shard) and type(p) is not Shard for p in logits.placements):
         return False
-    return bool(logits._spec.cuts(_class_dim(logits)))
+    return bool(logits._spec.shards(_class_dim(logits)))
 
 
 def _class_dim(logits: DTensor) -> int:
@@ -102,9 +102,9 @@ def _cross_entropy(
     local_target = _local_target(target, rows)
     _check_target(local_target, spec.shape[dim], ignore_index)
     scale = _row_weights(local_target, weight, ignore_index, exact)
-    cut = _Cut(dim, spec.local_offset(dim), _class_groups(spec, dim))
+    cut = _ShardedDims(dim, spec.local_offset(dim), _class_groups(spec, dim))
     with listening() as heard:
-        losses: Tensor = _RowLoss.apply(fresh(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
+        losses: Tensor = _RowLoss.apply(checked_local(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
     log_collectives("loss_parallel of", spec, heard)
     total: Tensor = wrap(losses * scale, rows)
     if reduction != "none":
@@ -112,7 +112,7 @@ def _cross_entropy(
     return total.to(shown)
 
 
-class _Cut(NamedTuple):
+class _ShardedDims(NamedTuple):
     """Where this rank's classes are: the dim, the first class, and the groups that hold the others."""
 
     dim: int
@@ -127,7 +127,7 @@ class _RowLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, target: Tensor, cut: _Cut) -> Tensor:
+    def forward(ctx: Any, given: Tensor, target: Tensor, cut: _ShardedDims) -> Tensor:
         logits = given.to(torch.promote_types(given.dtype, torch.float32))
         lowest = torch.finfo(logits.dtype).min
         shape = [n for d, n in enumerate(logits.shape) if d != cut.dim]
@@ -158,7 +158,7 @@ class _RowLoss(torch.autograd.Function):
         return (softmax * grads[0].unsqueeze(ctx.cut.dim)).to(logits.dtype), None, None
 
 
-def _own_position(logits: Tensor, target: Tensor, cut: _Cut) -> tuple[Tensor, Tensor]:
+def _own_position(logits: Tensor, target: Tensor, cut: _ShardedDims) -> tuple[Tensor, Tensor]:
     """The target's index among this rank's classes (any, where it is not here), and whether it is here."""
     own = target - cut.offset
     here = (own >= 0) & (own < logits.shape[cut.dim])

@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.dispatch._distribute import mesh_or_current
-from phalanx.tensor.dispatch._shared_parameters import keeping_ties
+from phalanx.tensor.dispatch._shared_parameters import keeping_shared_parameters
 from phalanx.tensor.parallel._style import ParallelStyle
 
 
@@ -40,11 +40,11 @@ def parallelize_module(
         return module
     if isinstance(parallelize_plan, ParallelStyle):
         parallelize_plan.src_data_rank = src_data_rank
-        with keeping_ties(module):
+        with keeping_shared_parameters(module):
             return parallelize_plan._apply(module, mesh)
     if not isinstance(parallelize_plan, dict):
         raise TypeError(f"a plan is a ParallelStyle or a dict of them, got {type(parallelize_plan).__name__}")
-    with keeping_ties(module):
+    with keeping_shared_parameters(module):
         for path, style in parallelize_plan.items():
             found = list(modules_at(module, path))
             if not found:

@@ -22,7 +22,7 @@ Layout = Callable[[str], "Placement | None"]
 class ParallelStyle(ABC):
     """How one module is spread over a mesh axis; subclass it and write ``_apply`` for a style of your own.
 
-    ``src_data_rank`` is set by ``parallelize_module``: whose weights count (None: each rank cuts its own copy).
+    ``src_data_rank`` is set by ``parallelize_module``: whose weights count (None: each rank shards its own copy).
     """
 
     src_data_rank: int | None = 0
@@ -62,6 +62,6 @@ def enter(
 
 
 def leave(tensor: DTensor, wanted: Placement, use_local_output: bool) -> Tensor:
-    """``tensor`` laid out as ``wanted``, as this rank's plain part if ``use_local_output``."""
+    """``tensor`` laid out as ``wanted``, as this rank's plain tensor if ``use_local_output``."""
     moved = tensor.redistribute(placements=[wanted])
     return moved.to_local() if use_local_output else moved

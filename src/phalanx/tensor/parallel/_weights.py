@@ -64,7 +64,7 @@ class _OneInputOneOutput(ParallelStyle):
 
 
 class ColwiseParallel(_OneInputOneOutput):
-    """Cut a Linear by its output features, an Embedding by its columns.
+    """Shard a Linear by its output features, an Embedding by its columns.
 
     >>> ColwiseParallel()
     ColwiseParallel(input_layouts=(R,), output_layouts=(S(-1),), use_local_output=True)
@@ -93,7 +93,7 @@ class ColwiseParallel(_OneInputOneOutput):
 
 
 class RowwiseParallel(_OneInputOneOutput):
-    """Cut a Linear by its input features, an Embedding by its rows; outputs are summed.
+    """Shard a Linear by its input features, an Embedding by its rows; outputs are summed.
 
     >>> RowwiseParallel(output_layouts=Shard(1))
     RowwiseParallel(input_layouts=(S(-1),), output_layouts=(S(1),), use_local_output=True)
@@ -128,7 +128,7 @@ class RowwiseParallel(_OneInputOneOutput):
 
 
 class SequenceParallel(_OneInputOneOutput):
-    """Run a normalisation or dropout on the rank's part of the sequence; weights are replicated.
+    """Run a normalisation or dropout on the rank's shard of the sequence; weights are replicated.
 
     >>> SequenceParallel(sequence_dim=2).sequence_sharding
     (S(2),)

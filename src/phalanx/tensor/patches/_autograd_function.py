@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, local_gradient, wrap
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import entered_gradient, exposed_gradient
@@ -84,8 +84,8 @@ class _Lifted(Function):
         context = call.context = _Context(ctx)
         given = [wrap(a, spec) if spec is not None else a for a, spec in zip(args, call.inputs, strict=True)]
         for original, one in zip(call.originals, given, strict=True):
-            if type(original) is DTensor and original._stale is not None:
-                one._stale = original._stale.read_only()
+            if type(original) is DTensor and original._copied_view is not None:
+                one._copied_view = original._copied_view.read_only()
         function = call.function
         if function.setup_context is not Function.setup_context:
             result = function.forward(*given)
@@ -125,7 +125,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
     call = _pending.call = _Call(function, args)
-    result = _named(function).apply(*(fresh(a) if isinstance(a, DTensor) else a for a in args))
+    result = _named(function).apply(*(checked_local(a) if isinstance(a, DTensor) else a for a in args))
     results = (result,) if call.single else result
     wrapped = []
     for value, spec in zip(results, call.outputs, strict=True):

@@ -24,7 +24,7 @@ from phalanx import comm
 from phalanx.tensor.core._dtensor import handlers
 from phalanx.tensor.dispatch import _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
-from phalanx.tensor.dispatch._inline_python import run_through, through
+from phalanx.tensor.dispatch._inline_python import inlined, run_inlined
 from phalanx.tensor.dispatch._run import run_rule
 from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
 from phalanx.tensor.ops._rule import Operator
@@ -39,7 +39,7 @@ _MODULES: dict[str, Any] = {
     "dropout": _dropout,
     "extremes": _extremes,
     "foreach": _foreach,
-    "metadata": _attributes,
+    "attributes": _attributes,
     "random": _ops,
 }
 _RANDOM = (_dropout, _ops)
@@ -57,9 +57,9 @@ def find_handler(func: Any) -> Handler:
     handler = _named_handler(func, name, operator) if why is None else _refuse(why)
     if handler is None:
         is_python = isinstance(func, types.FunctionType) or hasattr(func, "__wrapped__")
-        body = through(func) if is_python else None
+        body = inlined(func) if is_python else None
         if body is not None:
-            handler = functools.partial(run_through, body)
+            handler = functools.partial(run_inlined, body)
         else:
             handler = run_replicated if operator.rule is None else run_rule
     handlers[func] = handler

@@ -111,7 +111,7 @@ def input_saver(plain: Any) -> Any:
     """Have a checkpoint keep the locals of DTensors and their layouts."""
 
     def save_inputs(self: Any, *args: Any) -> None:
-        kept = [type(a) is DTensor and a._stale is None for a in args]
+        kept = [type(a) is DTensor and a._copied_view is None for a in args]
         self.layouts = [a._spec if keep else None for a, keep in zip(args, kept, strict=True)]
         self.recompute_fn = under_these_modes(self.recompute_fn)
         plain(self, *(a._local if keep else a for a, keep in zip(args, kept, strict=True)))

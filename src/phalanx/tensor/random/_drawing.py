@@ -83,14 +83,14 @@ def with_distributed_arguments(handler: Handler) -> Handler:
 
 
 def drawn(tensor: DTensor, make: _philox.Make, dtype: torch.dtype | None = None) -> Tensor:
-    """A local tensor of drawn values in the layout of ``tensor``, whole where it is partial."""
+    """A local tensor of drawn values in the layout of ``tensor``, replicated where it is partial."""
     spec = tensor._spec.cotangent.with_dtype(dtype or tensor.dtype)
     return _philox.filled(spec, next_stream(spec.mesh), make, tensor._local.device)
 
 
 def write(tensor: DTensor, values: Tensor, op: str) -> DTensor:
-    """Put ``values`` (whole where ``tensor`` is partial) into ``tensor``."""
-    if tensor._stale is not None:
+    """Put ``values`` (replicated where ``tensor`` is partial) into ``tensor``."""
+    if tensor._copied_view is not None:
         check_writable(tensor, op)
     spec = tensor._spec
     tensor._local.copy_(moved_for(op, values, spec.cotangent, spec))

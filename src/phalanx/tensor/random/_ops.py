@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.tensor.core._copied_views import fresh
+from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
@@ -136,8 +136,8 @@ def _coins(name: str, tensor: DTensor, p: DTensor) -> Tensor:
     require_dtype(name, p.dtype, FLOATS)
     require_dtype(name, tensor.dtype, FLOATS | INTEGERS | {torch.bool})
     target = tensor._spec.cotangent.with_dtype(p.dtype)
-    whole: Any = p.detach() if p is tensor else p.detach().expand(tensor.shape)
-    chance = moved_for(name, fresh(whole), whole._spec, target)
+    full: Any = p.detach() if p is tensor else p.detach().expand(tensor.shape)
+    chance = moved_for(name, checked_local(full), full._spec, target)
     told = f"{name} on a DTensor needs probabilities between 0 and 1; some are not"
     require_everywhere(name, (chance >= 0) & (chance <= 1), target, told)
     limits = chance.to(device="cpu", dtype=torch.float64).numpy()
@@ -157,10 +157,10 @@ def _normal_from(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(std, DTensor):
         require_dtype("normal", std.dtype, FLOATS | INTEGERS)
         spread = std.detach()
-        whole = spread._spec.cotangent  # type: ignore[attr-defined]  # a DTensor
-        parts = moved_for("normal", fresh(spread), spread._spec, whole)  # type: ignore[arg-type,attr-defined]  # as above
+        full = spread._spec.cotangent  # type: ignore[attr-defined]  # a DTensor
+        local_std = moved_for("normal", checked_local(spread), spread._spec, full)  # type: ignore[arg-type,attr-defined]  # as above
         require_everywhere(
-            "normal", parts >= 0, whole, "normal on a DTensor needs std >= 0 everywhere; some are not"
+            "normal", local_std >= 0, full, "normal on a DTensor needs std >= 0 everywhere; some are not"
         )
     else:
         require(std >= 0, f"normal on a DTensor needs std >= 0, got {std}")
@@ -185,27 +185,27 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")
     require_dtype("multinomial", weights.dtype, FLOATS)
     require(count > 0, f"multinomial on a DTensor needs num_samples > 0, got {count}")
-    local = moved_for("multinomial", fresh(weights), weights._spec, everywhere)
-    whole = local.to(device="cpu", dtype=torch.float64)
+    local = moved_for("multinomial", checked_local(weights), weights._spec, everywhere)
+    full = local.to(device="cpu", dtype=torch.float64)
     require(
-        bool(((whole >= 0) & whole.isfinite()).all() & (whole.sum(-1) > 0).all()),
+        bool(((full >= 0) & full.isfinite()).all() & (full.sum(-1) > 0).all()),
         "multinomial on a DTensor needs weights that are finite, not negative, and not all zero",
     )
     if not option(args, options, 2, "replacement", False):
         require(
-            not bool(((whole > 0).sum(-1) < count).any()),
+            not bool(((full > 0).sum(-1) < count).any()),
             "multinomial on a DTensor, without replacement: fewer non-zero weights than samples",
         )
         bits = _philox.element_bits(everywhere, next_stream(mesh))
-        clocks = torch.from_numpy(-np.log(_philox.open_uniform(bits))) / whole
+        clocks = torch.from_numpy(-np.log(_philox.open_uniform(bits))) / full
         chosen = clocks.argsort(-1)[..., :count].contiguous()
     else:
-        spec = Spec.of(mesh, everywhere.placements, (*whole.shape[:-1], count), torch.float64)
+        spec = Spec.of(mesh, everywhere.placements, (*full.shape[:-1], count), torch.float64)
         draw = torch.from_numpy(_philox.uniform(_philox.element_bits(spec, next_stream(mesh))))
-        totals = whole.cumsum(-1)
+        totals = full.cumsum(-1)
         chosen = torch.searchsorted(totals / totals[..., -1:], draw, right=True)
     spec = Spec.of(mesh, everywhere.placements, chosen.shape, chosen.dtype)
-    return wrap(chosen.clamp_max(whole.shape[-1] - 1).to(local.device), spec)
+    return wrap(chosen.clamp_max(full.shape[-1] - 1).to(local.device), spec)
 
 
 def sparse_(tensor: DTensor, sparsity: float, std: float = 0.01, generator: Any = None) -> DTensor:

@@ -41,7 +41,7 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
     """One word for each element this rank holds of a tensor laid out as ``spec``, shaped like the local tensor."""
     shape = spec.shape
     local_shape = spec.local_shape
-    cut = [d for d in range(len(shape)) if spec.cuts(d)]
+    cut = [d for d in range(len(shape)) if spec.shards(d)]
     if not cut or math.prod(local_shape) == 0:
         return words(stream, 0, math.prod(local_shape)).reshape(local_shape)
     held = [_held(spec, d) if d in cut else np.arange(n) for d, n in enumerate(shape)]
@@ -65,7 +65,7 @@ def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
 
 def _held(spec: Spec, dim: int) -> npt.NDArray[np.int64]:
     """``spec.local_indices(dim)``, without a list of a long dim where plain shards make it one range."""
-    if any(type(placement) is not Shard for placement, _, _ in spec.cuts(dim)):
+    if any(type(placement) is not Shard for placement, _, _ in spec.shards(dim)):
         return np.asarray(spec.local_indices(dim), dtype=np.int64)
     start = spec.local_offset(dim)
     return np.arange(start, start + spec.local_shape[dim])
@@ -121,7 +121,8 @@ def integers(bits: Words, low: int, high: int) -> npt.NDArray[np.int64]:
 
 
 def filled(spec: Spec, stream: tuple[int, int], make: Make, device: torch.device) -> Tensor:
-    """This rank's part of a tensor laid out as ``spec`` and filled with ``make(words)``, rounded to its dtype last.
+    """This rank's local tensor of a tensor laid out as ``spec`` and filled with ``make(words)``, rounded to its dtype
+    last.
 
     The real and the imaginary part of a complex number have a word each, side by side in a last dim of two.
     """

@@ -21,7 +21,7 @@ from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._plan import Plan, plan_redistribute
 from phalanx.tensor.redistribute._search import LOCAL_KINDS
 from phalanx.tensor.redistribute._steps import actions_of
-from phalanx.tensor.redistribute._sums import Sums, sum_parts, sums_over
+from phalanx.tensor.redistribute._sums import Sums, sum_partial, sums_over
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -101,7 +101,7 @@ def follow(route: Route, local: Tensor) -> Tensor:
     if route.back is None:
         turn_back(route)
     if route.sums is not None:
-        return sum_parts(local, route.sums)
+        return sum_partial(local, route.sums)
     result: Tensor = _apply_move(local, route)
     return result
 
@@ -175,15 +175,15 @@ def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
     """
     if not spec.is_partial:
         return local
-    parts = average_parts(spec)
+    parts = num_averaged(spec)
     return _passed(local if parts == 1 else local * parts, spec, exposed=True)
 
 
 def entered_gradient(shown: Tensor, spec: Spec) -> Tensor:
-    """``exposed_gradient`` undone: what goes on inside of the graph where the whole tensor's gradient is ``shown``."""
+    """``exposed_gradient`` undone: what goes on inside of the graph where the global tensor's gradient is ``shown``."""
     if not spec.is_partial:
         return shown
-    parts = average_parts(spec)
+    parts = num_averaged(spec)
     return _passed(shown if parts == 1 else shown / parts, spec, exposed=False)
 
 
@@ -201,10 +201,10 @@ def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
     return result
 
 
-def average_parts(spec: Spec) -> int:
+def num_averaged(spec: Spec) -> int:
     """How many contributions an average is made of; 1 for a tensor that is none.
 
-    Inside of the graph a contribution has its own gradient, one n-th of the whole tensor's.
+    Inside of the graph a contribution has its own gradient, one n-th of the global tensor's.
     """
     if not spec.is_partial:
         return 1
@@ -213,7 +213,7 @@ def average_parts(spec: Spec) -> int:
 
 def _average_scale(source: Spec, target: Spec) -> float:
     """A contribution to an average counts for one part in n: what its gradient is multiplied by on the way back."""
-    return average_parts(target) / average_parts(source)
+    return num_averaged(target) / num_averaged(source)
 
 
 class Move(torch.autograd.Function):

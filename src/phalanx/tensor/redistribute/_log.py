@@ -56,7 +56,7 @@ def log_redistribution(plan: Plan) -> None:
 Heard = Sequence[CommEvent]
 
 
-class _Deaf:
+class _NotListening:
     def __enter__(self) -> Heard:
         return ()
 
@@ -64,12 +64,12 @@ class _Deaf:
         pass
 
 
-_DEAF = _Deaf()
+_NOT_LISTENING = _NotListening()
 
 
 def listening() -> AbstractContextManager[Heard]:
     """The collectives of a block, for ``log_collectives``; none while the log is off."""
-    return _listen() if logger.isEnabledFor(TRAFFIC) else _DEAF
+    return _listen() if logger.isEnabledFor(TRAFFIC) else _NOT_LISTENING
 
 
 @contextmanager

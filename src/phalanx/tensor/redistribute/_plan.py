@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def is_relabel(self) -> bool:
-        """Whether every rank's part stays as it is: on axes of one rank all placements are the same."""
+        """Whether every rank's shard stays as it is: on axes of one rank all placements are the same."""
         return all(step.kind == "relabel" for step in self.steps)
 
     def __repr__(self) -> str:

@@ -2,11 +2,11 @@
 
 Owns ``cheapest``: which change of one axis is exact and by which collective (``kind_of``), and what that costs.
 
-A step is offered where it is exact: an axis may gather, scatter or exchange a dim if no later axis cuts that dim
-(later axes cut what earlier ones left, so the innermost cut is undone first and made last), or if its cut is strided
-such that the later ones, even, lie inside of it (``inner_cut``). The search is A* over the placements of either
-layout, Replicate, and every dim as a place to put a cut aside: (S(0), S(0)) becomes (R, S(0)) with fewer bytes by way
-of (S(0), S(1)). Costs are those of the rank at the mesh's origin, which never holds less than others.
+A step is offered where it is exact: an axis may gather, scatter or exchange a dim if no later axis shards that dim
+(later axes shard what earlier ones left, so the innermost shard is undone first and made last), or if its shard is
+strided such that the later ones, even, lie inside of it (``inner_shard``). The search is A* over the placements of
+either layout, Replicate, and every dim as a place to put a shard aside: (S(0), S(0)) becomes (R, S(0)) with fewer bytes
+by way of (S(0), S(1)). Costs are those of the rank at the mesh's origin, which never holds less than others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.tensor.layout._placement import (
     Shard,
     StridedShard,
     held_size,
-    inner_cut,
+    inner_shard,
 )
 
 LATENCY_BYTES = 4096  # what one more collective costs, in bytes
@@ -32,7 +32,7 @@ LOCAL_KINDS = ("slice", "split", "pad", "relabel")
 PADDED = (
     "sum",
     "product",
-)  # a cut becomes partial in place: the rest of each contribution is what changes nothing
+)  # a shard becomes partial in place: the rest of each contribution is what changes nothing
 MAX_LAYOUTS = 20_000  # more intermediate layouts than this are not looked at
 
 Placements = tuple[Placement, ...]
@@ -66,7 +66,7 @@ class Grid:
             for size, p in zip(self.mesh_shape, placements, strict=True):
                 if isinstance(p, Shard):
                     cuts[p.dim].append((p, size, 0))
-            elements = math.prod(held_size(n, cut) for n, cut in zip(self.shape, cuts, strict=True))
+            elements = math.prod(held_size(n, shard) for n, shard in zip(self.shape, cuts, strict=True))
             found = self._bytes[placements] = elements * self.itemsize
         return found
 
@@ -81,7 +81,7 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
             return None
         if isinstance(end, Shard):
             changed = (*placements[:axis], end, *placements[axis + 1 :])
-            if inner_cut(grid.shape[end.dim], grid.mesh_shape, changed, axis) is None:
+            if inner_shard(grid.shape[end.dim], grid.mesh_shape, changed, axis) is None:
                 return None
     if isinstance(before, Partial):
         if isinstance(after, Partial):
@@ -117,7 +117,7 @@ def cheapest(grid: Grid, source: Placements, target: Placements) -> Found:
 
 
 def _asides(grid: Grid, source: Placements, target: Placements, axis: int) -> Iterator[Placement]:
-    """Cuts that ``axis`` may make for a while: of every dim, and around the cuts that later axes have or will make."""
+    """Shards that ``axis`` may make for a while: of every dim, and around those that later axes have or will make."""
     if grid.mesh_shape[axis] == 1:
         return
     for dim in range(len(grid.shape)):
@@ -160,9 +160,9 @@ def _search(
 class LeastCost:
     """What a plan from here to ``target`` costs at least.
 
-    Each axis that is not as wanted needs a step, and a collective to stop being cut or partial, unless to become
-    partial. No collective carries less than the smallest part there is, and the one that last makes the part grow
-    carries all of the wanted part (where only collectives can make it grow).
+    Each axis that is not as wanted needs a step, and a collective to stop being sharded or partial, unless to become
+    partial. No collective carries less than the smallest shard there is, and the one that last makes the shard grow
+    carries all of the wanted shard (where only collectives can make it grow).
     """
 
     def __init__(self, grid: Grid, target: Placements) -> None:

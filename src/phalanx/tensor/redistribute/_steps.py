@@ -33,10 +33,10 @@ from phalanx.tensor.layout._placement import (
     chunk_sizes,
     chunk_starts,
     held_size,
-    inner_cut,
+    inner_shard,
 )
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.layout._without_modes import unseen
+from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.redistribute._log import log_redistribution
 from phalanx.tensor.redistribute._plan import Plan, Step
 
@@ -54,28 +54,32 @@ def actions_of(plan: Plan) -> list[Action]:
     return plan.actions
 
 
-class _AxisCut:
-    """How the step's axis cuts what the other axes leave of a dim in ``sharded``, and who holds which rows of that."""
+class _AxisShards:
+    """How the step's axis shards what the other axes leave of a dim in ``sharded``, and who holds which rows."""
 
     def __init__(self, step: Step, sharded: Spec) -> None:
         axis, mesh = step.axis, sharded.mesh
         given = sharded.placements[axis]
         assert isinstance(given, Shard), f"{step!r} has no cut in {sharded!r}"
-        cut = inner_cut(sharded.shape[given.dim], mesh.shape, sharded.placements, axis)
-        assert cut is not None, f"{step!r} was planned with cuts inside of its own"
-        whole = [REPLICATE if other == axis else p for other, p in enumerate(sharded.placements)]
+        axis_shards = inner_shard(sharded.shape[given.dim], mesh.shape, sharded.placements, axis)
+        assert axis_shards is not None, f"{step!r} was planned with cuts inside of its own"
+        joined = [REPLICATE if other == axis else p for other, p in enumerate(sharded.placements)]
         self.dim = given.dim
-        self.parts = mesh.shape[axis]
-        self.whole = sharded.with_placements(whole).local_shape[given.dim]
-        self.blocks = cut.split_factor if isinstance(cut, StridedShard) else 1
-        self.lengths = tuple(held_size(self.whole, [(cut, self.parts, i)]) for i in range(self.parts))
+        self.num_shards = mesh.shape[axis]
+        self.joined = sharded.with_placements(joined).local_shape[given.dim]
+        self.blocks = axis_shards.split_factor if isinstance(axis_shards, StridedShard) else 1
+        self.lengths = tuple(
+            held_size(self.joined, [(axis_shards, self.num_shards, i)]) for i in range(self.num_shards)
+        )
         self.is_even = self.blocks == 1 and len(set(self.lengths)) == 1
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Start and size of each range of rows that ``rank`` holds."""
-        blocks = zip(chunk_starts(self.whole, self.blocks), chunk_sizes(self.whole, self.blocks), strict=True)
+        blocks = zip(
+            chunk_starts(self.joined, self.blocks), chunk_sizes(self.joined, self.blocks), strict=True
+        )
         return [
-            (start + chunk_starts(size, self.parts)[rank], chunk_sizes(size, self.parts)[rank])
+            (start + chunk_starts(size, self.num_shards)[rank], chunk_sizes(size, self.num_shards)[rank])
             for start, size in blocks
         ]
 
@@ -83,22 +87,22 @@ class _AxisCut:
         """The numbers of all these rows."""
         return torch.cat([torch.arange(start, start + size) for start, size in self.ranges(rank)])
 
-    def cut(self, local: Tensor) -> list[Tensor]:
-        """The part of each rank."""
-        return [self.part(local, rank) for rank in range(self.parts)]
+    def split(self, local: Tensor) -> list[Tensor]:
+        """Split ``local`` into the shard of each rank."""
+        return [self.shard_of(local, rank) for rank in range(self.num_shards)]
 
-    def part(self, local: Tensor, rank: int) -> Tensor:
+    def shard_of(self, local: Tensor, rank: int) -> Tensor:
         pieces = [local.narrow(self.dim, start, size) for start, size in self.ranges(rank)]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The whole of all ranks' parts: of each block rank 0's piece, then rank 1's, and so on."""
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """All ranks' shards joined: of each block rank 0's piece, then rank 1's, and so on."""
         if self.blocks == 1:
-            return torch.cat(parts, self.dim)
-        pieces, taken = [], [0] * self.parts
-        for block in chunk_sizes(self.whole, self.blocks):
-            for rank, size in enumerate(chunk_sizes(block, self.parts)):
-                pieces.append(parts[rank].narrow(self.dim, taken[rank], size))
+            return torch.cat(shards, self.dim)
+        pieces, taken = [], [0] * self.num_shards
+        for block in chunk_sizes(self.joined, self.blocks):
+            for rank, size in enumerate(chunk_sizes(block, self.num_shards)):
+                pieces.append(shards[rank].narrow(self.dim, taken[rank], size))
                 taken[rank] += size
         return torch.cat(pieces, self.dim)
 
@@ -108,15 +112,17 @@ def group_of(step: Step) -> Group:
 
 
 def _all_gather(step: Step) -> Action:
-    group, cut = group_of(step), _AxisCut(step, step.source)
-    if cut.is_even:
-        return _even_gather(group, cut.dim, step)
+    group, axis_shards = group_of(step), _AxisShards(step, step.source)
+    if axis_shards.is_even:
+        return _even_gather(group, axis_shards.dim, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        outputs = [local.new_empty(_resized(local, cut.dim, length)) for length in cut.lengths]
+        outputs = [
+            local.new_empty(_resized(local, axis_shards.dim, length)) for length in axis_shards.lengths
+        ]
         return group.all_gather(outputs, local.contiguous(), async_op=async_op), outputs
 
-    return begin, cut.join
+    return begin, axis_shards.join
 
 
 def _even_gather(group: Group, dim: int, step: Step) -> Action:
@@ -138,7 +144,7 @@ def _back_to(dim: int, shape: Sequence[int]) -> Finish:
     """Undo the exchange of ``dim`` and the first dim that a flat collective needs; its output has this shape."""
     if not dim:
         return None
-    with unseen():
+    with without_user_modes():
         back = torch.empty(shape, device="meta").transpose(0, dim)
     if (
         back.is_contiguous()
@@ -148,7 +154,7 @@ def _back_to(dim: int, shape: Sequence[int]) -> Finish:
 
 
 def _all_to_all(step: Step) -> Action:
-    group, arriving, leaving = group_of(step), _AxisCut(step, step.source), _AxisCut(step, step.target)
+    group, arriving, leaving = group_of(step), _AxisShards(step, step.source), _AxisShards(step, step.target)
     if arriving.dim == leaving.dim:
         return _reorder(step, arriving, leaving)
     even = arriving.is_even and leaving.is_even and 0 not in step.source.local_shape
@@ -162,13 +168,13 @@ def _all_to_all(step: Step) -> Action:
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         received = [local.new_empty(shape) for shape in shapes]
-        return group.all_to_all(received, leaving.cut(local), async_op=async_op), received
+        return group.all_to_all(received, leaving.split(local), async_op=async_op), received
 
     return begin, arriving.join
 
 
-def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
-    """The same dim cut in another way: each rank sends the rows that another one wants, and sorts what arrives."""
+def _reorder(step: Step, held: _AxisShards, wanted: _AxisShards) -> Action:
+    """The same dim sharded in another way: each rank sends the rows that another one wants, and sorts what arrives."""
     group, dim = group_of(step), held.dim
     rows, own, ranks = held.rows(group.rank), wanted.rows(group.rank), range(group.size)
     sent_rows = [torch.isin(rows, wanted.rows(rank)).nonzero().flatten() for rank in ranks]
@@ -177,30 +183,31 @@ def _reorder(step: Step, held: _AxisCut, wanted: _AxisCut) -> Action:
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         sent = [local.index_select(dim, at.to(local.device)) for at in sent_rows]
-        received = [local.new_empty(_resized(local, dim, len(part))) for part in arriving]
+        received = [local.new_empty(_resized(local, dim, len(rows))) for rows in arriving]
         return group.all_to_all(received, sent, async_op=async_op), received
 
     return begin, lambda received: torch.cat(received, dim).index_select(dim, order.to(received[0].device))
 
 
 def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
-    """Equal parts travel as one tensor, rank by rank in front; a copy only where the dim is not the first."""
+    """Equal shards travel as one tensor, rank by rank in front; a copy only where the dim is not the first."""
     shape, target = step.source.local_shape, step.target.local_shape
-    part = (*shape[:leaving], target[leaving], *shape[leaving + 1 :])
+    one = (*shape[:leaving], target[leaving], *shape[leaving + 1 :])
     # what view(..., ranks, size, ...).movedim(leaving, 0) of a contiguous tensor is, in one call
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    cut, cut_strides = (group.size, *part), (target[leaving] * strides[leaving], *strides)
+    stacked, its_strides = (group.size, *one), (target[leaving] * strides[leaving], *strides)
     exchange = exchange_fitting(group)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
         sent = local.contiguous()
-        sent = torch.as_strided_copy(sent, cut, cut_strides) if leaving else sent.view(cut)
+        sent = torch.as_strided_copy(sent, stacked, its_strides) if leaving else sent.view(stacked)
         received = torch.empty_like(sent)
         return exchange(received, sent, async_op=async_op), received
 
     if arriving == 0:
         return begin, lambda received: received.view(target)
-    # not reshape, which leaves parts of size one in their order: what is moved must take the views that a whole takes
+    # not reshape, which leaves shards of size one in their order: what is moved must take the views that a global
+    # tensor takes
     return begin, lambda received: received.movedim(0, arriving).contiguous().view(target)
 
 
@@ -222,14 +229,14 @@ def _all_reduce(step: Step) -> Action:
 
 
 def _reduce_scatter(step: Step) -> Action:
-    group, op, cut = group_of(step), _reduce_op(step), _AxisCut(step, step.target)
-    if cut.is_even:
-        return _even_reduce_scatter(group, cut.dim, cut.lengths[0], op, step)
+    group, op, axis_shards = group_of(step), _reduce_op(step), _AxisShards(step, step.target)
+    if axis_shards.is_even:
+        return _even_reduce_scatter(group, axis_shards.dim, axis_shards.lengths[0], op, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        parts = cut.cut(local)
-        output = torch.empty_like(parts[group.rank])
-        return group.reduce_scatter(output, parts, op, async_op=async_op), output
+        shards = axis_shards.split(local)
+        output = torch.empty_like(shards[group.rank])
+        return group.reduce_scatter(output, shards, op, async_op=async_op), output
 
     return begin, None
 
@@ -251,11 +258,11 @@ def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Ste
 
 
 def _slice(step: Step) -> Action:
-    cut, own = _AxisCut(step, step.target), step.target.coordinate[step.axis]
-    if cut.blocks > 1:
-        return _local(lambda local: cut.part(local, own))
-    ((start, size),) = cut.ranges(own)
-    return _local(lambda local: torch.narrow_copy(local, cut.dim, start, size))
+    axis_shards, own = _AxisShards(step, step.target), step.target.coordinate[step.axis]
+    if axis_shards.blocks > 1:
+        return _local(lambda local: axis_shards.shard_of(local, own))
+    ((start, size),) = axis_shards.ranges(own)
+    return _local(lambda local: torch.narrow_copy(local, axis_shards.dim, start, size))
 
 
 def _split(step: Step) -> Action:
@@ -269,16 +276,20 @@ def _split(step: Step) -> Action:
 
 def _pad(step: Step) -> Action:
     """Shard to Partial: what the others hold is filled with what changes nothing."""
-    cut, after, own = _AxisCut(step, step.source), step.target.placements[step.axis], step.source.coordinate
+    axis_shards, after, own = (
+        _AxisShards(step, step.source),
+        step.target.placements[step.axis],
+        step.source.coordinate,
+    )
     assert isinstance(after, Partial), f"{step!r} makes a partial"
-    starts, sizes = zip(*cut.ranges(own[step.axis]), strict=True)
+    starts, sizes = zip(*axis_shards.ranges(own[step.axis]), strict=True)
     neutral = 1 if after.reduce_op == "product" else 0
 
     def pad(local: Tensor) -> Tensor:
-        whole = local.new_full(_resized(local, cut.dim, cut.whole), neutral)
-        for start, piece in zip(starts, local.split(sizes, cut.dim), strict=True):
-            whole.narrow(cut.dim, start, piece.shape[cut.dim]).copy_(piece)
-        return whole
+        joined = local.new_full(_resized(local, axis_shards.dim, axis_shards.joined), neutral)
+        for start, piece in zip(starts, local.split(sizes, axis_shards.dim), strict=True):
+            joined.narrow(axis_shards.dim, start, piece.shape[axis_shards.dim]).copy_(piece)
+        return joined
 
     return _local(pad)
 

@@ -1,9 +1,9 @@
 """Assignment by index, such as ``x[1:3, 0] = v`` and ``x[rows, :, columns] = v``: nothing of the tensor moves.
 
-Owns the rule for ``__setitem__``. Each rank writes what falls into its own part: of a slice of a cut dim its share, of
-positions given by index tensors those that it holds. The value is whole along dims that are selected from, and cut like
-the tensor along dims that are taken whole. Every rank touches the value, also where it writes nothing of it, because
-the value's gradient is summed over the ranks.
+Owns the rule for ``__setitem__``. Each rank writes what falls into its own shard: of a slice of a sharded dim its
+share, of positions given by index tensors those that it holds. The value is replicated along dims that are selected
+from, and sharded like the tensor along dims that are taken in full. Every rank touches the value, also where it writes
+nothing of it, because the value's gradient is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _assign(run: LocalRun, args: Any, kwargs: Any) -> None:
     index = []
     for d, k in enumerate(keys):
         chosen = range(spec.shape[d])[k] if isinstance(k, slice) else _one(k, spec.shape[d], d)
-        if chosen == range(spec.shape[d]) or not spec.cuts(d):
-            index.append(slice(chosen.start, chosen.stop, chosen.step) if not spec.cuts(d) else slice(None))
+        if chosen == range(spec.shape[d]) or not spec.shards(d):
+            index.append(slice(chosen.start, chosen.stop, chosen.step) if not spec.shards(d) else slice(None))
             continue
         first, count, part = _own_share(chosen, spec.local_offset(d), spec.local_shape[d])
         index.append(part)
@@ -165,7 +165,7 @@ def _own_share(chosen: range, offset: int, size: int) -> tuple[int, int, slice]:
 
 
 def _assign_by_tensors(run: LocalRun, args: Any, kwargs: Any) -> None:
-    """Positions given by integer tensors, which are whole on every rank; slices beside them keep their cut."""
+    """Positions given by integer tensors, which are replicated on every rank; slices beside them stay sharded."""
     x, key, value = args
     spec = run.inputs[0]
     keys = full_keys(key, x.dim())
@@ -196,7 +196,7 @@ def _held(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor | None]:
     if bool(((index < -size) | (index >= size)).any()):
         raise IndexError(f"index out of range for dimension {dim} of {spec!r}, which has size {size}")
     index = torch.where(index < 0, index + size, index)
-    if not spec.cuts(dim):
+    if not spec.shards(dim):
         return index, None
     local = index - spec.local_offset(dim)
     return local, (local >= 0) & (local < spec.local_shape[dim])

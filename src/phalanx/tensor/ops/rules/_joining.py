@@ -1,6 +1,6 @@
 """Joining, selecting and placing: cat, stack, indexing, gather, scatter, pad, triangles.
 
-Owns their rules. In all of them some dims are only carried along; those may stay cut.
+Owns their rules. In all of them some dims are only carried along; those may stay sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.tensor.ops.rules._shape import dim_map
 def _carried(
     call: Call, dims: Sequence[int], onto: Callable[[int], int] = lambda d: d, partial: bool = True
 ) -> Sharding:
-    """All inputs cut alike along one of ``dims``, which is output dim ``onto(dim)``; or all partial."""
+    """All inputs sharded alike along one of ``dims``, which is output dim ``onto(dim)``; or all partial."""
     count = len(call.inputs)
     have = [p for one in call.inputs for p in one.spec.placements]
     ordered = sorted(dims, key=lambda d: -sum(p == Shard(d) for p in have))
@@ -105,7 +105,7 @@ def scatter(call: Call) -> Sharding | None:
 
 
 def pad(call: Call) -> Sharding | None:
-    """Dims that get no padding keep their cut. Padding with zeros is linear."""
+    """Dims that get no padding stay sharded. Padding with zeros is linear."""
     one = call.inputs[0]
     amounts = call.arg(1, "pad")
     if len(call.inputs) != 1 or amounts is None:
@@ -152,7 +152,7 @@ def one_hot(call: Call) -> Sharding | None:
 
 
 def getitem(call: Call) -> Sharding | None:
-    """Basic indexing: dims taken whole keep their cut. Index tensors select along the dims they are given for."""
+    """Basic indexing: dims taken in full stay sharded. Index tensors select along the dims they are given for."""
     one, key = call.args[0], call.args[1]
     if not isinstance(one, In):
         return None
@@ -164,7 +164,7 @@ def getitem(call: Call) -> Sharding | None:
 
 
 def _index_by_tensors(call: Call, one: In, keys: Sequence[Any]) -> Sharding | None:
-    """``x[:, i, j]`` with integer tensors: dims taken whole keep their cut; the indices' own dims come first among the
+    """``x[:, i, j]`` with integer tensors: dims taken in full stay sharded; the indices' own dims come first among the
     results', or stand where the indices stood if those are neighbours.
     """
     if any(not (isinstance(k, In) or k is Ellipsis or isinstance(k, slice)) for k in keys):
@@ -202,7 +202,7 @@ def _index_local(run: LocalRun, args: Any, kwargs: Any) -> Any:
 
 
 def basic_index(shape: Sequence[int], keys: Sequence[Any]) -> dict[int, int] | None:
-    """Where dims go that an index of ints, slices, None and ``...`` takes whole; None for other indices."""
+    """Where dims go that an index of ints, slices, None and ``...`` takes in full; None for other indices."""
     if any(
         isinstance(k, (bool, list, tuple)) or not (k is None or k is Ellipsis or isinstance(k, (int, slice)))
         for k in keys
@@ -229,7 +229,7 @@ def basic_index(shape: Sequence[int], keys: Sequence[Any]) -> dict[int, int] | N
 
 
 def repeat(call: Call) -> Sharding | None:
-    """repeat, tile: dims that are not repeated keep their cut."""
+    """repeat, tile: dims that are not repeated stay sharded."""
     one, out = call.inputs[0], call.output_shapes()[0]
     shift = len(out) - one.ndim
     mapping = {d: d + shift for d in range(one.ndim) if out[d + shift] == one.shape[d]}

@@ -1,6 +1,6 @@
 """Layers: normalisation, embedding, convolution, attention, losses.
 
-Owns their rules. Most may be cut along batch dims only; an embedding also along its rows (each rank looks up the
+Owns their rules. Most may be sharded along batch dims only; an embedding also along its rows (each rank looks up the
 rows it has, the rest is zero) and columns; attention along batch and heads.
 """
 
@@ -20,7 +20,9 @@ from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Sharding, all_r
 def batch_dims(
     first: int, count: Callable[[Call], int], num_outputs: int = 1
 ) -> Callable[[Call], Sharding | None]:
-    """The leading ``count`` dims of input ``first`` and of every output may be cut; the other inputs are whole."""
+    """The leading ``count`` dims of input ``first`` and of every output may be sharded; the other inputs are
+    replicated.
+    """
 
     def rule(call: Call) -> Sharding | None:
         choices = []
@@ -46,7 +48,7 @@ layer_norm = batch_dims(0, _before_normalized)
 
 
 def batch_norm(call: Call) -> Sharding | None:
-    """Channels may be cut; in evaluation every dim. Running statistics are written in place, so they never move."""
+    """Channels may be sharded; in evaluation every dim. Running statistics are written in place, so they never move."""
     first, *channels = call.inputs
     training = bool(call.arg(5, "training", True))
     if call.args[0] is not first or first.ndim < 2 or any(one.ndim != 1 for one in channels):
@@ -99,7 +101,7 @@ def _nothing_found(weight: Tensor, indices: Tensor, *rest: Any, **options: Any) 
 
 
 def embedding_bag(call: Call) -> Sharding | None:
-    """``torch.embedding_bag(weight, indices, offsets, scale_grad, mode, ...)``, sums and means: columns may be cut.
+    """``torch.embedding_bag(weight, indices, offsets, scale_grad, mode, ...)``, sums and means: columns may be sharded.
 
     Its other results (which bag, how large) are the same on every rank.
     """
@@ -126,7 +128,7 @@ def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, tota
 
 
 def convolution(call: Call) -> Sharding | None:
-    """conv1d/2d/3d: batch, output channels, or input channels (which are summed); groups as long as they stay whole."""
+    """conv1d/2d/3d: batch, output channels, or input channels (which are summed); groups if they stay together."""
     return _convolution(call, weight_out=0)
 
 
@@ -218,7 +220,7 @@ def attention(call: Call) -> Sharding | None:
 
 
 def cross_entropy(call: Call) -> Sharding | None:
-    """Batch dims may be cut for reductions ``none`` (0) and ``sum`` (2); ``_composite.py`` makes the mean from two
+    """Batch dims may be sharded for reductions ``none`` (0) and ``sum`` (2); ``_composite.py`` makes the mean from two
     sums.
     """
     first, target = call.inputs[:2]

@@ -120,7 +120,7 @@ def einsum(call: Call) -> Sharding | None:
     if not arrow:
         output = "".join(sorted(c for c in set(left) if c != "," and left.count(c) == 1))
     if any(len(set(text)) != len(text) for text in texts):
-        return None  # a diagonal: its two dims cannot be cut apart
+        return None  # a diagonal: its two dims cannot be sharded apart
     dotted = [
         "".join("." if size == 1 else letter for letter, size in zip(text, one.shape, strict=True))
         for text, one in zip(texts, operands, strict=True)

@@ -54,9 +54,9 @@ def pointwise(call: Call) -> Sharding | None:
 
 
 def shard_choices(call: Call, dim: int, out: torch.Size, num_outputs: int) -> list[Choice]:
-    """All inputs cut along output dim ``dim``; whole where they have no such dim or broadcast it.
+    """Lay all inputs out as sharded along output dim ``dim``, replicated where they have no such dim or broadcast it.
 
-    One choice for each way of cutting that occurs (plain, strided).
+    One choice for each kind of shard that occurs (plain, strided).
     """
     ways: dict[Placement, None] = {}
     for one in call.inputs:

@@ -1,8 +1,8 @@
-"""Reductions: dims that stay keep their cut; a cut dim that is reduced leaves a partial result.
+"""Reductions: dims that stay stay sharded; a sharded dim that is reduced leaves a partial result.
 
 Owns the rules for sum, mean, max, norm, argmax and their relatives. A maximum or product that is partial has no
-gradient (its reduction is not linear), so where one is needed only dims that stay may be cut. A cut dim of a mean
-is summed and divided by the whole count, which is right for uneven shards too.
+gradient (its reduction is not linear), so where one is needed only dims that stay may be sharded. A sharded dim of a
+mean is summed and divided by the global count, which is right for uneven shards too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def max_or_min(call: Call) -> Sharding | None:
 
 
 def staying_dims(num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
-    """Only dims that are not reduced may be cut: argmax, median, mode, std, logsumexp..."""
+    """Only dims that are not reduced may be sharded: argmax, median, mode, std, logsumexp..."""
 
     def rule(call: Call) -> Sharding | None:
         if len(call.inputs) != 1 or not call.inputs[0].ndim:

@@ -28,7 +28,7 @@ def dim_map(
 ) -> Sharding | None:
     """Input dim i may be sharded for i in ``mapping``, and is output dim ``mapping[i]``.
 
-    Dims in ``even`` may only be cut into parts that divide the given sizes. What is partial by an operation in
+    Dims in ``even`` may only be sharded into shards that divide the given sizes. What is partial by an operation in
     ``partial`` stays so.
     """
     if len(call.inputs) != 1:
@@ -63,7 +63,7 @@ def dim_map(
 
 
 def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
-    """Cut both shapes into runs of equal product: (input dims, output dims) of each.
+    """Split both shapes into runs of equal product: (input dims, output dims) of each.
 
     >>> groups_of((2, 3, 4), (6, 4))
     [([0, 1], [0]), ([2], [1])]
@@ -89,7 +89,7 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[in
 
 
 def reshape(call: Call) -> Sharding | None:
-    """view, reshape, flatten, unflatten...: only the first dim of each run of dims can be cut, into equal parts."""
+    """view, reshape, flatten...: only the first dim of each run of dims can be sharded, into equal shards."""
     if len(call.inputs) != 1:
         return None
     before, after = call.inputs[0].shape, call.output_shapes()[0]
@@ -155,7 +155,7 @@ def squeeze(call: Call) -> Sharding | None:
 
 
 def _squeeze_local(gone: list[int]) -> Callable[..., Any]:
-    # by number: a local dim of size one may be a cut of a longer one, which must stay
+    # by number: a local dim of size one may be a shard of a longer one, which must stay
     return lambda run, args, kwargs: args[0].squeeze(gone)
 
 
@@ -166,7 +166,7 @@ def unsqueeze(call: Call) -> Sharding | None:
 
 
 def expand(call: Call) -> Sharding | None:
-    """expand, expand_as, broadcast_to: dims of size one are repeated, the others keep their cut."""
+    """expand, expand_as, broadcast_to: dims of size one are repeated, the others stay sharded."""
     one, out = call.inputs[0], call.output_shapes()[0]
     if len(call.inputs) != 1:
         return None
@@ -219,7 +219,7 @@ def split(fixed: int | None) -> Callable[[Call], Sharding | None]:
 def untouched_dims(
     *names: tuple[int, str, Any], partial: Sequence[str] = (), num_outputs: int = 1
 ) -> Callable[[Call], Sharding | None]:
-    """Dims that the named arguments do not mention keep their cut: flip, roll, cumulative sums..."""
+    """Dims that the named arguments do not mention stay sharded: flip, roll, cumulative sums..."""
 
     def rule(call: Call) -> Sharding | None:
         if len(call.inputs) != 1 or not call.inputs[0].ndim:
@@ -231,6 +231,31 @@ def untouched_dims(
             touched |= {norm_dim(d, call.inputs[0].ndim) for d in call.args[names[-1][0] :] if type(d) is int}
         keep = {d: d for d in range(call.inputs[0].ndim) if d not in touched}
         return dim_map(call, keep, is_view=False, partial=partial, num_outputs=num_outputs)
+
+    return rule
+
+
+def rows(
+    position: int, name: str, default: Any = -1, num_outputs: int = 1
+) -> Callable[[Call], Sharding | None]:
+    """Make the rule of softmax, sorting and others of rows: any dim but the row's own, which an argument names, may be
+    sharded. A tensor sharded along the row is resharded along another dim (one exchange) rather than gathered.
+    """
+
+    def rule(call: Call) -> Sharding | None:
+        if len(call.inputs) != 1 or not call.inputs[0].ndim:
+            return None
+        one = call.inputs[0]
+        given = call.arg(position, name, default)
+        if given is None or not isinstance(given, int) or isinstance(given, bool):
+            return None
+        row = along(call, position, name, default)
+        choices = [
+            Choice((Shard(d),), (Shard(d),) * num_outputs)
+            for d in sorted(range(one.ndim), key=lambda d: Shard(d) not in one.spec.placements)
+            if d not in row
+        ]
+        return Sharding([*choices, all_replicated(call, num_outputs)])
 
     return rule
 

@@ -1,0 +1,267 @@
+"""Lists every private name of torch that is used here, with what breaks without it; the only module that says them.
+
+``NAMES`` are functions, classes and modules, ``ATTRIBUTES`` what objects of torch have. Each is imported from here by
+the name on the left (``from phalanx._torch_private import current_graph_task_id``) and looked up in torch then, so that
+importing this module imports nothing, and a caller pays for no more than a call of torch's own. A name that this torch
+does not have raises ``ImportError`` with what is lost. ``IN_PLACE`` lists what is said where it is used, since a call
+would cost a hot path more than the reading, or torch is the one who reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from operator import attrgetter
+from typing import Any
+
+# Our name: (torch's, what breaks without it).
+NAMES: dict[str, tuple[str, str]] = {
+    # ---- autograd
+    "current_graph_task_id": (
+        "torch._C._current_graph_task_id",
+        "DDP cannot tell one backward pass from the next; traces cannot tell forward from backward",
+    ),
+    "current_autograd_node": (
+        "torch._C._current_autograd_node",
+        "traces of communication in backward name no module",
+    ),
+    "autograd_sequence_number": (
+        "torch.autograd._get_sequence_nr",
+        "traces of communication in backward name no module",
+    ),
+    "will_engine_execute_node": (
+        "torch._C._will_engine_execute_node",
+        "DDP cannot tell torch.autograd.grad from backward, and would reduce gradients that nobody accumulates",
+    ),
+    "execution_engine": (
+        "torch.autograd.Variable._execution_engine",
+        "DDP does not learn that backward has ended; DTensors cannot run a backward of their own",
+    ),
+    "preserve_version_counter": (
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "broadcasting buffers makes a backward fail whose forward has read them",
+    ),
+    # ---- many tensors at once
+    "foreach_copy_": ("torch._foreach_copy_", "one copy per gradient in place of one for all"),
+    "foreach_mul_": ("torch._foreach_mul_", "one multiplication per gradient in place of one for all"),
+    "foreach_add_": ("torch._foreach_add_", "one addition per gradient in place of one for all"),
+    "foreach_utils": (
+        "torch.utils._foreach_utils",
+        "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
+    ),
+    # ---- tensors
+    "make_wrapper_subclass": ("torch.Tensor._make_wrapper_subclass", "no ShardedTensor can be made"),
+    "make_subclass": ("torch.Tensor._make_subclass", "no DTensor can be made"),
+    "is_zerotensor": (
+        "torch.Tensor._is_zerotensor",
+        "collectives crash on zeros that torch has not made yet, such as the gradient of sgn",
+    ),
+    "is_view": ("torch.Tensor._is_view", "a redistributed gradient may be a view that nobody may write to"),
+    "is_alias_of": ("torch._C._is_alias_of", "it is not known which results of an operation are views"),
+    "storage_use_count": (
+        "torch._C._storage_Use_Count",
+        "DDP cannot see whether a gradient that it handed out is still held, and must copy each",
+    ),
+    "is_functional_tensor": (
+        "torch._is_functional_tensor",
+        "collectives inside torch.func crash where they should be refused",
+    ),
+    "is_functorch_wrapped_tensor": (
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "collectives and DTensors inside torch.func crash where they should be refused",
+    ),
+    "are_functorch_transforms_active": (
+        "torch._C._are_functorch_transforms_active",
+        "autograd functions on DTensors inside torch.func are wrong where they should be refused",
+    ),
+    "FakeTensor": (
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "collectives crash on tensors without data where they should be refused",
+    ),
+    "FakeTensorMode": (
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "fake tensors are made of a DTensor's wrapper",
+    ),
+    "calculate_correct_fan": (
+        "torch.nn.init._calculate_correct_fan",
+        "kaiming_uniform_ of a ShardedTensor has no bound",
+    ),
+    # ---- interception
+    "DisableTorchFunction": (
+        "torch._C.DisableTorchFunction",
+        "the functions that we call on the way are intercepted again",
+    ),
+    "DisableTorchFunctionSubclass": (
+        "torch._C.DisableTorchFunctionSubclass",
+        "a ShardedTensor cannot be asked for its shape",
+    ),
+    "num_dispatch_modes": (
+        "torch._C._len_torch_dispatch_stack",
+        "DTensors cannot see whether a mode of torch looks on",
+    ),
+    "num_function_modes": (
+        "torch._C._len_torch_function_stack",
+        "operators on DTensors pass function modes unseen",
+    ),
+    "pop_mode_temporarily": (
+        "torch.utils._python_dispatch._pop_mode_temporarily",
+        "modes of the user see what we do for ourselves",
+    ),
+    "current_dispatch_modes": (
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "tracing of DTensors records this rank's part where it should be refused",
+    ),
+    "local_scalar_dense": (
+        "torch.ops.aten._local_scalar_dense",
+        "torch.full(size, dtensor) is refused although its value is known",
+    ),
+    "nn_operations": ("torch._C._nn", "cross_entropy of DTensors has no kernel to compare with"),
+    "operations": ("torch._ops", "register_sharding cannot tell operations from other callables"),
+    "CustomOpDef": (
+        "torch._library.custom_ops.CustomOpDef",
+        "register_sharding does not take what torch.library.custom_op returns",
+    ),
+    "get_tracing_state": (
+        "torch._C._get_tracing_state",
+        "torch.jit.trace of DTensors records this rank's part where it should be refused",
+    ),
+    "jit_recursive": (
+        "torch.jit._recursive",
+        "torch.jit.script of a module with DTensors is wrong where it should be refused",
+    ),
+    "CheckpointFrame": (
+        "torch.utils.checkpoint._CheckpointFrame",
+        "activation checkpointing keeps the wrapper of a DTensor and loses its data",
+    ),
+    # ---- nested arguments
+    "tree_flatten": ("torch.utils._pytree.tree_flatten", "tensors inside lists of arguments are not found"),
+    "tree_leaves": ("torch.utils._pytree.tree_leaves", "tensors inside lists of arguments are not found"),
+    "tree_map_only": (
+        "torch.utils._pytree.tree_map_only",
+        "tensors inside lists of arguments are not replaced",
+    ),
+    "tree_unflatten": (
+        "torch.utils._pytree.tree_unflatten",
+        "lists of arguments cannot be put together again",
+    ),
+    # ---- c10d
+    "backend_plugins": (
+        "torch.distributed.distributed_c10d.Backend._plugins",
+        "backends that were registered with torch cannot carry a group, nor can ours be registered once",
+    ),
+    "DistributedBackendOptions": (
+        "torch._C._distributed_c10d._DistributedBackendOptions",
+        "backends that were registered with torch's extended interface cannot carry a group",
+    ),
+    "c10d_world": (
+        "torch.distributed.distributed_c10d._world",
+        "the global ranks of a process group that a user brings are not known",
+    ),
+    "get_backend": (
+        "torch.distributed.ProcessGroup._get_backend",
+        "collectives of a process group that a user brings take twice as long",
+    ),
+    "set_default_timeout": (
+        "torch.distributed.ProcessGroupGloo._set_default_timeout",
+        "gloo's operations time out as soon as connecting may",
+    ),
+}
+
+# Our name: (the class, its attribute, what breaks without it).
+ATTRIBUTES: dict[str, tuple[str, str, str]] = {
+    "storage_address": (
+        "torch.UntypedStorage",
+        "_cdata",
+        "DDP cannot tell which memory a gradient lies in, and may write into one that is in use",
+    ),
+    "post_accumulate_grad_hooks": (
+        "torch.Tensor",
+        "_post_accumulate_grad_hooks",
+        "hooks that users register after wrapping see a gradient after it was sent",
+    ),
+    "module_parameters": ("torch.nn.Module", "_parameters", "parameters cannot be replaced in a module"),
+    "module_buffers": ("torch.nn.Module", "_buffers", "buffers cannot be replaced in a module"),
+    "module_children": ("torch.nn.Module", "_modules", "DDP does not notice submodules that were replaced"),
+    "flat_weights": (
+        "torch.nn.RNNBase",
+        "_flat_weights",
+        "mixed precision leaves recurrent layers as they are",
+    ),
+    "flat_weight_names": (
+        "torch.nn.RNNBase",
+        "_flat_weights_names",
+        "mixed precision leaves recurrent layers as they are",
+    ),
+    "schema_of": (
+        "torch._ops.OpOverload",
+        "_schema",
+        "the places of an operation's arguments are not known by their names",
+    ),
+    "overload_of": (
+        "torch._library.custom_ops.CustomOpDef",
+        "_opoverload",
+        "register_sharding does not take what torch.library.custom_op returns",
+    ),
+    "sequence_number_of": (
+        "torch.autograd.graph.Node",
+        "_sequence_nr",
+        "traces of communication in backward name no module",
+    ),
+    "register_hook_dict": (
+        "torch.autograd.graph.Node",
+        "_register_hook_dict",
+        "gradients of DTensors are not reduced",
+    ),
+    "device_types": (
+        "torch.distributed.ProcessGroup",
+        "_device_types",
+        "collectives of a process group that a user brings take twice as long",
+    ),
+}
+
+# What is said where it is used: (the class, its attribute): what breaks without it.
+IN_PLACE: dict[tuple[str, str], str] = {
+    ("torch.Tensor", "_version"): "views of DTensors that are copies do not notice that they are out of date",
+    ("torch.Tensor", "_backward_hooks"): "gradients of DTensors are not reduced",
+    (
+        "torch.Tensor",
+        "_is_param",
+    ): "a parameter that is a ShardedTensor comes out of a pickle as a plain tensor",
+    ("torch.distributed.ProcessGroupGloo", "_allgather_base"): "no all_gather_into_tensor over c10d",
+    ("torch.distributed.ProcessGroupGloo", "_reduce_scatter_base"): "no reduce_scatter_tensor over c10d",
+}
+
+
+def find(path: str) -> Any:
+    """Return what ``path`` stands for, importing modules on the way.
+
+    >>> find("collections.abc.Mapping").__name__
+    'Mapping'
+    """
+    first, *rest = path.split(".")
+    found: Any = importlib.import_module(first)
+    walked = first
+    for part in rest:
+        walked = f"{walked}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(walked)
+            except ImportError:
+                raise AttributeError(f"no {walked}") from None
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES:
+        path, breaks = NAMES[name]
+        try:
+            value = find(path)
+        except AttributeError:
+            raise ImportError(f"this torch has no {path}; without it: {breaks}") from None
+    elif name in ATTRIBUTES:
+        value = attrgetter(ATTRIBUTES[name][1])
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

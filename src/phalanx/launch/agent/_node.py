@@ -1,0 +1,133 @@
+"""Assembles the agent of a node from one configuration, runs it, and puts away what it has used.
+
+Owns the zygote, signal handlers, the health check, the agent's folder and the event file. Every part is given the same
+``LaunchConfig`` and takes from it what it needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+from phalanx.launch.agent._agent import Agent
+from phalanx.launch.agent._observer import Observer
+from phalanx.launch.agent._sources import Exited, Signalled, Sources
+from phalanx.launch.config._config import LaunchConfig
+from phalanx.launch.config._spec import RunResult, Worker
+from phalanx.launch.rendezvous._interface import RendezvousHandler
+from phalanx.launch.system._folders import OwnedFolder, RunningJob, open_agent_folder, register_job, sweep
+from phalanx.launch.system._signals import choose_signals, handled
+from phalanx.launch.telemetry._health import HealthCheckServer, health_server_from
+from phalanx.launch.telemetry._logs import DefaultLogsSpecs
+from phalanx.launch.workers._pool import WorkerPool
+from phalanx.launch.workers._processes import Zygote
+from phalanx.launch.workers._start import WorkerStart
+from phalanx.launch.workers._zygotes import Zygotes, make_zygote
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """Runs this node's part of a job. ``config`` is resolved; ``zygote`` was forked before there were threads."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        start: WorkerStart,
+        handler: RendezvousHandler,
+        *,
+        health: HealthCheckServer | None = None,
+        zygote: Zygote | None = None,
+    ) -> None:
+        self.config = config
+        self._handler = handler
+        self._signals = choose_signals(config.signals_to_handle, os.environ)
+        self._health = health or health_server_from(os.environ, self.alive_time)
+        # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
+        zygotes = Zygotes.of(config, start, zygote or make_zygote(config, start))
+        self._sources = Sources(handler)
+        self.pool = WorkerPool(config, start, zygotes, lambda member: self._sources.post(Exited(member)))
+        self._observer = Observer.create(config, self._events_path())
+        self.agent = Agent(config, handler, self.pool, self._sources, self._observer)
+        self._num_signals = 0
+
+    def run(self) -> RunResult:
+        """Run to the end; the values or failures of this node's workers. Once per node."""
+        result: RunResult | None = None
+        folder: OwnedFolder | None = None
+        try:
+            with handled(self._signals, self._on_signal):
+                folder = self._open_folder()
+                self.pool.open(folder.path if folder else "")
+                self._start_health_check()
+                result = self.agent.run()
+                return result
+        finally:
+            if self._health:
+                self._health.stop()
+            self.pool.close()
+            self.agent.observe_last_exits()
+            self._observer.close()
+            if isinstance(self.config.logs_specs, DefaultLogsSpecs):
+                self.config.logs_specs.close(keep=result is not None and result.is_failed())
+            if folder is not None:
+                folder.remove()
+
+    def _open_folder(self) -> OwnedFolder | None:
+        """Make this agent's own folder, with the job's name in it; also remove those of agents that were killed."""
+        job = RunningJob(
+            run_id=self._handler.get_run_id(),
+            store_url=self._handler.store_url,
+            secret_file=self._handler.secret_file,
+        )
+        try:
+            sweep()
+            folder = open_agent_folder()
+            register_job(folder, job)
+        except OSError as error:  # a full disk: workers then make folders of their own where they can
+            log.warning("no folder for this agent, so that phalanx scale must be told of the job: %s", error)
+            return None
+        return folder
+
+    def _start_health_check(self) -> None:
+        if self._health is None:
+            return
+        try:
+            self._health.start()
+        except OSError as error:  # most often its port is another's: the job can do without
+            log.warning("no health check: it cannot listen on port %d: %s", self._health.port, error)
+            self._health = None
+
+    def _events_path(self) -> str | None:
+        specs = self.config.logs_specs
+        if not isinstance(specs, DefaultLogsSpecs) or specs.is_temporary or specs.root_log_dir == os.devnull:
+            return None
+        run_dir = specs.run_log_dir(self.config.run_id)
+        return None if run_dir == os.devnull else os.path.join(run_dir, "events.jsonl")
+
+    def workers(self) -> list[Worker]:
+        """Describe the workers as they are now."""
+        assignments = [(member.assignment, member.process.pid) for member in list(self.pool.members.values())]
+        return [
+            Worker(
+                local_rank=assignment.local_rank,
+                global_rank=assignment.rank,
+                role_rank=assignment.role_rank,
+                world_size=assignment.world_size,
+                role_world_size=assignment.role_size,
+                id=pid,
+            )
+            for assignment, pid in assignments
+        ]
+
+    def alive_time(self) -> float:
+        """Return when the agent's loop last came round; what a health check goes by."""
+        return self.agent.alive_at
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.pool.hurry()
+        else:
+            self._sources.post(Signalled(signum))
