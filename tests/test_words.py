@@ -36,14 +36,13 @@ STILL_TWICE: set[str] = {
 STILL_RETURNING: set[str] = {
     "_addresses", "_api", "_arguments", "_attribution", "_buffers", "_c10d", "_channel", "_distribute",
     "_exchange", "_factories", "_file", "_group", "_interface", "_join", "_layout", "_memory", "_ops",
-    "_options", "_order", "_placement", "_plan", "_pointwise", "_record", "_reduce", "_registry",
-    "_report", "_results", "_run", "_signature", "_spec", "_state", "_values", "_watch",
+    "_order", "_placement", "_plan", "_pointwise", "_record", "_reduce", "_registry", "_report",
+    "_results", "_run", "_signature", "_spec", "_state", "_values", "_watch",
 }  # fmt: skip
 STILL_BANNED: set[str] = {
-    "FixedRoster", "Ledger", "Part", "Parts", "Roster", "Seat", "StoreRoster", "Team", "Whole",
-    "_AxisCut", "_Cut", "_Whole", "_fresh", "_leave_from_the_door", "_parse_seat", "_take_seat",
-    "first_seat", "is_veteran", "keeping_ties", "make_roster", "run_through", "run_through_dtensor",
-    "seat", "seat_after_loss", "seat_at_boundary", "through", "unseen",
+    "FixedRoster", "Ledger", "Parts", "Roster", "Seat", "StoreRoster", "Team", "Whole", "_Whole",
+    "_fresh", "_leave_from_the_door", "_parse_seat", "_take_seat", "first_seat", "is_veteran",
+    "make_roster", "run_through_dtensor", "seat", "seat_after_loss", "seat_at_boundary",
 }  # fmt: skip
 
 
