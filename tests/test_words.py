@@ -41,11 +41,11 @@ STILL_RETURNING: set[str] = {
     "_values", "_watch",
 }  # fmt: skip
 STILL_BANNED: set[str] = {
-    "FixedRoster", "Ledger", "Part", "Parts", "Roster", "Seat", "Slab", "SlabPool", "StoreRoster",
-    "Team", "Whole", "_AxisCut", "_Cut", "_Whole", "_close_books", "_fresh", "_leave_from_the_door",
-    "_ledger_of_its_own", "_parse_seat", "_take_seat", "first_seat", "is_veteran", "keep_in_slab",
-    "keeping_ties", "make_roster", "run_through", "run_through_dtensor", "seat", "seat_after_loss",
-    "seat_at_boundary", "through", "unseen",
+    "Part", "Slab", "SlabPool",
+    "Whole", "_AxisCut", "_Cut", "_Whole", "_close_books", "_fresh",
+    "_ledger_of_its_own", "keep_in_slab",
+    "keeping_ties", "run_through", "run_through_dtensor", "seat",
+    "through", "unseen",
 }  # fmt: skip
 
 

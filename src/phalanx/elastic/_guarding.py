@@ -20,18 +20,18 @@ from phalanx.elastic._guard import (
     BAD_GRADIENT,
     INF_LOSS,
     NAN_LOSS,
-    Facts,
     Guard,
     NonFinite,
     Reaction,
     SlotReport,
+    StepFacts,
     decide,
     explain,
     explain_state,
 )
 from phalanx.elastic.reduce._flat_layout import Flat
 from phalanx.elastic.reduce._slots import slot_range
-from phalanx.events._types import NonFiniteFound
+from phalanx.events._event_types import NonFiniteFound
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
@@ -116,11 +116,11 @@ class Guarding:
     def judge_norm(self, step: Step, root: Flat, norm: float) -> None:
         """After clipping: finite gradients may have a norm that is not, and would then all become 0."""
         if self._scale() is None and not math.isfinite(norm):
-            facts = Facts(loss=step.loss, grad_norm=norm, is_again=step.is_again)
+            facts = StepFacts(loss=step.loss, grad_norm=norm, is_again=step.is_again)
             if decide(self.guard, facts) is Reaction.STOP:
                 self._stop(step, root, facts)
 
-    def _facts(self, step: Step, root: Flat) -> Facts:
+    def _facts(self, step: Step, root: Flat) -> StepFacts:
         job = self._job
         names = dict(zip(job.param_names, job.params, strict=True))
         replaced = [
@@ -131,7 +131,7 @@ class Guarding:
         grads: tuple[str, ...] = ()
         if not all(map(is_finite, [*root.summed_grads(), *replaced])):
             grads = nonfinite_names((name, p.grad) for name, p in names.items() if p.grad is not None)
-        return Facts(
+        return StepFacts(
             loss=step.loss,
             grads=grads,
             buffers=self._nonfinite_buffers(root),
@@ -147,7 +147,7 @@ class Guarding:
         scaler = self._job.scaler
         return None if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
-    def _stop(self, step: Step, root: Flat, facts: Facts) -> None:
+    def _stop(self, step: Step, root: Flat, facts: StepFacts) -> None:
         job = self._job
         reports = self._reports(step, root, facts)
         job.buffers.restore()
@@ -167,7 +167,7 @@ class Guarding:
         self._finish_save()
         raise NonFinite(message, step=step.number, slots=slots)
 
-    def _reports(self, step: Step, root: Flat, facts: Facts) -> list[SlotReport]:
+    def _reports(self, step: Step, root: Flat, facts: StepFacts) -> list[SlotReport]:
         job = self._job
         notes = {slot: int(note) for slot, note in enumerate(root.notes.tolist()) if note}
         if facts.buffers:

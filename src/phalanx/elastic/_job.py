@@ -28,7 +28,7 @@ from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
 from phalanx.elastic.checkpoint._saving import Saving, no_readable_save
-from phalanx.elastic.checkpoint._state import Parts, State, Stateful, digest
+from phalanx.elastic.checkpoint._state import State, Stateful, StatefulObjects, digest
 from phalanx.elastic.checkpoint._state_codec import copy_encoded
 from phalanx.elastic.membership._final_state import Encoded
 from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
@@ -41,8 +41,8 @@ from phalanx.elastic.reduce._partials import Pool
 from phalanx.elastic.tools._audit_log import Audit
 from phalanx.elastic.tools._status_line import StatusLine
 from phalanx.errors import CommError
+from phalanx.events._event_types import Resumed, TrainingFinished, TrainingStarted
 from phalanx.events._troubles import Troubles
-from phalanx.events._types import Resumed, TrainingFinished, TrainingStarted
 from phalanx.events._writer import EventLog
 
 MAX_WORKERS = 1024
@@ -96,7 +96,7 @@ class Job:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         _check_optimizer(optimizer, model)
         others = {"scheduler": scheduler, "scaler": scaler}
-        self._parts = Parts(
+        self._parts = StatefulObjects(
             model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
         )
         self._objects = frozenset(state or {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.events._types import StepCommitted
+from phalanx.events._event_types import StepCommitted
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

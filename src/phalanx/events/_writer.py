@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.events._event_types import AnyEvent, Event, EventsLost, TrainingEvent
 from phalanx.events._lines import dump, to_record
 from phalanx.events._troubles import Backoff, Troubles
-from phalanx.events._types import AnyEvent, Event, EventsLost, TrainingEvent
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Turns records into versioned JSON and back: the one form in which agents and workers write to the job's store.
 
-Owns the version, the error for what is no record, and the three forms that a key can hold: a ``Record`` (an object with
-named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key says
+Owns the version, the error for what is no record, and the three forms that a key can hold: a ``StoreRecord`` (an object
+with named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key says
 it all). A record is read field by field, by name and type (``phalanx._fields``); fields that a later release has added
 are ignored. With a job secret all three lie in one signed envelope (``phalanx.comm.stores``), without one as they are.
 """
@@ -19,18 +19,18 @@ VERSION = 1
 PRESENT = b"1"
 """What a key holds that only has to be there."""
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="StoreRecord")
 
 
 class RecordError(ValueError):
     """A control record does not parse or has a version that this release does not know."""
 
 
-class Record:
+class StoreRecord:
     """The base of the dataclasses that lie in a store.
 
     >>> @dataclass(frozen=True, kw_only=True)
-    ... class Greeting(Record):
+    ... class Greeting(StoreRecord):
     ...     what: ClassVar[str] = "greeting"
     ...     text: str
     >>> Greeting(text="hello").to_json()

@@ -19,13 +19,13 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from phalanx._fields import Fields, short
-from phalanx.protocol._codec import Record, RecordError, at_least, dump_record, parse_record
+from phalanx.protocol._codec import RecordError, StoreRecord, at_least, dump_record, parse_record
 
 MAX_LOCAL_SIZE = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRecord(Record):
+class NodeRecord(StoreRecord):
     """A live node. It wants to be in a generation numbered at least ``wants``."""
 
     what: ClassVar[str] = "node record"
@@ -93,7 +93,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Members(Record):
+class Members(StoreRecord):
     """Who is in a generation: its nodes in the order of their ranks, and by them its workers.
 
     >>> node = MemberNode("n", 1, "host", "10.0.0.1", 29500, 2, worker_ids=("n.a", "n.b"))
@@ -206,7 +206,7 @@ def _check_local_size(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class LeaderRecord(Record):
+class LeaderRecord(StoreRecord):
     """The registration that decides, and the rules that it goes by."""
 
     what: ClassVar[str] = "leader record"
@@ -218,7 +218,7 @@ class LeaderRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken(Record):
+class Broken(StoreRecord):
     """Why a generation ends, and which workers are known to be gone.
 
     ``at_once``: the step under way cannot be finished, although nobody is known to be gone.
@@ -232,7 +232,7 @@ class Broken(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closing(Record):
+class Closing(StoreRecord):
     """The end of a job: ``outcome`` is ``succeeded``, ``failed`` or empty (whoever closed it did not say)."""
 
     what: ClassVar[str] = "closing record"

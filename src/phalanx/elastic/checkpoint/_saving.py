@@ -1,7 +1,7 @@
-"""When and what the job saves: the policy between ``Job`` and the files of ``_save_folder``.
+"""Decides when and what the job saves: the policy between ``Job`` and the files of ``_save_folder``.
 
-A disk that does not take a save is told (event, stderr, status line) and tried again; see ``_writer``. Its errors are
-raised by ``wait_idle`` only.
+A disk that does not take a save is told (event, stderr, status line) and tried again; see ``_save_writer``. Its errors
+are raised by ``wait_idle`` only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from phalanx._signature import resolve_secret
 from phalanx.elastic._options import Saves
 from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import NoReadableSave, Save
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import copy_encoded, decode
-from phalanx.elastic.checkpoint._writer import SaveWriter
+from phalanx.events._event_types import Saved, SaveFailed, SaveUnreadable
 from phalanx.events._troubles import Troubles
-from phalanx.events._types import Saved, SaveFailed, SaveUnreadable
 from phalanx.events._writer import EventLog
 
 

@@ -26,7 +26,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class Parts:
+class StatefulObjects:
     """The objects whose state is the job's, by name."""
 
     def __init__(

@@ -23,7 +23,7 @@ from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._rounds import Membership, choose_source
 from phalanx.elastic.membership._training import Training
 from phalanx.errors import PhalanxError
-from phalanx.events._types import StateReceived, StateSent, StepsRepeated
+from phalanx.events._event_types import StateReceived, StateSent, StepsRepeated
 from phalanx.protocol import FRESH
 
 MAX_NAMED = 3

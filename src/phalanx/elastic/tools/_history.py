@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.events._event_types import (
+    RoundFormed,
+    StepCommitted,
+    TrainingEvent,
+    TrainingFinished,
+    TrainingLeft,
+)
 from phalanx.events._lines import from_record
-from phalanx.events._types import RoundFormed, StepCommitted, TrainingEvent, TrainingFinished, TrainingLeft
 from phalanx.events._writer import parse_lines
 
 
