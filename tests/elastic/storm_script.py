@@ -26,6 +26,7 @@ from worker_script import hold, put
 from phalanx.comm.failure import _liveness
 from phalanx.comm.transports import _auto
 from phalanx.elastic import Job, RunOptions, Saves
+from phalanx.elastic.checkpoint import _save_writer
 from phalanx.elastic.membership import _sync
 
 TIMEOUT = 4.0

@@ -19,7 +19,7 @@ from elastic_training import make_job, train
 from phalanx.comm import simulate
 from phalanx.elastic import NotSaved, RunOptions, Saves
 from phalanx.elastic.audit import check_directory
-from phalanx.elastic.checkpoint import _save_folder, _saves
+from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
 from phalanx.elastic.checkpoint._save_folder import find_save, write_save
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.tools._audit_log import Audit

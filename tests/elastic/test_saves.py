@@ -14,7 +14,7 @@ from elastic_training import make_job, train
 
 from phalanx.comm import simulate
 from phalanx.elastic import NoReadableSave, RunOptions, SaveError, Saves
-from phalanx.elastic.checkpoint import _save_folder, _saves
+from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
 from phalanx.elastic.checkpoint._save_folder import _put_in_place, find_save, write_save
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import read_save

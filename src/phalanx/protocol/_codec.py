@@ -1,8 +1,8 @@
 """Turns records into versioned JSON and back: the one form in which agents and workers write to the job's store.
 
 Owns the version, the error for what is no record, and the three forms that a key can hold: a ``StoreRecord`` (an object
-with named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key says
-it all). A record is read field by field, by name and type (``phalanx._fields``); fields that a later release has added
+with named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key
+says it all). A record is read field by field, by name and type (``phalanx._fields``); fields that a later release added
 are ignored. With a job secret all three lie in one signed envelope (``phalanx.comm.stores``), without one as they are.
 """
 
