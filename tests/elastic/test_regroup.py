@@ -15,6 +15,7 @@ from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
 from phalanx.elastic.membership import _store_membership
+from phalanx.errors import PeerLost
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
@@ -343,3 +344,25 @@ def test_who_comes_for_the_last_that_had_the_final_state_does_not_wait_for_one_t
     assert isinstance(world.results["s"], SystemExit)
     world.start("n", generation=2)
     assert world.join()["n"] == alone
+
+
+def test_lost_contact_is_told_again_until_the_agents_have_heard_of_it(world, alone):
+    """They did not: a stranger wrote over what a worker said before they looked."""
+
+    def on_step(job, step):
+        if job.generation == 0 and step.number == 4 and job.worker_id == "b":
+            job.team.seat.group.abort(PeerLost("the network", generation=0))
+            threading.Thread(target=agents, daemon=True).start()
+
+    def agents():
+        said = [ms.contact_key(0, "b"), ms.any_contact_key(0)]
+        world.keys.wait(said, 100)
+        for key in said:
+            world.keys.delete(key)
+        world.keys.wait(said, 100)
+        world.agree(1, "a", "b")
+
+    world.agree(0, "a", "b")
+    world.start("a", on_step=on_step)
+    world.start("b", on_step=on_step)
+    assert world.join() == {"a": alone, "b": alone}

@@ -147,7 +147,7 @@ class FixedCoordinator:
         return membership  # a polite leave of one worker of a fixed group is the end of it for all
 
     def rejoin(self, generation: int, mine: Ready) -> Membership:
-        raise AssertionError("in a fixed group nobody is without a seat")
+        raise AssertionError("in a fixed group nobody is without a place")
 
     def announce_leaving(self, membership: Membership) -> None:
         pass

@@ -81,6 +81,7 @@ class StoreCoordinator:
         self._monitor: StoreMonitor | None = None
         self._server: FinalStateServer | None = None
         self._has_noted = False
+        self._told: tuple[int, protocol.LostContact] | None = None
 
     # -- places in rounds -------------------------------------------------------------------------------------
 
@@ -171,6 +172,7 @@ class StoreCoordinator:
                 continue
             self.generation = generation
             if members is None:
+                self._tell_again(generation - 1)
                 wait.a_little(f"the members of generation {generation}")
                 continue
             agreed = protocol.Members.from_json(members)
@@ -331,9 +333,17 @@ class StoreCoordinator:
 
     def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
         """First what is said, then that something is: agents look at that last key only."""
+        self._told = (generation, word)
         self._say_that_it_regroups()  # they are about to ask
         self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
         self._store.set(protocol.any_contact_key(generation), PRESENT)
+
+    def _tell_again(self, generation: int) -> None:
+        """Should nobody have heard why the generation cannot go on: a stranger may have written over it."""
+        if self._told is not None and self._told[0] == generation:
+            keys = [protocol.contact_key(generation, self.worker_id), protocol.any_contact_key(generation)]
+            if None in self._store.get_many(keys):
+                self.tell_agents(*self._told)
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 
