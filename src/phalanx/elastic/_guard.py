@@ -83,7 +83,7 @@ class Reaction(Enum):
 
 
 def decide(guard: Guard, facts: StepFacts) -> Reaction:
-    """What to do with a step.
+    """Return what to do with a step.
 
     >>> decide(Guard(), StepFacts(loss=0.3))
     <Reaction.GO_ON: 'go on'>
@@ -115,7 +115,7 @@ class SlotReport:
 def explain(
     step: int, epoch: int, facts: StepFacts, slots: Sequence[SlotReport], weights: Sequence[str]
 ) -> str:
-    """The error's words. ``weights`` are what was not finite in the state before the step.
+    """Return the error's words. ``weights`` are what was not finite in the state before the step.
 
     >>> told = explain(5, 0, StepFacts(loss=float("nan")), [SlotReport(2, "w1", (7, 3), NAN_LOSS)], ())
     >>> told.splitlines()[1]
@@ -140,7 +140,7 @@ def explain(
 
 
 def explain_state(step: int, names: Sequence[str]) -> str:
-    """The words for a state that became non-finite by the update of a step whose gradient was finite."""
+    """Return the words for a state that became non-finite by the update of a step whose gradient was finite."""
     return (
         f"after the update of step {step - 1} the state is not finite: {_listed(names)}. It is not saved; the newest "
         "save is from before. The gradient was finite, so the update itself overflowed: lower the learning rate or use "

@@ -1,4 +1,4 @@
-"""What the first worker tells of each committed step: a line for people, an event, a save when one is due.
+"""Tells of each committed step, from the first worker: a line for people, an event, a save when one is due.
 
 Owns who tells. That is the worker of rank 0 after the commit; when it is lost before it has, the worker that comes to
 be the first tells instead. A step may so be told twice, never not at all.

@@ -1,4 +1,4 @@
-"""What agents and workers agree on: every store key, every record behind one, one versioned form, every default time.
+"""Holds what agents and workers agree on: every store key and record, one versioned form, every default time.
 
 Values only; nothing here talks to a store. Agents write some of these records and workers others; neither imports the
 other. To add a key, name it in ``_keys``; its record goes beside those of the same reader, and into ``RECORDS`` of

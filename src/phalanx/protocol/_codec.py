@@ -59,12 +59,12 @@ class StoreRecord:
 
 
 def at_least(low: int, default: Any = MISSING) -> Any:
-    """A field that holds a whole number of this size; a record with a smaller one is refused."""
+    """Return a field that holds a whole number of this size; a record with a smaller one is refused."""
     return field(default=default, metadata={"low": low})
 
 
 def required(default: Any) -> Any:
-    """A field with a default that a record has to have all the same."""
+    """Return a field with a default that a record has to have all the same."""
     return field(default=default, metadata={"required": True})
 
 
@@ -73,7 +73,7 @@ def dump_record(values: dict[str, Any]) -> bytes:
 
 
 def parse_record(data: bytes, what: str) -> Fields:
-    """The fields of a versioned record; ``RecordError`` when it is none of this release."""
+    """Return the fields of a versioned record; ``RecordError`` when it is none of this release."""
     record = Fields(load_json(data, what, RecordError), what, RecordError)
     if record.get("v") != VERSION:
         raise RecordError(f"{what} has an unknown version; expected {VERSION}: {data[:80]!r}")
@@ -85,7 +85,7 @@ def dump_count(count: int) -> bytes:
 
 
 def parse_count(data: bytes, what: str) -> int:
-    """A number that is at least 0; ``RecordError`` when it is none.
+    """Return a number that is at least 0; ``RecordError`` when it is none.
 
     >>> parse_count(b"12", "the number of nodes")
     12

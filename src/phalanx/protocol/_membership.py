@@ -121,7 +121,7 @@ class Members(StoreRecord):
 
     @property
     def master_addr(self) -> str:
-        """Where the workers' bootstrap store is, or will be: on the first node."""
+        """Return where the workers' bootstrap store is, or will be: on the first node."""
         return self.nodes[0].addr if self.nodes else ""
 
     @property
@@ -129,7 +129,7 @@ class Members(StoreRecord):
         return self.nodes[0].port if self.nodes else 0
 
     def rank_of(self, node_id: str, ticket: int) -> int | None:
-        """The rank of a registration of a node, or None."""
+        """Return the rank of a registration of a node, or None."""
         for rank, node in enumerate(self.nodes):
             if node.id == node_id and node.ticket == ticket:
                 return rank
@@ -142,7 +142,7 @@ class Members(StoreRecord):
 
     @cached_property
     def node_infos(self) -> tuple[NodeInfo, ...]:
-        """The nodes as agents see them, with the global rank of each one's first worker."""
+        """Return the nodes as agents see them, with the global rank of each one's first worker."""
         found: list[NodeInfo] = []
         base_rank = 0
         for rank, node in enumerate(self.nodes):
@@ -199,7 +199,7 @@ def _parse_node(row: Any) -> MemberNode:
 
 
 def _check_local_size(size: int) -> int:
-    """A node lists its workers by name: a size that no machine has would fill the memory of all others."""
+    """Return a node lists its workers by name: a size that no machine has would fill the memory of all others."""
     if size > MAX_LOCAL_SIZE:
         raise RecordError(f"a node of {size} workers; expected at most {MAX_LOCAL_SIZE}")
     return size

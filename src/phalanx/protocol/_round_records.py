@@ -30,7 +30,7 @@ class Ready(StoreRecord):
 
     @property
     def position(self) -> tuple[int, int, bool]:
-        """How far it is; larger is further."""
+        """Return how far it is; larger is further."""
         return (self.step, self.evaluations, self.evaluating)
 
 

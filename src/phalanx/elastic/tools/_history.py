@@ -1,4 +1,4 @@
-"""What happened to a job, read from the event files of all its workers.
+"""Tells what happened to a job, from the event files of all its workers.
 
 Pure apart from reading files: steps in order with their losses, rounds with who was in them and how long the regroup
 took, and the life of every worker. Lines that are torn or no events are counted and left out. Used by the report and
@@ -81,7 +81,7 @@ class History:
 
 
 def read_history(log_dir: Path) -> History:
-    """The history of the job whose workers wrote ``events-*.jsonl`` into a directory."""
+    """Return the history of the job whose workers wrote ``events-*.jsonl`` into a directory."""
     events: list[dict[str, Any]] = []
     num_torn = 0
     for path in sorted(log_dir.glob("events-*.jsonl")):
@@ -97,7 +97,7 @@ def read_history(log_dir: Path) -> History:
 
 
 def make_history(records: Iterable[Any]) -> History:
-    """The history that these events tell; what is none is counted and left out."""
+    """Return the history that these events tell; what is none is counted and left out."""
     history = History()
     events: list[TrainingEvent] = []
     for record in records:

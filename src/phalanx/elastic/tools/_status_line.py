@@ -1,4 +1,4 @@
-"""How the first worker shows where the job is: a live line on a terminal, plain lines elsewhere."""
+"""Shows where the job is, on the first worker: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
