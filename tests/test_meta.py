@@ -76,9 +76,9 @@ SUBLAYERS: dict[str, list[str]] = {
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
-        "_environment", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_rounds",
+        "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",
     ],
-    "events": ["_troubles", "_types", "_lines", "_writer"],
+    "events": ["_troubles", "_event_types", "_lines", "_writer"],
 }  # fmt: skip
 # Imports that still point up, and modules that still stand in circles, by package: these numbers only fall.
 STILL_UP: dict[str, int] = {}

@@ -43,6 +43,8 @@ STILL_BANNED: set[str] = {
     "FixedRoster", "Ledger", "Parts", "Roster", "Seat", "StoreRoster", "Team", "Whole", "_Whole",
     "_fresh", "_leave_from_the_door", "_parse_seat", "_take_seat", "first_seat", "is_veteran",
     "make_roster", "run_through_dtensor", "seat", "seat_after_loss", "seat_at_boundary",
+    "Part", "Whole", "_AxisCut", "_Cut", "_Whole", "_fresh", "keeping_ties", "run_through", "run_through_dtensor",
+    "through", "unseen",
 }  # fmt: skip
 
 
