@@ -69,9 +69,9 @@ class _Call:
         self.single = False
         self.context: Any = None
 
-    def node_of(self, node: Any) -> Node:
+    def node_of(self, node: Any) -> FunctionNode:
         """Wrap the ``grad_fn`` of a result, so that hooks on it see DTensors."""
-        return Node(node, self)
+        return FunctionNode(node, self)
 
 
 class _Lifted(Function):
@@ -146,7 +146,7 @@ def _named(function: Any) -> Any:
     return made
 
 
-class Node:
+class FunctionNode:
     """The ``grad_fn`` of a lifted Function's result: hooks on it see DTensors."""
 
     def __init__(self, node: Any, call: _Call) -> None:
