@@ -56,7 +56,7 @@ class Nursery:
     """The zygote that agents of all tests are forked from."""
 
     def __init__(self) -> None:
-        self.zygote = Zygote.execute(("torch", "torch.distributed", "phalanx.launch.agent._api"))
+        self.zygote = Zygote.execute(("torch", "torch.distributed", "phalanx.launch.agent._launch"))
         self.ended: dict[int, threading.Event] = {}
         self.zygote.start(lambda process: self.ended[process.pid].set())
         self.zygote.wait_ready()

@@ -15,13 +15,13 @@ from phalanx.comm import stores
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._detector import reported_step
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.recovery._contact import Judgement, judge
 from phalanx.launch.recovery._policy import Recovery, Situation, all_can_regroup
 from phalanx.launch.recovery._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
 from phalanx.launch.system import _linux
-from phalanx.launch.system._addresses import bind_address
+from phalanx.launch.system._listen_address import bind_address
 from phalanx.launch.workers._environment import JobFacts, RankAssignment
 from phalanx.launch.workers._pool import WorkerHandle
 from phalanx.protocol import Broken, LostContact

@@ -36,7 +36,7 @@ from phalanx.launch.rendezvous._records import NODES, PROOF, NodeRecord
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system import _linux
-from phalanx.launch.system._addresses import LOOPBACK, bind_address
+from phalanx.launch.system._listen_address import LOOPBACK, bind_address
 from phalanx.protocol import job_prefix
 
 log = logging.getLogger(__name__)

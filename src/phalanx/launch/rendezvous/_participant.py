@@ -30,7 +30,7 @@ from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Facts, Leader, ring
+from phalanx.launch.rendezvous._leader import Leader, NodeView, ring
 from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
 from phalanx.protocol import Broken, RecordError
 
@@ -59,7 +59,7 @@ class Participant:
         self.signer = signer
         self.rules = rules
         self.node = node
-        self.facts = Facts()
+        self.facts = NodeView()
         self._ttl = lease / 2
         self._lease: Lease | None = None
         self._refresh_at = 0.0

@@ -51,7 +51,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             import logging  # start-up: this and what follows while the library loads
 
             # start-up: none of them needs torch
-            from phalanx.launch.agent._api import run_node
+            from phalanx.launch.agent._launch import run_node
             from phalanx.launch.cli._from_flags import entrypoint_from_args
             from phalanx.launch.failures._process_failure import ChildFailedError
             from phalanx.launch.rendezvous import RendezvousError, _backends  # noqa: F401 - else loaded late
