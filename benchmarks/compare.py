@@ -96,6 +96,11 @@ def show(found: Sequence[Change]) -> None:
     print(f"{'new over old':58s} {'ours':>18s} {'theirs (noise)':>18s} {'divided':>7s}")
     for change in found:
         print(change)
+    if found:
+        mean = statistics.geometric_mean(change.median for change in found)
+        normalized = [change.normalized for change in found if change.normalized]
+        divided = f"{statistics.geometric_mean(normalized):40.2f}" if normalized else ""
+        print(f"{'geometric mean':58s} {mean:5.2f}{divided}")
     print(f"moved: {sum(change.moved for change in found)} of {len(found)}", flush=True)
 
 

@@ -24,12 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from phalanx import __version__
+        from phalanx import __version__  # start-up: of no use to the other commands
 
         print(f"phalanx {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        import difflib  # only for this: it is not small
+        import difflib  # start-up: it is not small
 
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"

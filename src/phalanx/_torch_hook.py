@@ -33,8 +33,7 @@ def register(c10d: Any) -> None:
 
 
 def _create(common: Any, options: Any) -> Any:
-    from phalanx.comm.torch_interop._c10d_backend import (
-        create_process_group,  # only now: it imports torch and all of comm
-    )
+    # start-up: it imports torch and all of comm
+    from phalanx.comm.torch_interop._c10d_backend import create_process_group
 
     return create_process_group(common)

@@ -33,7 +33,7 @@ from phalanx._torch_private import (
     set_default_timeout,
 )
 from phalanx.comm import _background as background
-from phalanx.comm.failure import _addresses
+from phalanx.comm.failure import _peer_addresses
 from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
@@ -156,7 +156,7 @@ def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrup
     store = spec.store.as_c10d()
     engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store))
     if backend == "gloo":
-        _addresses.publish(spec.store, spec.rank)
+        _peer_addresses.publish(spec.store, spec.rank)
     failures = FailureDetector(
         rank=spec.rank,
         size=spec.size,
@@ -221,6 +221,12 @@ def _make_in_thread(
         if cause is not None:
             raise cause
     if errors:
+        if isinstance(errors[0], StoreTimeout):
+            raise PeerTimeout(
+                f"rank {spec.rank}: a rank did not say within {spec.timeout:g} s how it is reached in generation "
+                f"{spec.generation}; it may hang: form the next one",
+                generation=spec.generation,
+            ) from errors[0]
         if isinstance(errors[0], RuntimeError) and FailureDetector.is_fault(errors[0]):
             raise _died_while_joining(spec, ()) from errors[0]
         raise errors[0]

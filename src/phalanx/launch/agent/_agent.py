@@ -39,7 +39,7 @@ from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._hang_watch import HangWatch
 from phalanx.launch.recovery import _policy
-from phalanx.launch.recovery._policy import Action, Recovery, Situation
+from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     RendezvousClosedError,
@@ -51,7 +51,7 @@ from phalanx.launch.rendezvous._interface import (
 )
 from phalanx.launch.system._signals import SignalException
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
-from phalanx.protocol import Broken, Setbacks
+from phalanx.protocol import Action, Broken, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,8 @@ class Agent:
         """Without a store of their own no worker could start: another port, or the end."""
         is_chosen = self._handler.has_fixed_port
         recovery = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
-        recovery = self._generation.end(recovery, also=self._running_on)
+        recovery = self._generation.propose(recovery)
+        self._generation.break_up(recovery, also=self._running_on)
         if recovery.action is Action.FAIL:
             self._handler.close_as("failed", recovery.reason)
             raise RendezvousStateError(recovery.reason)
@@ -260,23 +261,20 @@ class Agent:
         failures = [self._pool.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        now = self._situation()
-        streak = now.streak
-        if self._heals:
-            member = next(member for member in members if member.id == first.worker_id)
-            streak = streak.after(self._generation.death_of(member, first))
+        member = next(member for member in members if member.id == first.worker_id)
+        streak = self._generation.streak_after(member, first) if self._heals else None
         recovery = _policy.on_failure(
-            now,
+            self._situation(),
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
             streak=streak,
         )
-        recovery = self._generation.channel.decide(self._generation.number, recovery)
+        recovery = self._generation.propose(recovery)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
             self._observer.worker_failed(failure)
-        self._end_generation(recovery, tuple(member.id for member in members))
+        self._end_as(recovery, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
@@ -284,8 +282,13 @@ class Agent:
 
     # -- the end of a generation ---------------------------------------------------------------------------------
 
-    def _end_generation(self, recovery: Recovery, lost: tuple[str, ...] = ()) -> None:
-        self._apply(self._generation.end(recovery, lost, self._running_on))
+    def _end_generation(self, proposal: Recovery, lost: tuple[str, ...] = ()) -> None:
+        self._end_as(self._generation.propose(proposal), lost)
+
+    def _end_as(self, recovery: Recovery, lost: tuple[str, ...] = ()) -> None:
+        """Tell everybody that the generation is over, and do what all agents have agreed on."""
+        self._generation.break_up(recovery, lost, self._running_on)
+        self._apply(recovery)
 
     def _change_members(self, reason: str) -> None:
         self._end_generation(_policy.on_membership_change(self._situation(), reason=reason))
@@ -297,7 +300,7 @@ class Agent:
             self._want_regroup(end.reason)
         elif end.kind == "broken":
             change = _policy.on_membership_change(self._situation(), reason=end.reason)
-            self._apply(self._generation.channel.decide(self._generation.number, change))
+            self._apply(self._generation.propose(change))
         else:
             self._on_lost(end.reason)
 
@@ -459,9 +462,9 @@ class Agent:
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
         change = _policy.on_membership_change(self._situation(), reason=reason)
-        change = self._generation.channel.decide(self._generation.number, change)
+        change = self._generation.propose(change)
         if change.starts_anew or change.action is Action.FAIL:
-            self._end_generation(change)
+            self._end_as(change)
             return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
         self._observer.generation_ended(self._generation.number, change, self.config.max_restarts)

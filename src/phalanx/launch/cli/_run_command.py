@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.launch.cli._flags import UsageError, parse
 from phalanx.launch.cli._head_start import begin_to_load, find_library
-from phalanx.launch.workers._environment import resolver_defaults, thread_defaults
+from phalanx.launch.workers._worker_environment import resolver_defaults, thread_defaults
 
 if TYPE_CHECKING:
     from phalanx.launch.config._config import LaunchConfig

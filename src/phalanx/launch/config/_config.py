@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.config._flag import flag, words
 from phalanx.launch.system._signals import DEFAULT_SIGNALS, parse_signals
+from phalanx.protocol import timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
     from phalanx.launch.telemetry._logs import LogsSpecs
 
-DEFAULT_RDZV_TIMEOUT = 900
-REQUEST_INTERVAL = 0.5
-"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
+DEFAULT_RDZV_TIMEOUT = int(timeouts.JOIN)
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -146,7 +145,7 @@ class LaunchConfig:
     @property
     def request_interval(self) -> float:
         """Seconds between two looks at what the store asks of an agent."""
-        return max(self.monitor_interval, REQUEST_INTERVAL)
+        return max(self.monitor_interval, timeouts.REQUEST_INTERVAL)
 
     def resolved(self, environ: Mapping[str, str] | None = None) -> LaunchConfig:
         """Return a copy with every default that depends on something else filled in."""

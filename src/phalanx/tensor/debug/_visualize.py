@@ -54,6 +54,7 @@ def _grid(spec: Spec) -> tuple[list[str], list[str], list[list[str]]]:
 
 
 def _print_rich(spec: Spec, names: list[str], sides: list[str], cells: list[list[str]]) -> None:
+    # start-up: rich is of use to whoever prints only
     from rich.console import Console
     from rich.table import Table
 

@@ -399,7 +399,7 @@ _DUNDERS = {
 def op_name(func: Any) -> OpName:
     """
     >>> import torch
-        >>> op_name(torch.Tensor.__iadd__), op_name(torch.relu)
+    >>> op_name(torch.Tensor.__iadd__), op_name(torch.relu)
     (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
     """
     schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")

@@ -1,0 +1,129 @@
+"""Where everything lies in the segment that the ranks of one group share. Pure arithmetic, no memory touched.
+
+::
+
+    header        magic, layout, nonce, BROKEN
+    rank block 0  READY TAKEN | BELL ASLEEP | STATE | calls[slots] | sizes[slots][size] | regions[REGIONS]
+    ...
+    channel words for every ordered pair (src, dst): HEAD | TAIL
+    --- page ---
+    slots         for every rank, `slots` slots of `slot_bytes`
+    rings         for every ordered pair, `ring_bytes`
+
+Sequence numbers: all collectives of a group are cut into *steps*, numbered 1, 2, 3 ... alike on every rank.
+
+- READY[r] = n: what rank r contributes to step n lies in its slot ``n % slots``.
+- TAKEN[r] = n: rank r has read all it needs of steps <= n.
+- A rank may write its slot for step n when TAKEN of every peer is >= n - slots. That one rule protects every slot,
+  every call record and every row of sizes.
+- HEAD and TAIL of a channel count bytes ever written and ever read; at most ``ring_bytes`` apart.
+
+All of them only grow and have exactly one writer, so no atomic read-modify-write is needed anywhere. BELL (futex word)
+and ASLEEP are written by several ranks; only "the bell has changed" matters, so lost updates do no harm.
+
+Words written by different ranks lie 128 bytes apart (two cache lines: the neighbour is prefetched).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAGIC = 0x50484C585F53484D
+VERSION = 1
+PAGE = 4096
+LINE = 16
+"""Words (8 bytes each) between flags of different writers."""
+
+# words of the header
+H_MAGIC, H_VERSION, H_SIZE, H_NONCE, H_BROKEN = 0, 1, 2, 3, LINE
+HEADER_WORDS = PAGE // 8
+
+# words of a rank block
+READY, TAKEN, BELL, ASLEEP, STATE, CALLS = 0, 1, LINE, LINE + 1, 2 * LINE, 3 * LINE
+CALL_WORDS = 8
+HISTORY = 7
+"""The last word of a call record: a digest of all calls so far, which tells of an earlier difference."""
+REGIONS = 1024
+
+# values of STATE
+OPEN, CLOSED, FAILED = 0, 1, 2
+
+TOKEN_SHIFT = 24
+TOKEN_MASK = (1 << TOKEN_SHIFT) - 1
+
+
+def token(index: int, target: int) -> int:
+    """ "Word ``index`` must reach ``target``", as one number: what a collective yields when it cannot go on."""
+    return (target << TOKEN_SHIFT) | index
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentLayout:
+    """Offsets of one segment for ``size`` ranks."""
+
+    size: int
+    slots: int = 4
+    slot_bytes: int = 512 * 1024
+    ring_bytes: int = 128 * 1024
+
+    def __post_init__(self) -> None:
+        if self.slots < 4:
+            raise ValueError(
+                f"{self.slots} slots; an all_reduce in shares has steps of two pieces under way: 4"
+            )
+
+    @property
+    def sizes_word(self) -> int:
+        return CALLS + self.slots * CALL_WORDS
+
+    @property
+    def regions_word(self) -> int:
+        return _up(self.sizes_word + self.slots * self.size, LINE)
+
+    @property
+    def block_words(self) -> int:
+        return _up(self.regions_word + REGIONS, PAGE // 8)
+
+    @property
+    def channels_word(self) -> int:
+        return HEADER_WORDS + self.size * self.block_words
+
+    @property
+    def control_words(self) -> int:
+        words = _up(self.channels_word + self.size * self.size * 2 * LINE, PAGE // 8)
+        assert words <= TOKEN_MASK, f"{self.size} ranks are too many for one segment"
+        return words
+
+    @property
+    def rings_byte(self) -> int:
+        return self.control_words * 8 + self.size * self.slots * self.slot_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.rings_byte + self.size * self.size * self.ring_bytes
+
+    def block(self, rank: int) -> int:
+        """First word of a rank's block."""
+        return HEADER_WORDS + rank * self.block_words
+
+    def slot(self, rank: int, slot: int) -> int:
+        """First byte of a slot."""
+        return self.control_words * 8 + (rank * self.slots + slot) * self.slot_bytes
+
+    def channel(self, src: int, dst: int) -> tuple[int, int, int]:
+        """HEAD word, TAIL word and first byte of the ring from ``src`` to ``dst``."""
+        number = src * self.size + dst
+        head = self.channels_word + number * 2 * LINE
+        return head, head + LINE, self.rings_byte + number * self.ring_bytes
+
+    def writer(self, index: int) -> int:
+        """Which rank writes word ``index`` (READY, TAKEN, HEAD or TAIL)."""
+        if index < self.channels_word:
+            return (index - HEADER_WORDS) // self.block_words
+        number, tail = divmod((index - self.channels_word) // LINE, 2)
+        src, dst = divmod(number, self.size)
+        return dst if tail else src

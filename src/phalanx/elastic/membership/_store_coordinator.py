@@ -1,0 +1,459 @@
+"""Finds a worker its place in the next round, through the job's store, under agents that heal.
+
+Owns the conversation with the store until the last step (see ``_rounds`` for the rules and ``phalanx.protocol`` for the
+keys and records); what comes after it is in ``_final_state``. A worker that waits for its place writes its own records
+again if somebody deleted them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from phalanx import protocol
+from phalanx.comm import Group, init
+from phalanx.comm.stores import Store, connect, job_store
+from phalanx.comm.stores._sealed import signed_store
+from phalanx.elastic.membership._committed_steps import CommittedSteps
+from phalanx.elastic.membership._coordinator import (
+    Coordinator,
+    Ejected,
+    EvaluationKnown,
+    FixedCoordinator,
+    JobOver,
+    ToldToLeave,
+)
+from phalanx.elastic.membership._final_state import (
+    Encoded,
+    FinalStateServer,
+    StoreAccess,
+    TakenOver,
+    take_over,
+)
+from phalanx.elastic.membership._finish import finish_of, parse_finish
+from phalanx.elastic.membership._patience import Absence, Wait
+from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round
+from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
+from phalanx.errors import CommError, PeerLost, PeerTimeout
+from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, dump_count, timeouts
+from phalanx.world import World
+
+
+class StoreCoordinator:
+    """Workers under agents that heal: members come and go from generation to generation."""
+
+    can_change = True
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        worker_id: str,
+        generation: int,
+        *,
+        timeout: float = timeouts.regroup_timeout(),
+        comm_timeout: float,
+        keys: JobKeys = JobKeys(),  # noqa: B008  # a frozen value
+    ) -> None:
+        self.worker_id = worker_id
+        self.signals = Signals()
+        self.should_leave: Callable[[], bool] = lambda: False
+        self.job = job
+        self.timeout = timeout
+        self.comm_timeout = comm_timeout
+        self.keys = keys
+        self.generation = generation
+        """The one that this worker was born in, then that of its newest place."""
+        self._groups = signed_store(store, job)
+        self._store = job_store(store, job)
+        self.committed_steps = CommittedSteps(self._store, keys)
+        self._access = StoreAccess(
+            store=self._store,
+            root=self._groups,
+            keys=keys,
+            job=job,
+            worker_id=worker_id,
+            timeout=timeout,
+            comm_timeout=comm_timeout,
+        )
+        self._say_that_it_regroups()
+        self._monitor: StoreMonitor | None = None
+        self._server: FinalStateServer | None = None
+        self._has_noted = False
+        self._told: tuple[int, protocol.LostContact] | None = None
+
+    # -- places in rounds -------------------------------------------------------------------------------------
+
+    def join(self, mine: Ready) -> Membership:
+        if self.keys.number:  # the script goes on with another job: what follows the last one is a loop again
+            self._store.compare_and_set(protocol.FINISHING, dump_count(self.keys.number - 1), b"")
+        return self._await_round(self.generation, mine)
+
+    def rejoin(self, generation: int, mine: Ready) -> Membership:
+        return self._await_round(generation, mine)
+
+    def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
+        self._stop_watching()
+        if membership.group is not None:
+            membership.group.abort(cause)
+        self._make_sure_broken(membership, cause, mine.step, evaluating=mine.evaluating)
+        return self._await_round(membership.generation + 1, mine)
+
+    def join_at_boundary(self, membership: Membership, mine: Ready) -> Membership:
+        self._stop_watching()
+        generation = membership.generation
+        self._store.set(self.keys.crossed(membership.generation, membership.round, self.worker_id), PRESENT)
+        if membership.rank == 0:
+            self._close_round(membership)
+        found = self._await_round(generation, mine, first_round=membership.round + 1, declared=True)
+        if membership.group is not None:
+            membership.group.close()
+        return found
+
+    def _close_round(self, membership: Membership) -> None:
+        """Say what follows this round: another one with those who are ready, or the next generation."""
+        g = membership.generation
+        members = self._members(g)
+        wanted, *leaving = self._store.get_many(
+            [protocol.wanted_key(g), *(protocol.leaving_key(g, worker) for worker in membership.workers)]
+        )
+        if wanted is not None or any(key is not None for key in leaving):
+            following = Round(move_to=g + 1)
+        else:
+            ready = self._ready(g, members)
+            following = Round(tuple(w for w in members if w in ready or w in membership.workers))
+        self._store.compare_and_set(self.keys.round(g, membership.round + 1), None, following.to_json())
+
+    def _await_round(
+        self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
+    ) -> Membership:
+        """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
+        round_, came = first_round, time.monotonic()
+        told_at: float | None = None
+
+        def report(count: int) -> None:
+            nonlocal told_at
+            report_progress(self._store, self.worker_id, mine.step, 0, count)
+            if self.should_leave():
+                told_at = told_at or time.monotonic()
+                if not mine.has_state or time.monotonic() - told_at > timeouts.LEAVE_AFTER:
+                    self._store.set(protocol.leaving_key(generation, self.worker_id), PRESENT)
+                    raise ToldToLeave(f"worker {self.worker_id} leaves before generation {generation}")
+
+        wait, absent = (
+            Wait(self.timeout, report),
+            Absence(self.worker_id, self.comm_timeout, self.tell_agents),
+        )
+        while True:
+            done, evaluated, broken, following, members, record, own, said = self._store.get_many(
+                [
+                    self.keys.done,
+                    self.keys.evaluation(mine.evaluations),
+                    protocol.broken_key(generation),
+                    protocol.members_key(generation + 1),
+                    protocol.members_key(generation),
+                    self.keys.round(generation, round_),
+                    self.keys.ready(generation, self.worker_id),
+                    protocol.regroups_key(self.worker_id),
+                ]
+            )
+            if said is None:
+                self._say_that_it_regroups()
+            finish = parse_finish(done)
+            if finish is not None and mine.has_state and not mine.evaluating:
+                raise JobOver(finish, generation)
+            if mine.evaluating and evaluated is not None:
+                raise EvaluationKnown(Evaluation.from_json(evaluated).means)
+            found = Round.from_json(record) if record is not None else None
+            is_stale = following is not None and time.monotonic() - came > timeouts.STALE_AFTER
+            if broken is not None or is_stale or (found is not None and found.move_to is not None):
+                generation, round_, declared, came = generation + 1, 0, False, time.monotonic()
+                continue
+            self.generation = generation
+            if members is None:
+                self._tell_again(generation - 1)
+                wait.a_little(f"the members of generation {generation}")
+                continue
+            agreed = protocol.Members.from_json(members)
+            if agreed.is_forgotten:  # long over, and its end forgotten too
+                generation, round_, declared = generation + 1, 0, False
+                continue
+            ids = tuple(member.id for member in agreed.workers)
+            if self.worker_id not in ids:
+                raise Ejected(
+                    f"worker {self.worker_id} is not among the members of generation {generation} of job "
+                    f"{self.job!r}: {', '.join(ids)}"
+                )
+            if not declared or own is None:
+                self._declare(generation, mine)
+                declared = True
+            elif finish is not None and not mine.has_state:
+                if not self._void(finish, generation, ids, came):
+                    wait.a_little(f"the others of generation {generation}, which have done all steps")
+            elif found is not None and self.worker_id in found.workers:
+                membership = self._join(generation, round_, found.workers, ids, mine)
+                if membership is not None:
+                    return membership
+                wait.a_little(f"generation {generation} to break")
+            elif found is not None:
+                round_ += 1
+            else:
+                ready = self._ready(generation, ids) if round_ == 0 else {}
+                choice = choose_round(self._awaited(ids, ready, came), ready) if round_ == 0 else None
+                absent.look(generation, awaited_peers(ids, ready), mine)
+                if choice is not None and choice[0] == self.worker_id:
+                    key = self.keys.round(generation, round_)
+                    self._store.compare_and_set(key, None, choice[1].to_json())
+                else:
+                    wait.a_little(f"a place in generation {generation}, round {round_}")
+
+    def _void(self, finish: Finish, generation: int, ids: tuple[str, ...], came: float) -> bool:
+        """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
+
+        If none does, the final state is lost: once all have come, and all are new, what they found counts no more
+        (True), and they begin as the first workers of a job do, with a save. Until then, False.
+        """
+        keeps = self._store.get_many([self.keys.keeps(generation, worker) for worker in ids])
+        if any(value is not None for value in keeps) or len(self._access.ended(finish.workers)) == len(
+            finish.workers
+        ):
+            raise JobOver(finish, generation, self._access.members(generation))
+        ready = self._ready(generation, ids)
+        is_missing = any(worker not in ready for worker in self._awaited(ids, ready, came))
+        if is_missing or any(one.has_state for one in ready.values()):
+            return False
+        if parse_finish(self._store.get(self.keys.done)) == finish:
+            self._store.delete(self.keys.done)
+            self._store.delete(protocol.FINISHING)
+        return True
+
+    def _awaited(self, ids: tuple[str, ...], ready: Mapping[str, Ready], came: float) -> tuple[str, ...]:
+        """The members of a generation without those that will not come any more: their scripts have ended.
+
+        One that still lives keeps the final state, and has its time to say so: ``came`` is when this worker came.
+        """
+        if time.monotonic() - came < timeouts.KEEPS_AFTER:
+            return ids
+        ended = self._access.ended([worker for worker in ids if worker not in ready])
+        return tuple(worker for worker in ids if worker not in ended)
+
+    def _join(
+        self,
+        generation: int,
+        round_: int,
+        workers: tuple[str, ...],
+        members: tuple[str, ...],
+        mine: Ready,
+    ) -> Membership | None:
+        """Form the group of a round; None when a worker of it was lost meanwhile."""
+        rank = workers.index(self.worker_id)
+        group: Group | None = None
+        if len(workers) > 1:
+            try:
+                group = Group.create(
+                    self._groups.namespace(self.keys.group(round_)),
+                    rank,
+                    len(workers),
+                    timeout=self.comm_timeout,
+                    job=self.job,
+                    generation=generation,
+                    interrupt=lambda: self._look_while_joining(generation, round_, workers),
+                )
+            except CommError as error:
+                self._make_sure_broken(Membership(generation, round_, workers, rank, None), error, mine.step)
+                return None
+        membership = Membership(generation, round_, workers, rank, group)
+        self.signals = Signals()
+        absent = tuple(worker for worker in members if worker not in workers)
+        self._monitor = StoreMonitor(
+            self._store.clone(), self.keys, membership, self.worker_id, self.signals, absent
+        )
+        self._monitor.start()
+        return membership
+
+    # -- the store --------------------------------------------------------------------------------------------
+
+    def _say_that_it_regroups(self) -> None:
+        self._store.set(protocol.regroups_key(self.worker_id), PRESENT)
+
+    def _declare(self, generation: int, mine: Ready) -> None:
+        if (
+            mine.has_state
+        ):  # what it has committed since its last report is progress, should workers die again
+            report_progress(self._store, self.worker_id, mine.step, 0, 0)
+        self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
+
+    def _members(self, generation: int) -> tuple[str, ...]:
+        (data,) = self._store.wait([protocol.members_key(generation)], self.timeout)
+        return tuple(member.id for member in protocol.Members.from_json(data).workers)
+
+    def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
+        found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
+        return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
+
+    def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
+        """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
+        lost = self._access.broken(generation)
+        if lost is None and self._store.get(self.keys.round(generation, round_)) is None:
+            self._store.compare_and_set(self.keys.round(generation, round_), None, Round(workers).to_json())
+        return lost
+
+    def _make_sure_broken(
+        self, membership: Membership, cause: CommError, step: int = -1, *, evaluating: bool = False
+    ) -> None:
+        """Agents break a generation when they see a death. What only workers see they tell the agents, which break it;
+        where these cannot, since they form the next one already, this worker tells the others by itself."""
+        key = protocol.broken_key(membership.generation)
+        began, has_told = time.monotonic(), False
+        while (waited := time.monotonic() - began) < timeouts.BREAK_AFTER:
+            is_broken, is_done = (data is not None for data in self._store.get_many([key, self.keys.done]))
+            if is_broken or (is_done and not evaluating):
+                return
+            if waited > timeouts.TELL_AFTER and not has_told:
+                self._tell_lost_contact(membership, cause, step)
+                has_told = True
+            time.sleep(0.005)
+        broken = protocol.Broken(reason=f"worker {self.worker_id} lost contact: {cause}", at_once=True)
+        self._store.compare_and_set(key, None, broken.to_json())
+
+    def _tell_lost_contact(self, membership: Membership, cause: CommError, step: int) -> None:
+        ranks = getattr(cause, "ranks", ()) or getattr(cause, "suspects", ())
+        self.tell_agents(
+            membership.generation,
+            protocol.LostContact(
+                by=self.worker_id,
+                of=tuple(membership.workers[rank] for rank in ranks if rank < len(membership.workers)),
+                late=isinstance(cause, PeerTimeout),
+                peers=membership.workers,
+                step=step,
+                reason=(str(cause).splitlines() or [""])[0][:300],
+            ),
+        )
+
+    def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
+        """First what is said, then that something is: agents look at that last key only."""
+        self._told = (generation, word)
+        self._say_that_it_regroups()  # they are about to ask
+        self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
+        self._store.set(protocol.any_contact_key(generation), PRESENT)
+
+    def _tell_again(self, generation: int) -> None:
+        """Should nobody have heard why the generation cannot go on: a stranger may have written over it."""
+        if self._told is not None and self._told[0] == generation:
+            keys = [protocol.contact_key(generation, self.worker_id), protocol.any_contact_key(generation)]
+            if None in self._store.get_many(keys):
+                self.tell_agents(*self._told)
+
+    # -- leaving and progress ---------------------------------------------------------------------------------
+
+    def announce_leaving(self, membership: Membership) -> None:
+        self._store.set(protocol.leaving_key(membership.generation, self.worker_id), PRESENT)
+        self._store.set(self.keys.leaving(membership.generation), PRESENT)
+
+    def step_aside(self, membership: Membership, patience: float = timeouts.STEP_ASIDE) -> None:
+        self._stop_watching()
+        self._store.compare_and_set(
+            self.keys.round(membership.generation, membership.round + 1),
+            None,
+            Round(move_to=membership.generation + 1).to_json(),
+        )
+        self._store.set(self.keys.crossed(membership.generation, membership.round, self.worker_id), PRESENT)
+        until = time.monotonic() + patience
+        missing = [worker for worker in membership.workers if worker != self.worker_id]
+        while missing and time.monotonic() < until:
+            keys = [self.keys.crossed(membership.generation, membership.round, worker) for worker in missing]
+            broken, *crossed = self._store.get_many([protocol.broken_key(membership.generation), *keys])
+            if broken is not None:
+                return
+            missing = [worker for worker, record in zip(missing, crossed, strict=True) if record is None]
+            time.sleep(0.002)
+
+    def declare_done(self, membership: Membership, step: int) -> Finish:
+        finish = finish_of(membership, step, self._access.members(membership.generation) or {})
+        self._store.compare_and_set(self.keys.done, None, finish.to_json())  # the others write the same
+        self._store.set(protocol.FINISHING, dump_count(self.keys.number))
+        self._store.set(self.keys.committed, dump_count(step))
+        return finish
+
+    def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
+        self._make_sure_broken(membership, cause)
+        return parse_finish(self._store.get(self.keys.done))
+
+    def keep(
+        self, finish: Finish, rank: int, generation: int, state: Encoded | None
+    ) -> FinalStateServer | None:
+        self._server = FinalStateServer(self._access.clone(), finish, rank, generation, state)
+        return self._server
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest one that this worker knows of, during the loop or after it."""
+        return self.generation if self._server is None else self._server.generation
+
+    def take_over(self, over: JobOver) -> TakenOver | None:
+        return take_over(self._access, over.finish, over.generation, over.members)
+
+    def note_commit(self, membership: Membership, step: int) -> None:
+        if membership.rank != 0:
+            return
+        if self._monitor is None or not self._has_noted:
+            self._has_noted = True
+            self.committed_steps.note(step)
+        else:
+            self._monitor.committed = step
+
+    def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
+        self._store.set(self.keys.evaluation(number), Evaluation(result).to_json())
+
+    def report(self, step: int) -> None:
+        if self._monitor is not None:
+            self._monitor.progress = (step, self._monitor.progress[1] + 1)
+
+    def waiting(self, is_waiting: bool) -> None:
+        if self._monitor is not None:
+            self._monitor.is_waiting = is_waiting
+
+    def _stop_watching(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
+    def close(self) -> None:
+        self._stop_watching()
+
+
+def make_coordinator(
+    group: Group | None, environ: Mapping[str, str] = os.environ, *, comm_timeout: float
+) -> Coordinator:
+    """The coordinator for where this process runs."""
+    world = World.from_env(environ)
+    worker_id = environ.get(protocol.ENV_WORKER_ID) or f"rank{group.rank if group else world.rank}"
+    if group is not None:
+        return FixedCoordinator(group, worker_id)
+    url = environ.get(protocol.ENV_STORE)
+    if not url:
+        return FixedCoordinator(init(default=False) if world.size > 1 else None, worker_id)
+    job = environ.get(protocol.ENV_JOB) or world.job
+    keys = JobKeys(len(_made))
+    if environ.get(protocol.ENV_ON_FAILURE) != "heal":
+        _made.append(None)
+        committed_steps = CommittedSteps(job_store(connect(url), job) if world.rank == 0 else None, keys)
+        return FixedCoordinator(init(default=False) if world.size > 1 else None, worker_id, committed_steps)
+    newest = max([world.generation, *(before.newest_generation for before in _made if before is not None)])
+    given = environ.get(protocol.ENV_REGROUP_TIMEOUT)
+    coordinator = StoreCoordinator(
+        connect(url),
+        job,
+        worker_id,
+        newest,
+        timeout=float(given) if given else timeouts.regroup_timeout(),
+        comm_timeout=comm_timeout,
+        keys=keys,
+    )
+    _made.append(coordinator)
+    return coordinator
+
+
+_made: list[StoreCoordinator | None] = []
+"""The coordinators of the jobs that this process has made so far: a job's number is the same in all workers."""

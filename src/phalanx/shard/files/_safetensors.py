@@ -1,0 +1,128 @@
+"""Safetensors files written and read in place: the header, a mapping to write through, and reads of byte ranges.
+
+Owns the format: eight bytes of header length, a JSON header, then the tensors' bytes. Nothing here is ever executed or
+unpickled. Reading checks that every range lies inside the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.shard.layout._metadata import ShardedTensorMetadata
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
+
+
+class TensorEntry(NamedTuple):
+    """One tensor in a file: ``begin`` is counted from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def layout(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+) -> tuple[bytes, dict[str, TensorEntry], int]:
+    """The head of a file with these tensors, where each will be, and the size of the file. Wide elements come first."""
+    described: dict[str, Any] = {}
+    ends: dict[str, tuple[int, int]] = {}
+    position = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        if dtype not in NAMES:
+            raise ValueError(f"{name}: {dtype} cannot be stored in a safetensors file; cast it first")
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        ends[name] = (position, position + nbytes)
+        described[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": list(ends[name])}
+        position += nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # the data begins aligned
+    head = len(text).to_bytes(8, "little") + text
+    entries = {
+        name: TensorEntry(dtype, tuple(shape), len(head) + ends[name][0])
+        for name, (dtype, shape) in tensors.items()
+    }
+    return head, entries, len(head) + position
+
+
+@contextmanager
+def mapped_file(path: Path, metadata: ShardedTensorMetadata) -> Iterator[Tensor]:
+    """A tensor of this size and dtype in a new file, named ``tensor``; the file appears when the block is left."""
+    head, entries, size = layout({"tensor": (metadata.tensor_properties.dtype, metadata.size)})
+    entry, temporary = entries["tensor"], path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            file.write(head)
+            file.truncate(size)
+            file.flush()
+            if entry.nbytes == 0:
+                yield torch.empty(entry.shape, dtype=entry.dtype)
+            else:
+                memory = mmap.mmap(file.fileno(), size)  # goes with the last tensor that uses it
+                raw = torch.frombuffer(memory, dtype=torch.uint8, offset=entry.begin, count=entry.nbytes)
+                yield raw.view(entry.dtype).view(entry.shape)
+                memory.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def start_writing(fd: int, begin: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes while the caller goes on; only ``fsync`` promises anything."""
+    start = _sync_file_range()
+    if start is not None:
+        start(fd, begin, nbytes, _START_WRITING)  # a refusal costs time later and nothing else
+
+
+@lru_cache(maxsize=1)
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux's call, which Python has no name for; None elsewhere."""
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function: Callable[[int, int, int, int], int] = call
+    return function
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in ``folder``."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
