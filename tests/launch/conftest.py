@@ -23,7 +23,7 @@ from phalanx.launch.workers._processes import WorkerProcess, Zygote
 WORKERS = Path(__file__).parent / "workers"
 PATIENCE = 100.0
 
-# A name server that loses packets must not make tests slow; see phalanx.launch.workers._worker_environment.resolver_defaults.
+# A name server that loses packets must not make tests slow; see ``resolver_defaults`` of ``_worker_environment``.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
