@@ -65,7 +65,7 @@ SUBLAYERS: dict[str, list[str]] = {
         "workers", "recovery", "hang", "agent", "cli",
     ],
     "launch.rendezvous": [
-        "_interface", "_settings", "_store_records", "_runs", "_own_secret", "_order", "_decide",
+        "_interface", "_settings", "_store_records", "_runs", "_own_secret", "_rank_order", "_decide",
         "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
     ],
     "tensor": [

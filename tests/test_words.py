@@ -29,9 +29,9 @@ BANNED_FOR_CLASSES_AND_FILES = BANNED | {"cut", "fresh", "part", "parts", "stale
 
 # What is still to be renamed: these only become fewer.
 STILL_TWICE: set[str] = {
-    "Call", "Choice", "Cut", "Ended", "Entry", "Event", "Exchange", "Facts", "Layout", "Meeting",
-    "Move", "Piece", "Place", "RankState", "RankToken", "Record", "Regrouped", "Seat", "Seen", "Shard",
-    "ShardedDims", "Step", "Watch", "Watcher", "Whole",
+    "Call", "Choice", "Cut", "Entry", "Event", "Exchange", "Layout", "Meeting",
+    "Move", "Piece", "Place", "RankState", "RankToken", "Record", "Regrouped", "Seat", "Shard",
+    "ShardedDims", "Step", "Watcher", "Whole",
 }  # fmt: skip
 STILL_RETURNING: set[str] = {
     "_addresses", "_api", "_arguments", "_attribution", "_buffers", "_c10d", "_channel", "_distribute",
