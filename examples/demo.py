@@ -22,8 +22,8 @@ from rich.table import Table
 
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.tools._history import History, read_history
-from phalanx.elastic.tools._json_lines import read_lines
 from phalanx.elastic.tools._report import render
+from phalanx.events._writer import read_lines
 from phalanx.launch.cli._scale import scale
 
 SCRIPT = Path(__file__).parent / "char_lm.py"

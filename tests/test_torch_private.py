@@ -28,7 +28,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "torch.Tensor": lambda: torch.zeros(1),
     "torch.autograd.graph.Node": lambda: torch.zeros(1, requires_grad=True).exp().grad_fn,
 }
-NOT_YET = ("tensor", "elastic")
+NOT_YET = ("elastic",)
 MARKS = {"_is_param"}  # set by us and read by torch
 
 

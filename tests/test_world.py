@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.protocol import Broken, Member, Members, RecordError
+from phalanx.protocol import Broken, Member, MemberNode, Members, RecordError
 from phalanx.world import World
 
 pytestmark = pytest.mark.fast
@@ -52,9 +52,10 @@ def test_wrong_values_are_named() -> None:
 
 
 def test_records_survive_the_trip_through_the_store() -> None:
-    worker = Member(id="n0/3", rank=0, node_rank=0, local_rank=0, local_size=1, host="node0", pid=7)
-    members = Members(generation=2, workers=(worker,), num_nodes=1, master_addr="127.0.0.1", master_port=9)
+    node = MemberNode("n0", 1, "node0", "127.0.0.1", 9, 1, worker_ids=("n0/3",))
+    members = Members(2, (node,))
     assert Members.from_json(members.to_json()) == members
+    assert members.workers == (Member("n0/3", rank=0, node_rank=0, local_rank=0, local_size=1, host="node0"),)
     broken = Broken(reason="died", workers=("n0/3",))
     assert Broken.from_json(broken.to_json()) == broken
 

@@ -7,14 +7,18 @@ is not as it should be raises the error that the caller documents, and no other:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 MAX_INTEGER: Final = 2**63 - 1
 """What a tensor library and a file system can count; JSON itself has no limit."""
 
 _ABSENT: Final = object()
+
+D = TypeVar("D")
 
 
 def load_json(data: bytes | bytearray | str, what: str, error: type[Exception] = ValueError) -> Any:
@@ -58,10 +62,12 @@ class Fields:
             self._refuse(name, value, f"an integer of at least {low}" if low > -MAX_INTEGER else "an integer")
         return int(value)
 
-    def number(self, name: str, *, default: Any = _ABSENT) -> float:
-        """A finite number."""
+    def number(self, name: str, *, default: Any = _ABSENT, finite: bool = True) -> float:
+        """A number; a finite one unless told otherwise."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not _is_finite(value):
+        if type(value) is int and not _is_finite(value):
+            self._refuse(name, value, "a number")
+        if type(value) not in (int, float) or (finite and not _is_finite(value)):
             self._refuse(name, value, "a finite number")
         return float(value)
 
@@ -115,6 +121,35 @@ class Fields:
 
     def _refuse(self, name: str, value: Any, expected: str) -> None:
         raise self._error(f"{self._what}: field {name!r} is {short(value)}; expected {expected}")
+
+
+_READERS: Final[dict[str, Callable[..., Any]]] = {
+    "str": Fields.text,
+    "int": Fields.integer,
+    "float": Fields.number,
+    "bool": Fields.flag,
+    "tuple[str, ...]": Fields.texts,
+    "dict[str, Any]": Fields.mapping,
+}
+
+
+def read_dataclass(kind: type[D], record: Fields) -> D:
+    """Make a dataclass of a JSON object: each field is read as its type says, what is absent has its default.
+
+    The annotations have to be text (``from __future__ import annotations``). A field's metadata are arguments for the
+    method of ``Fields`` that reads it; ``required`` among them: the default is for callers, not for a record.
+    """
+    values = {}
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]  # the caller's promise
+        options = dict(one.metadata)
+        has_default = one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
+        may_be_absent = has_default and not options.pop("required", False)
+        value = record.get(one.name, _ABSENT)
+        if value is _ABSENT and may_be_absent:
+            continue
+        of, _, or_none = str(one.type).partition(" | ")
+        values[one.name] = None if or_none and value is None else _READERS[of](record, one.name, **options)
+    return kind(**values)
 
 
 def _is_finite(value: float) -> bool:

@@ -11,8 +11,12 @@ from datetime import timedelta
 import pytest
 import torch
 
+from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.faults import kill_at, play
-from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
+from phalanx.comm.stores import MemoryStore
+from phalanx.comm.transports import _connect
+from phalanx.comm.transports._interface import GroupSpec
+from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, StoreTimeout
 from processes import run_processes
 
 
@@ -228,6 +232,21 @@ def die_while_forming(worker):
     survivor = worker.group(rank=0, size=1, generation=1)
     survivor.barrier()
     return True
+
+
+@pytest.mark.fast
+def test_an_address_that_never_comes_while_the_group_forms_is_a_fault_of_a_peer() -> None:
+    """Or that a stranger wrote over: whoever catches lost peers forms the next generation, and does not end."""
+    spec = GroupSpec(store=MemoryStore(), rank=0, size=2, timeout=4.0, job="j", generation=7)
+
+    def make() -> None:
+        raise StoreTimeout("no ['group/0/1'] after 4 s")
+
+    with pytest.raises(
+        PeerTimeout, match="did not say within 4 s how it is reached in generation 7"
+    ) as caught:
+        _connect._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
+    assert caught.value.generation == 7
 
 
 def test_a_death_while_the_group_forms_is_noticed() -> None:

@@ -64,7 +64,7 @@ def options(logs: Path) -> RunOptions:
 def score(job, batch, directory: Path):
     put(directory / f"scoring-{job.worker_id}", "")
     while (directory / "hold-evaluation").exists() and not (
-        job.team.roster.signals.broken or (directory / "go-evaluation").exists()
+        job.regrouping.coordinator.signals.broken or (directory / "go-evaluation").exists()
     ):
         time.sleep(0.01)
     return {"loss": F.cross_entropy(job.model(batch[0]), batch[1])}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.elastic.audit import Verdict, check_directory
-from phalanx.elastic.tools._json_lines import read_lines
+from phalanx.events._writer import read_lines
 from phalanx.launch.cli._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"

@@ -15,7 +15,7 @@ from phalanx import protocol as ms
 from phalanx.comm.stores import MemoryStore
 from phalanx.elastic import Callbacks, Job, RunOptions, Saves
 from phalanx.elastic import _job as job_module
-from phalanx.elastic.membership._store_membership import StoreRoster
+from phalanx.elastic.membership._store_coordinator import StoreCoordinator
 
 
 class Die(BaseException):
@@ -51,16 +51,13 @@ class World:
         self.saves: Saves | None = None
         self.hold = 3600.0
         self._local = threading.local()
-        monkeypatch.setattr(job_module, "make_roster", lambda group, comm_timeout: self._local.roster)
+        monkeypatch.setattr(
+            job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator
+        )
 
     def agree(self, generation: int, *workers: str) -> None:
-        members = tuple(
-            ms.Member(id=w, rank=i, node_rank=0, local_rank=i, local_size=len(workers), host="h")
-            for i, w in enumerate(workers)
-        )
-        record = ms.Members(
-            generation=generation, workers=members, num_nodes=1, master_addr="", master_port=0
-        )
+        node = ms.MemberNode("n", 1, "h", "", 0, len(workers), worker_ids=workers)
+        record = ms.Members(generation, (node,))
         self.keys.set(ms.members_key(generation), record.to_json())
 
     def break_(self, generation: int, *lost: str) -> None:
@@ -77,7 +74,7 @@ class World:
         on_commit=lambda job, step, outcome: None,
     ) -> None:
         def main() -> None:
-            self._local.roster = StoreRoster(
+            self._local.coordinator = StoreCoordinator(
                 self.root.clone(), "j", worker, generation, timeout=200.0, comm_timeout=200.0
             )
             try:

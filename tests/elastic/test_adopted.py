@@ -18,7 +18,7 @@ from phalanx.elastic import Outcome, Saves
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
-from phalanx.elastic.tools._json_lines import read_lines
+from phalanx.events._writer import read_lines
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from elastic_training import make_job, train
 from phalanx.comm import simulate
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic.audit import check, check_directory, main
-from phalanx.elastic.tools._json_lines import read_lines
+from phalanx.events._writer import read_lines
 
 pytestmark = pytest.mark.fast
 

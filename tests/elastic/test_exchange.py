@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from phalanx.comm import observe, simulate
-from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._partials import Partials, Pool
-from phalanx.elastic.reduce._reduction import Exchange
+from phalanx.elastic.reduce._reduction import Reduction
 from phalanx.elastic.reduce._slots import fold
 
 pytestmark = pytest.mark.fast
@@ -44,8 +44,8 @@ def reference(num_slots):
 
 
 def reduce(group, num_slots, params, pool=None):
-    pool = pool or Pool(Layout.of(params, BUFFERS), 16)
-    exchange = Exchange(group, num_slots, pool)
+    pool = pool or Pool(FlatLayout.of(params, BUFFERS), 16)
+    exchange = Reduction(group, num_slots, pool)
     partials = Partials(pool, num_slots)
     for slot in exchange.slots:
         buffers = BUFFERS if slot == 0 else None
@@ -82,8 +82,8 @@ def test_a_worker_alone_does_not_communicate_and_others_need_two_collectives_per
     names = []
 
     def main(group):
-        pool = Pool(Layout.of(params, []), 4)
-        exchange = Exchange(group, 4, pool)
+        pool = Pool(FlatLayout.of(params, []), 4)
+        exchange = Reduction(group, 4, pool)
         partials = Partials(pool, 4)
         for slot in exchange.slots:
             partials.push(slot, [torch.ones(100)], {})
@@ -101,8 +101,8 @@ def test_negative_zeros_do_not_depend_on_the_partition():
     params = [torch.nn.Parameter(torch.zeros(2))]
 
     def main(group):
-        pool = Pool(Layout.of(params, []), 4)
-        exchange = Exchange(group, 2, pool)
+        pool = Pool(FlatLayout.of(params, []), 4)
+        exchange = Reduction(group, 2, pool)
         partials = Partials(pool, 2)
         for slot in exchange.slots:
             partials.push(slot, [torch.tensor([-0.0, 1.0]) if slot == 0 else None], {})
@@ -113,17 +113,17 @@ def test_negative_zeros_do_not_depend_on_the_partition():
 
 def test_repeated_steps_reuse_their_memory():
     params = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in SHAPES]
-    pool = Pool(Layout.of(params, BUFFERS), 4)
+    pool = Pool(FlatLayout.of(params, BUFFERS), 4)
     made = [reduce(None, 8, params, pool)[4] for _ in range(4)]
     assert made == [made[0]] * 4
 
 
 def test_more_workers_than_laid_out_for_is_an_error():
-    pool = Pool(Layout.of([torch.nn.Parameter(torch.zeros(1))], []), 2)
+    pool = Pool(FlatLayout.of([torch.nn.Parameter(torch.zeros(1))], []), 2)
     with pytest.raises(Exception, match="3 workers; this job was laid out for at most 2"):
-        simulate(3).run(lambda group: Exchange(group, 4, pool))
+        simulate(3).run(lambda group: Reduction(group, 4, pool))
 
 
 def test_a_model_on_two_devices_is_refused():
     with pytest.raises(ValueError, match="spread over devices"):
-        Layout.of([torch.nn.Parameter(torch.zeros(1)), torch.zeros(1, device="meta")], [])
+        FlatLayout.of([torch.nn.Parameter(torch.zeros(1)), torch.zeros(1, device="meta")], [])

@@ -8,9 +8,9 @@ import torch
 from elastic.test_exchange import SHAPES, reduce, reference
 from phalanx.comm import Group
 from phalanx.comm.transports.shm import _memory
-from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._partials import Partials, Pool
-from phalanx.elastic.reduce._reduction import Exchange
+from phalanx.elastic.reduce._reduction import Reduction
 from processes import run_processes
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,10 +34,10 @@ def test_the_sum_has_the_bits_of_the_naive_fold(size: int, num_slots: int) -> No
 def count_copies(worker, count: int) -> tuple[int, bool]:
     """Bytes that this worker put into slots for one large reduction, and whether its result is right."""
     group: Group = worker.group(backend="auto", timeout=120.0)
-    pool = Pool(Layout.of([torch.nn.Parameter(torch.zeros(count))], []), 16)
+    pool = Pool(FlatLayout.of([torch.nn.Parameter(torch.zeros(count))], []), 16)
     private = pool.take()
     pool.give(private)
-    exchange, partials = Exchange(group, group.size, pool), Partials(pool, group.size)
+    exchange, partials = Reduction(group, group.size, pool), Partials(pool, group.size)
     partials.push(worker.rank, [torch.full((count,), worker.rank + 1.0)], {})
     tensor = partials.pieces[0][1].tensors[0]
     assert _memory.find(tensor.data_ptr(), 4 * count) is not None, "a copy in private memory was used again"

@@ -37,8 +37,8 @@ STRIKE_LIMIT = 150.0
 """Seconds within which a strike has happened and a step was committed since; a job that takes longer hangs."""
 END_LIMIT = 300.0
 """Seconds within which a job ends when nobody holds it back any more."""
-LEASE = 15.0
-"""Seconds that a machine may be cut off before the others go on without it."""
+LEASE = 12.0
+"""Half of it, in seconds, is how long a machine may be cut off before the others go on without it."""
 
 Strike = tuple[str, ...]
 """Faults as ``POINT.KIND`` that belong together: the first brings about the moment of the second."""
@@ -220,7 +220,7 @@ class Storm:
             link.silence() if kind == "silence" else link.cut()
         yield
         if links:
-            time.sleep(LEASE * 1.5 if kind == "lease" else 6.0)
+            time.sleep(LEASE * 0.8 if kind == "lease" else 6.0)
         for link in links:
             link.restore()
 
@@ -311,7 +311,7 @@ def run_storm(
 
 
 def regroup_times(cluster: Cluster) -> list[float]:
-    """Seconds until all who stayed had a seat and a state again, by round."""
+    """Seconds until all who stayed had a place and a state again, by round."""
     slowest: Counter[tuple[int, int]] = Counter()
     for record in cluster.events("regrouped"):
         if record["worker"] not in record["joined"]:

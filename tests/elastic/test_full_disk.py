@@ -22,10 +22,12 @@ from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint import _save_folder, _saves, _writer
 from phalanx.elastic.checkpoint._save_folder import find_save, write_save
 from phalanx.elastic.checkpoint._writer import SaveWriter
-from phalanx.elastic.tools import _troubles
-from phalanx.elastic.tools._json_lines import Audit, Events, JsonLines, parse_lines, read_lines
-from phalanx.elastic.tools._troubles import Backoff, Troubles
+from phalanx.elastic.tools._audit_log import Audit
 from phalanx.errors import JobStopped
+from phalanx.events import _troubles
+from phalanx.events._troubles import Backoff, Troubles
+from phalanx.events._types import TrainingStarted
+from phalanx.events._writer import EventLog, JsonLines, parse_lines, read_lines
 
 SCRIPT = Path(__file__).parent / "full_disk_script.py"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -105,7 +107,7 @@ def test_all_workers_hear_that_the_save_at_their_leave_failed(tmp_path, monkeypa
 
     def run(group):
         job = make_job(saves=Saves(directory=tmp_path), run=RunOptions(progress=False, group=group))
-        job.team.leave.requested = group.rank == 1  # what SIGTERM does in the main thread
+        job.regrouping.leave.requested = group.rank == 1  # what SIGTERM does in the main thread
         with pytest.raises(NotSaved, match=r"at step 1 could not be saved .*No space left"):
             train(job, max_steps=3)
         return True
@@ -214,9 +216,9 @@ def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeyp
 
     lines = JsonLines(tmp_path / "a.jsonl")
     lines._backoff = Backoff(clock=lambda: 0.0)
-    monkeypatch.setattr("phalanx.elastic.tools._json_lines.os.write", write)
+    monkeypatch.setattr("phalanx.events._writer.os.write", write)
     for number in range(3):
-        lines.write({"number": number})
+        lines.append({"number": number})
     monkeypatch.undo()
     assert (tmp_path / "a.jsonl").read_bytes() == b'{"numbe'
     lines.close()
@@ -225,7 +227,7 @@ def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeyp
 
 @pytest.mark.fast
 def test_lines_that_no_memory_holds_are_counted_and_the_file_says_so(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("phalanx.elastic.tools._json_lines.MAX_PENDING", 100)
+    monkeypatch.setattr("phalanx.events._writer.MAX_PENDING", 100)
     path = tmp_path / "a.jsonl"
     path.symlink_to("/dev/full")
     troubles = Troubles()
@@ -248,8 +250,8 @@ def test_lines_that_no_memory_holds_are_counted_and_the_file_says_so(tmp_path, m
 @pytest.mark.fast
 def test_a_line_that_a_killed_process_began_does_not_swallow_the_next(tmp_path):
     (tmp_path / "events").write_bytes(b'{"time": 1.0, "event": "sta')
-    events = Events(tmp_path / "events", "w")
-    events.emit("started")
+    events = EventLog(tmp_path / "events", worker="w")
+    events.write(TrainingStarted(pid=1))
     events.close()
     assert [record["event"] for record in read_lines(tmp_path / "events")] == ["started"]
 

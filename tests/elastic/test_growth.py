@@ -35,7 +35,7 @@ def regroup_often(worker, num_regroups: int) -> tuple[list[tuple[int, int, float
     seen: list[tuple[int, int, float]] = []
 
     def wait_for_wish(job, step):
-        while job.generation < num_regroups and not job.team.roster.signals.wish:
+        while job.generation < num_regroups and not job.regrouping.coordinator.signals.wish:
             time.sleep(0.002)
 
     def watch(job, step):

@@ -162,7 +162,7 @@ def test_workers_that_run_different_models_are_told_which_parameter_differs(othe
 
 
 def test_models_that_differ_in_order_only_are_told_apart():
-    from phalanx.elastic.membership._identity import tell_apart
+    from phalanx.elastic.membership._sync import tell_apart
 
     one = {"parameter a": "float32 ()", "parameter b": "float32 ()"}
     told = tell_apart("x", one, "y", dict(reversed(one.items())))
@@ -188,12 +188,12 @@ def test_workers_that_run_different_jobs_are_told_so():
 
 
 def test_unequal_machines_are_warned_of():
-    from phalanx.elastic.membership._rounds import Seat
+    from phalanx.elastic.membership._rounds import Membership
     from phalanx.elastic.membership._sync import _check_same, fingerprint
 
     told = [{"job": {}, "machine": {**fingerprint(), "threads": threads}} for threads in (1, 1, 2)]
     with pytest.warns(BitsWarning, match="workers a and c differ in threads 1 and 2"):
-        _check_same(Seat(0, 0, ("a", "b", "c"), 0, None), told, job=None)
+        _check_same(Membership(0, 0, ("a", "b", "c"), 0, None), told, job=None)
 
 
 def test_a_save_of_an_unequal_machine_is_warned_of(tmp_path, monkeypatch):

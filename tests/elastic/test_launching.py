@@ -19,7 +19,7 @@ from tests.comm.stores.conftest import etcd_cluster
 from phalanx.comm.stores import connect, job_store
 from phalanx.elastic import RunOptions
 from phalanx.elastic.audit import check_directory
-from phalanx.launch.rendezvous._records import NODES
+from phalanx.protocol import NODES
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from phalanx.comm import simulate
 from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOptions, Saves
-from phalanx.elastic._finite import is_finite
 from phalanx.elastic._guard import BAD_GRADIENT, Facts, Reaction, SlotReport, decide, explain
+from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
 from phalanx.elastic.checkpoint._state_codec import decode

@@ -19,13 +19,9 @@ from phalanx.elastic.checkpoint._save_folder import find_save, write_save
 from phalanx.elastic.checkpoint._saves import _hash, read_save
 from phalanx.elastic.checkpoint._state_codec import decode, encode
 from phalanx.elastic.checkpoint._stream import parse_header
-from phalanx.elastic.membership._finish import Finish
-from phalanx.elastic.membership._rounds import Ready, Round
-from phalanx.elastic.membership._store_membership import parse_evaluation
 from phalanx.elastic.tools._history import make_history
-from phalanx.elastic.tools._json_lines import parse_lines
 from phalanx.elastic.tools._report import render
-from phalanx.protocol import RecordError
+from phalanx.events._writer import parse_lines
 
 TENSORS = [torch.arange(4.0), torch.ones(2, dtype=torch.int64)]
 STATE = {
@@ -107,34 +103,6 @@ test_a_state_is_decoded_or_refused_many_times = pytest.mark.soak(fuzz_codec(long
 def test_what_encode_cannot_have_made_is_refused(tree) -> None:
     with pytest.raises(ValueError):
         decode(tree, TENSORS)
-
-
-RECORDS = {
-    "ready": (Ready.from_json, Ready(step=3, peers=("a",)).to_json()),
-    "round": (Round.from_json, Round(("a", "b")).to_json()),
-    "finish": (
-        Finish.from_json,
-        Finish(generation=1, round=0, step=9, workers=("a",), hosts=("h",)).to_json(),
-    ),
-    "evaluation": (parse_evaluation, b'{"loss": 0.5}'),
-}
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("name", RECORDS)
-@quick
-@given(st.data())
-def test_a_record_is_read_or_refused(name, data) -> None:
-    parse, good = RECORDS[name]
-    parse(good)
-    try:
-        parse(
-            data.draw(
-                st.one_of(raw, torn(good), changed(json.loads(good)).map(lambda v: json.dumps(v).encode()))
-            )
-        )
-    except RecordError:
-        pass
 
 
 @pytest.mark.fast

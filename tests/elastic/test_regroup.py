@@ -15,6 +15,7 @@ from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
 from phalanx.elastic.membership import _store_membership
+from phalanx.errors import PeerLost
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
@@ -47,7 +48,7 @@ def test_three_workers_without_any_fault(world, alone):
     for worker in "abc":
         world.start(worker)
     assert world.join() == dict.fromkeys("abc", alone)
-    assert world.news == [], "the first seat is no regroup"
+    assert world.news == [], "the first place is no regroup"
 
 
 def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, alone):
@@ -82,7 +83,7 @@ def test_survivors_go_on_and_the_replacement_gets_its_seat_at_a_boundary(world, 
 
 
 def test_a_generation_that_breaks_while_it_forms_is_skipped(world, alone):
-    """b dies in generation 0, c before it takes its seat in generation 1; a goes on alone in generation 2."""
+    """b dies in generation 0, c before it takes its place in generation 1; a goes on alone in generation 2."""
     world.agree(0, "a", "b", "c")
     c_dies = threading.Event()
 
@@ -129,7 +130,7 @@ def test_a_polite_leave_drops_no_step(world, alone):
 
     def leave(job, step):
         if step.number == 3:
-            job.team.leave.requested = True  # what SIGTERM does in the main thread
+            job.regrouping.leave.requested = True  # what SIGTERM does in the main thread
 
     world.start("a")
     world.start("b", on_step=leave)
@@ -155,7 +156,7 @@ def test_who_is_told_to_leave_when_its_part_of_the_step_has_gone_out_still_saves
         if step.number == 3 and job.worker_id == "b":
             step.reduce()
         if step.number == 3:
-            job.team.leave.requested = True
+            job.regrouping.leave.requested = True
 
     world.start("a", on_step=leave)
     world.start("b", on_step=leave)  # no agent agrees on another generation any more
@@ -234,9 +235,9 @@ def test_a_replacement_takes_the_rank_and_the_state_though_the_first_to_hand_it_
             dead.set()
             raise Die
         if job.worker_id == "b":
-            keeper = job.team._keeper
-            keeper._stop.set()  # it says that it keeps the state, but never answers
-            keeper._thread.join()
+            server = job.regrouping._server
+            server._stop.set()  # it says that it keeps the state, but never answers
+            server._thread.join()
             world.keys.wait(["elastic/1/ask/b/d"], 100.0)
             world.break_(1, "b")
             world.agree(2, "d", "e", "c")
@@ -343,3 +344,25 @@ def test_who_comes_for_the_last_that_had_the_final_state_does_not_wait_for_one_t
     assert isinstance(world.results["s"], SystemExit)
     world.start("n", generation=2)
     assert world.join()["n"] == alone
+
+
+def test_lost_contact_is_told_again_until_the_agents_have_heard_of_it(world, alone):
+    """They did not: a stranger wrote over what a worker said before they looked."""
+
+    def on_step(job, step):
+        if job.generation == 0 and step.number == 4 and job.worker_id == "b":
+            job.team.seat.group.abort(PeerLost("the network", generation=0))
+            threading.Thread(target=agents, daemon=True).start()
+
+    def agents():
+        said = [ms.contact_key(0, "b"), ms.any_contact_key(0)]
+        world.keys.wait(said, 100)
+        for key in said:
+            world.keys.delete(key)
+        world.keys.wait(said, 100)
+        world.agree(1, "a", "b")
+
+    world.agree(0, "a", "b")
+    world.start("a", on_step=on_step)
+    world.start("b", on_step=on_step)
+    assert world.join() == {"a": alone, "b": alone}

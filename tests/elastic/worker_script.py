@@ -69,14 +69,14 @@ def hold(job: Job, step: int, directory: Path) -> None:
         reset(of_store=False)
     while True:
         fail(directory / f"fail-{job.worker_id}")
-        signals = job.team.roster.signals
+        signals = job.regrouping.coordinator.signals
         try:
             last = int((directory / "hold").read_text())
         except FileNotFoundError:
             return
-        if step < last or signals.wish or signals.broken or job.team.leave.requested:
+        if step < last or signals.wish or signals.broken or job.regrouping.leave.requested:
             return
-        job.team.roster.report(job.step)
+        job.regrouping.coordinator.report(job.step)
         time.sleep(0.01)
 
 

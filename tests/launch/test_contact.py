@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.recovery._contact import MAX_UNNAMED, Row, judge, most_named
+from phalanx.launch.recovery._contact import MAX_UNNAMED, judge, most_named
 from phalanx.launch.recovery._policy import Action, Situation, on_lost_contact
-from phalanx.protocol import LostContact, RecordError
+from phalanx.protocol import ContactLosses, LostContact, RecordError
 
 pytestmark = pytest.mark.fast
 MEMBERS = ("a", "b", "c", "d")
@@ -25,7 +25,7 @@ def word(
 def test_the_first_time_nobody_is_replaced_and_a_step_in_between_makes_it_the_first_time_again():
     words = [word(each, "c") for each in "abd"] + [word("c", "a")]
     first = judge(words, MEMBERS)
-    assert (first.replace, first.row) == ((), Row(count=1, step=7))
+    assert (first.replace, first.row) == ((), ContactLosses(count=1, step=7))
     assert judge(words, MEMBERS, before=first.row).replace == ("c",)
     later = [word(each, "c", step=8) for each in "abd"] + [word("c", "a", step=8)]
     assert judge(later, MEMBERS, before=first.row).replace == ()
@@ -71,7 +71,7 @@ def test_a_replacement_counts_as_a_restart_and_without_restarts_the_job_goes_on_
 @given(
     st.lists(st.builds(word, st.sampled_from("abcdx"), st.sampled_from("abcdx"), late=st.booleans())),
     st.sets(st.sampled_from("abcdx")),
-    st.none() | st.builds(Row, count=st.integers(0, 9), step=st.integers(-1, 9)),
+    st.none() | st.builds(ContactLosses, count=st.integers(0, 9), step=st.integers(-1, 9)),
 )
 def test_only_members_are_ever_replaced_and_never_all_that_spoke(words, stopped, before):
     judgement = judge(words, MEMBERS, before=before, stopped=stopped)

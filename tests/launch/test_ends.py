@@ -10,9 +10,8 @@ from tests.launch.conftest import complete_rows as lines
 
 from phalanx.comm.stores import connect
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _records as records
-from phalanx.launch.rendezvous._leader import ring
-from phalanx.protocol import job_prefix
+from phalanx.launch.rendezvous._store_records import ring
+from phalanx.protocol import CLOSED, Closing, job_prefix
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,7 +56,7 @@ def test_a_rendezvous_that_is_closed_in_the_middle_is_no_success(launcher, tmp_p
     wait_for(lambda: lines(tmp_path / "starts"), "a worker", agent)
     with connect(directory.as_uri()) as store:
         job = store.namespace(job_prefix("closing"))
-        job.set(records.CLOSED, Signer("closing").seal(records.CLOSED, b'"closed by a stranger"'))
+        job.set(CLOSED, Closing(reason="closed by a stranger").to_json())
         ring(job, Signer("closing"))
     assert agent.wait() == 1, agent.output
     assert "closed by a stranger" in agent.output

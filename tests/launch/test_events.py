@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events import _lines, _writer
+from phalanx.events import _types as types
 from phalanx.launch import events
 from phalanx.launch.events import EventLog, from_json, read_events, to_json
 
@@ -23,6 +25,38 @@ EVENTS: list[events.AnyEvent] = [
     events.WorkerHung(job="j", worker_id="w", rank=4, seconds=30.5),
     events.JobWentBack(job="j", from_step=57, to_step=50, count=1),
     events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
+    types.TrainingStarted(worker="w", pid=7),
+    types.RoundFormed(
+        worker="w",
+        generation=1,
+        round=2,
+        workers=("w", "x"),
+        joined=("x",),
+        left=(),
+        step=5,
+        seconds=0.1,
+        rank=0,
+        machine={"threads": 1},
+    ),
+    types.StepCommitted(
+        worker="w", step=4, epoch=0, loss=None, samples=32, generation=1, round=0, world_size=2
+    ),
+    types.GroupLost(worker="w", generation=1, step=5, reason="closed"),
+    types.StateSent(worker="w", to="x", bytes=100),
+    types.StateReceived(worker="x", step=5, source="w"),
+    types.RankTakenOver(worker="x", step=9, rank=1, generation=2),
+    types.StepsRepeated(worker="w", step=0, before=5),
+    types.NonFiniteFound(
+        worker="w", step=3, reaction="stop", epoch=0, loss="nan", grads=("a",), slots={"1": [4, 5]}
+    ),
+    types.Resumed(worker="w", step=3),
+    types.Saved(worker="w", step=3, path="/saves/3"),
+    types.SaveFailed(worker="w", step=3, error="full", next_attempt_in=2.0),
+    types.SaveUnreadable(worker="w", problem="torn"),
+    types.TrainingLeft(worker="w", step=3),
+    types.NotNeeded(worker="w", step=9),
+    types.TrainingFinished(worker="w", step=9),
+    types.EventsLost(worker="w", lines=4),
     events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
 ]
 
@@ -61,7 +95,7 @@ def test_a_torn_or_foreign_line_is_skipped_and_named(
     path.write_text(f'{good[:20]}\n{good}\n{{"v":9,"kind":"later"}}\n[]\n')
     with caplog.at_level(logging.WARNING):
         assert len(list(read_events(path))) == 1
-    said = [record.getMessage() for record in caplog.records if record.name == events.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == _lines.__name__]
     assert [text.partition(": ")[0][-6:] for text in said] == ["line 1", "line 3", "line 4"]
 
 
@@ -73,7 +107,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(
     with caplog.at_level(logging.WARNING):
         log.write(EVENTS[0])
         log.write(EVENTS[0])
-    assert len([record for record in caplog.records if record.name == events.__name__]) == 1
+    assert len([record for record in caplog.records if record.name == _writer.__name__]) == 1
 
 
 def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,9 @@ from tests.launch.conftest import complete_rows as lines
 
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _records as records
-from phalanx.launch.rendezvous._leader import write_once
+from phalanx.launch.rendezvous._store_records import write_once
 from phalanx.launch.system._linux import children_of
-from phalanx.protocol import job_prefix
+from phalanx.protocol import CLOSED, Closing, job_prefix
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -244,7 +243,7 @@ def test_a_node_that_comes_as_the_job_ends_has_nothing_to_do(launcher, tmp_path,
     with contextlib.closing(TCPStore.serve(host, int(port))) as store:
         store.set("phalanx/served", b"{}")
         job = store.namespace(job_prefix("nodes"))
-        assert write_once(job, Signer("nodes", None), records.CLOSED, records.dump("closed by node a"))
+        assert write_once(job, Signer("nodes", None), CLOSED, Closing(reason="closed by node a"))
         late = launcher.run(*words, "summing.py", tmp_path, 1)
         assert late.wait() == 0, late.output
     assert "came too late to take part" in late.output

@@ -28,6 +28,7 @@ from phalanx.launch.workers._environment import JobFacts, RankAssignment
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
+from phalanx.protocol import ProgressReport
 
 pytestmark = pytest.mark.fast
 
@@ -160,11 +161,13 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
     other = threading.Thread(target=other_node)
     other.start()
     watch = HangWatch(pool.config, pool)
-    assert watch.check({"w0": b'{"step":3}'}, info, now=0) is None
-    assert watch.check({"w0": b'{"step":4}'}, info, now=0) is None
-    assert watch.check({"w0": b'{"step":4}'}, info, now=11) is None  # they are being written
+    assert watch.check({"w0": ProgressReport(step=3).to_json()}, info, now=0) is None
+    assert watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=0) is None
+    assert (
+        watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11) is None
+    )  # they are being written
     assert watch._dump.is_written.wait(60)
-    member, reason = watch.check({"w0": b'{"step":4}'}, info, now=11)
+    member, reason = watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11)
     assert written == ["stacks"]
     assert member.id == "w0"
     assert reason == "rank 0 made no progress for 10 s after step 4; it did not say what it does"
@@ -268,9 +271,9 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
             found = watch.check(at, info, now)
         return found
 
-    at = {"w0": b'{"step":4}', "w1": b'{"step":3}'}
+    at = {"w0": ProgressReport(step=4).to_json(), "w1": ProgressReport(step=3).to_json()}
     assert check(now=0) is None
-    at["w1"] = b'{"step":4}'
+    at["w1"] = ProgressReport(step=4).to_json()
     assert check(now=1) is None
     assert check(now=10.5) is None  # only the one that waits is late
     member, reason = check(now=11.5)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from phalanx.elastic._guard import Guard, NonFinite
 from phalanx.elastic._job import Job
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
-from phalanx.elastic._outcome import Outcome
-from phalanx.elastic._step import Micro, Step
+from phalanx.elastic._step import Micro, Outcome, Step
 from phalanx.elastic.checkpoint._saves import NoReadableSave, NotSaved, SaveError
 from phalanx.elastic.checkpoint._state_codec import StateTypeError
 from phalanx.elastic.membership._committed_steps import StepsLost
-from phalanx.elastic.membership._interface import Ejected, RegroupTimeout, ResultLost
+from phalanx.elastic.membership._coordinator import Ejected, RegroupTimeout, ResultLost
 from phalanx.elastic.membership._sync import BitsWarning, WorkersDiffer
 
 __all__ = [

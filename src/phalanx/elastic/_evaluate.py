@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.data._source import length_of
 from phalanx.elastic._loading import Fetcher, Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
-from phalanx.elastic.membership._interface import EvaluationKnown
+from phalanx.elastic.membership._coordinator import EvaluationKnown
 from phalanx.elastic.membership._regroup import LOST
 from phalanx.errors import CommError
 
@@ -52,22 +52,24 @@ def evaluate(
     was_training = job.model.training
     job.model.eval()
     job.buffers.begin_step()  # a forward pass may change buffers even now; no batch may see what another did
-    job.team.is_evaluating = True
+    job.regrouping.is_evaluating = True
     try:
         while job.num_evaluations == number:
             try:
-                job.team.check()
-                group = job.team.seat.group
+                job.regrouping.check()
+                group = job.regrouping.membership.group
                 for told in group.all_gather_values(known) if group is not None else [known]:
                     known |= told
                 missing = [b for b in range(num_batches) if str(b) not in known]
                 if not missing:
                     job.count_evaluation(_mean(known))
-                    job.team.roster.publish_evaluation(number, job.last_evaluation)
+                    job.regrouping.coordinator.publish_evaluation(number, job.last_evaluation)
                     break
-                seat = job.team.seat  # not the job's rank, which is another thing after the last step
-                for b in missing[seat.rank :: len(seat.workers)]:
-                    job.team.check()
+                membership = (
+                    job.regrouping.membership
+                )  # not the job's rank, which is another thing after the last step
+                for b in missing[membership.rank :: len(membership.workers)]:
+                    job.regrouping.check()
                     indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
                     batch = fetcher[Ticket(step, b, 0, indices)]
                     job.buffers.restore()
@@ -75,12 +77,12 @@ def evaluate(
                     with torch.no_grad():
                         values = _numbers(function(batch))
                     known[str(b)] = [values, float(len(indices))]
-                    job.team.roster.report(job.step)
+                    job.regrouping.coordinator.report(job.step)
             except LOST as error:
                 job.buffers.restore()  # the regroup compares states and hands them on
                 _recover(job, error)
     finally:
-        job.team.is_evaluating = False
+        job.regrouping.is_evaluating = False
         job.buffers.restore()
         job.model.train(was_training)
     boundary.num_calls += 1
@@ -89,7 +91,7 @@ def evaluate(
 
 def _recover(job: Job, cause: CommError) -> None:
     try:
-        job.team.recover(cause)
+        job.regrouping.recover(cause)
     except EvaluationKnown as known:
         job.count_evaluation(known.result)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from phalanx.elastic._finite import is_finite, named_state, nonfinite_names
 from phalanx.elastic._guard import (
     BAD_GRADIENT,
     INF_LOSS,
@@ -30,6 +31,7 @@ from phalanx.elastic._guard import (
 )
 from phalanx.elastic.reduce._flat_layout import Flat
 from phalanx.elastic.reduce._slots import slot_range
+from phalanx.events._types import NonFiniteFound
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
@@ -66,8 +68,12 @@ class Guarding:
     @property
     def attempt(self) -> list[int]:
         """What tells a second attempt in the same round from the first."""
-        seat = self._job.team.seat
-        return [1] if self._suspect is not None and self._suspect[1:] == (seat.generation, seat.round) else []
+        membership = self._job.regrouping.membership
+        return (
+            [1]
+            if self._suspect is not None and self._suspect[1:] == (membership.generation, membership.round)
+            else []
+        )
 
     def note_loss(self, loss: float) -> int:
         """What to note of a slot's loss."""
@@ -90,9 +96,10 @@ class Guarding:
         if reaction is Reaction.STOP:
             self._stop(step, root, facts)
         if reaction is Reaction.COMPUTE_AGAIN:
-            seat = self._job.team.seat
-            self._suspect = (step.number, seat.generation, seat.round)
-            self._job.events.emit("nonfinite", step=step.number, reaction=reaction.value, grads=facts.grads)
+            membership = self._job.regrouping.membership
+            self._suspect = (step.number, membership.generation, membership.round)
+            found = NonFiniteFound(step=step.number, reaction=reaction.value, grads=facts.grads)
+            self._job.events.write(found)
         elif reaction is Reaction.GO_ON and facts.is_again:
             warnings.warn(
                 f"the gradient of step {step.number} was not finite and is when computed again: the computation is "
@@ -146,15 +153,16 @@ class Guarding:
         job.buffers.restore()
         message = explain(step.number, step.epoch, facts, reports, self.nonfinite_state())
         slots = {report.slot: report.samples for report in reports}
-        job.events.emit(
-            "nonfinite",
-            step=step.number,
-            epoch=step.epoch,
-            reaction=Reaction.STOP.value,
-            loss=None if step.loss is None else str(step.loss),
-            grads=facts.grads,
-            buffers=facts.buffers,
-            slots=slots,
+        job.events.write(
+            NonFiniteFound(
+                step=step.number,
+                epoch=step.epoch,
+                reaction=Reaction.STOP.value,
+                loss=None if step.loss is None else str(step.loss),
+                grads=facts.grads,
+                buffers=facts.buffers,
+                slots={str(slot): samples for slot, samples in slots.items()},
+            )
         )
         self._finish_save()
         raise NonFinite(message, step=step.number, slots=slots)
@@ -164,11 +172,11 @@ class Guarding:
         notes = {slot: int(note) for slot, note in enumerate(root.notes.tolist()) if note}
         if facts.buffers:
             notes.setdefault(0, 0)
-        seat = job.team.seat
+        membership = job.regrouping.membership
         workers = {
             slot: worker
-            for rank, worker in enumerate(seat.workers)
-            for slot in slot_range(job.num_slots, len(seat.workers), rank)
+            for rank, worker in enumerate(membership.workers)
+            for slot in slot_range(job.num_slots, len(membership.workers), rank)
         }
         sampler = job.schedule.sampler
         return [
@@ -190,7 +198,8 @@ class Guarding:
         names = self.nonfinite_state()
         if names:
             step = self._job.step
-            self._job.events.emit("nonfinite", step=step - 1, reaction=Reaction.STOP.value, state=names)
+            found = NonFiniteFound(step=step - 1, reaction=Reaction.STOP.value, state=names)
+            self._job.events.write(found)
             self._finish_save()
             raise NonFinite(explain_state(step, names), step=step - 1)
 
@@ -198,3 +207,34 @@ class Guarding:
         """What was good is on the disk before this process may be ended; a disk's trouble is not why the job stops."""
         with suppress(OSError):
             self._job.saving.wait_idle()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; integers always are.
+
+    The sum of finite values is finite, unless it overflows: only then every value is looked at.
+
+    >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("inf")]))
+    (True, False)
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return True
+    tensor = tensor.detach()
+    wide = torch.float32 if tensor.dtype.itemsize < 4 else None
+    return bool(torch.isfinite(tensor.sum(dtype=wide)).item()) or bool(torch.isfinite(tensor).all().item())
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """The names of those that are not finite."""
+    return tuple(name for name, tensor in named if not is_finite(tensor))
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model and its optimizer, with a name that a person can look up."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield f"optimizer's {key} of {names.get(id(param), 'a parameter')}", value

@@ -1,7 +1,7 @@
-"""Job: training that goes on when workers die, leave or join, with the bits of an undisturbed run.
+"""Trains a model while workers die, leave or join, with the bits of an undisturbed run.
 
-Owns the loop and the parts of the job. Who the other workers are, and how that changes, is ``_team``'s business, what a
-step computes ``_step``'s, what a state is ``_state``'s.
+Owns the loop and the parts of the job. Who the other workers are, and how that changes, is ``membership``'s business,
+what a step computes ``_step``'s, what a state is ``checkpoint``'s.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic._evaluate import evaluate
-from phalanx.elastic._exit import fail_at_exit, has_ended_well
 from phalanx.elastic._guard import Guard
 from phalanx.elastic._guarding import Guarding
-from phalanx.elastic._loading import Fetcher, Loading
+from phalanx.elastic._loading import Fetcher, Loading, Schedule
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
-from phalanx.elastic._outcome import Outcome
-from phalanx.elastic._schedule import Schedule
-from phalanx.elastic._step import Step
+from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
 from phalanx.elastic.checkpoint._saving import Saving, no_readable_save
 from phalanx.elastic.checkpoint._state import Parts, State, Stateful, digest
 from phalanx.elastic.checkpoint._state_codec import copy_encoded
 from phalanx.elastic.membership._final_state import Encoded
-from phalanx.elastic.membership._regroup import Team
-from phalanx.elastic.membership._store_membership import make_roster
-from phalanx.elastic.membership._sync import BitsWarning, differences, fingerprint
+from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
+from phalanx.elastic.membership._regroup import Regrouping
+from phalanx.elastic.membership._store_coordinator import make_coordinator
+from phalanx.elastic.membership._sync import BitsWarning, describe_model, differences, fingerprint
 from phalanx.elastic.reduce._buffers import Buffers
-from phalanx.elastic.reduce._flat_layout import Layout
+from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._partials import Pool
-from phalanx.elastic.tools._json_lines import Audit, Events
-from phalanx.elastic.tools._progress import Progress
-from phalanx.elastic.tools._troubles import Troubles
+from phalanx.elastic.tools._audit_log import Audit
+from phalanx.elastic.tools._status_line import StatusLine
 from phalanx.errors import CommError
+from phalanx.events._troubles import Troubles
+from phalanx.events._types import Resumed, TrainingFinished, TrainingStarted
+from phalanx.events._writer import EventLog
 
 MAX_WORKERS = 1024
 
@@ -101,7 +101,7 @@ class Job:
         )
         self._objects = frozenset(state or {})
         self.buffers = Buffers(model)
-        self.pool = Pool(Layout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
+        self.pool = Pool(FlatLayout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
         self.guarding = Guarding(self, guard)
         sampler = ElasticBatchSampler(
             dataset,
@@ -116,15 +116,16 @@ class Job:
         )
         self.schedule = Schedule(sampler, data.parts)
         self.loading = Loading(Fetcher(dataset, data.collate_fn, seed), data.num_workers)
-        roster = make_roster(run.group, comm_timeout=run.timeout)
+        coordinator = make_coordinator(run.group, comm_timeout=run.timeout)
         logs = None if run.log_dir is None else Path(run.log_dir)
-        name = roster.worker_id.replace("/", "_")
+        name = coordinator.worker_id.replace("/", "_")
         self.troubles = Troubles()
         self.audit = Audit(logs and logs / f"audit-{name}.jsonl", troubles=self.troubles)
-        self.events = Events(logs and logs / f"events-{name}.jsonl", roster.worker_id, troubles=self.troubles)
-        self.progress = Progress(run.progress)
+        path = logs and logs / f"events-{name}.jsonl"
+        self.events = EventLog(path, worker=coordinator.worker_id, troubles=self.troubles)
+        self.progress = StatusLine(run.progress)
         self.saving = Saving(saves, self.events, self.troubles)
-        self.team = Team(self, roster)
+        self.regrouping: Regrouping = Regrouping(self, coordinator)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
         self.loss: float | None = None
@@ -154,25 +155,52 @@ class Job:
 
     @property
     def generation(self) -> int:
-        return self.team.seat.generation
+        return self.regrouping.membership.generation
 
     @property
     def rank(self) -> int:
         """This worker's, from 0. Changes at regroups; after the last step it stays, and passes to a replacement."""
-        return self.team.rank
+        return self.regrouping.rank
 
     @property
     def world_size(self) -> int:
-        return self.team.world_size
+        return self.regrouping.world_size
 
     @property
     def worker_id(self) -> str:
-        return self.team.roster.worker_id
+        return self.regrouping.coordinator.worker_id
 
     @property
     def lineage(self) -> list[int]:
         """What tells this attempt at a step from earlier ones; later is larger."""
-        return [self.attempt, self.team.seat.generation, self.team.seat.round, *self.guarding.attempt]
+        return [
+            self.attempt,
+            self.regrouping.membership.generation,
+            self.regrouping.membership.round,
+            *self.guarding.attempt,
+        ]
+
+    @property
+    def is_before_evaluation(self) -> bool:
+        """Whether this worker still has to come to an evaluation that the others are in."""
+        return self.boundary.is_evaluating
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal on all workers; ``model`` stands for all of its parameters and buffers."""
+        sampler = self.schedule.sampler
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        return {
+            "num_slots": self.num_slots,
+            "slot_batch_size": self.slot_batch_size,
+            "seed": self.seed,
+            "steps_per_epoch": sampler.steps_per_epoch,
+            "order": sampler.order.name,
+            "tail": sampler.tail,
+            "parts": self.schedule.num_parts,
+            "guard": self.guarding.guard.nonfinite,
+            "model": digest(list(describe_model(self.model).items())),
+            "optimizer": f"{type(self.optimizer).__name__} of {'+'.join(map(str, groups))} parameters",
+        }
 
     def digest(self) -> str:
         """sha256 over weights, optimizer state, the other objects' state and the data position."""
@@ -188,12 +216,12 @@ class Job:
         """
         if epochs is None and max_steps is None:
             raise ValueError("steps() needs epochs or max_steps; expected an end")
-        if self._has_looped and self.team.roster.can_change:
+        if self._has_looped and self.regrouping.coordinator.can_change:
             raise RuntimeError(
                 "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
                 "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
             )
-        with self.team.leave.listen():
+        with self.regrouping.leave.listen():
             try:
                 self.begin()
                 while not self._is_over(epochs, max_steps):
@@ -206,7 +234,7 @@ class Job:
                     self.take_held_objects()
                     if step.committed:
                         self.telling.tell(step)
-                        self.team.cross_boundary(step)
+                        self.regrouping.cross_boundary(wish=step.wish, num_leaving=step.num_leaving)
                     elif step.dropped:
                         self._read_ahead = None  # it is read once more
                         self.telling.tell_again()
@@ -215,10 +243,10 @@ class Job:
                             f"step {step.number} was not committed; call step.commit() in the loop"
                         )
                 self.guarding.check_state()
-                self.team.part()
+                self.regrouping.part()
                 self._has_looped = True
                 self.telling.tell_again()
-                self.events.emit("finished", step=self.step)
+                self.events.write(TrainingFinished(step=self.step))
                 self.audit.ended(self.lineage, self.step)
                 self.loading.close()
                 self.saving.settle()
@@ -230,7 +258,7 @@ class Job:
 
     def begin(self) -> None:
         """Join the other workers and take their state; ``steps`` does it."""
-        if self.team.has_begun:
+        if self.regrouping.has_begun:
             return
         self.audit.begin(
             {
@@ -240,8 +268,8 @@ class Job:
                 "may_repeat": self.schedule.sampler.order.may_repeat,
             }
         )
-        self.events.emit("started", pid=os.getpid())
-        self.team.begin()
+        self.events.write(TrainingStarted(pid=os.getpid()))
+        self.regrouping.begin()
 
     def close(self) -> None:
         """End threads, files and the group; the state stays in memory and can be looked at and saved.
@@ -252,7 +280,7 @@ class Job:
         self.loading.close()
         self.saving.settle()
         self.progress.close()
-        self.team.close()
+        self.regrouping.close()
         self.audit.close()
         self.events.close()
         self.troubles.say_last_words()
@@ -261,7 +289,7 @@ class Job:
         """The process ends: after the scripts of all workers, if this one's has ended well."""
         try:
             if has_ended_well():
-                self.team.stay(self.run.hold)
+                self.regrouping.stay(self.run.hold)
         except BaseException as error:  # what leaves an exit function is printed and forgotten
             fail_at_exit(error)
         finally:
@@ -269,7 +297,9 @@ class Job:
 
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
         return (
-            (self.team.is_over and self.team.roster.can_change)  # it came after the last step
+            (
+                self.regrouping.is_over and self.regrouping.coordinator.can_change
+            )  # it came after the last step
             or (epochs is not None and self.epoch >= epochs)
             or (max_steps is not None and self.step >= max_steps)
         )
@@ -284,9 +314,9 @@ class Job:
 
     def _follow_data(self) -> None:
         """Have the loader read along our slots, anew after a regroup and at the beginning of an epoch."""
-        now = (self.generation, self.team.seat.round, self.epoch)
+        now = (self.generation, self.regrouping.membership.round, self.epoch)
         if now != self._read_ahead:
-            slots = self.team.exchange.slots
+            slots = self.regrouping.reduction.slots
             self.loading.follow(lambda: self.schedule.ahead(slots))
             self._read_ahead = now
 
@@ -298,14 +328,14 @@ class Job:
         self.loss, self.grad_norm = step.loss, step.grad_norm
         self.boundary.commit()
         self.audit.committed(self.lineage, step.epoch, step.number)
-        self.team.roster.report(self.step)
-        self.team.roster.note_commit(self.team.seat, self.step)
+        self.regrouping.coordinator.report(self.step)
+        self.regrouping.coordinator.note_commit(self.regrouping.membership, self.step)
 
     def recover_from(self, step: Step, cause: CommError) -> Outcome:
         """The group was lost during a step: form it anew, and say what has become of the step. For ``Step`` only."""
         self.boundary.is_in_step = True
         try:
-            self.team.recover(cause)
+            self.regrouping.recover(cause)
         finally:
             self.boundary.is_in_step = False
         if self.step == step.number:
@@ -344,7 +374,7 @@ class Job:
             "resumes": self._resumes,
             "attempt": self.attempt,
             "evaluations": [self.num_evaluations, self.last_evaluation],
-            "boundary": self.boundary.state_dict(self.team.is_evaluating),
+            "boundary": self.boundary.state_dict(self.regrouping.is_evaluating),
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "seed": self.seed,
@@ -352,7 +382,7 @@ class Job:
         }
 
     def copy_state(self) -> Encoded:
-        """A copy of the state in main memory. For ``Team``, after the last step: the gradients' memory is given up."""
+        """A copy of the state in main memory, taken after the last step: the gradients' memory is given up for it."""
         self.pool.free.clear()
         return copy_encoded(self.state_dict())
 
@@ -414,7 +444,7 @@ class Job:
             self.saving.wait_idle()
 
     def load_save(self) -> bool:
-        """Take the newest readable save; False if there is none. The workers' first seat does it by itself.
+        """Take the newest readable save; False if there is none. The workers' first place does it by itself.
 
         Raises:
             NoReadableSave: there are saves, but none can be read.
@@ -433,7 +463,7 @@ class Job:
                 stacklevel=2,
             )
         self.load_state_dict({**state, "resumes": state["resumes"] + 1})
-        self.events.emit("resumed", step=self.step)
+        self.events.write(Resumed(step=self.step))
         return True
 
     def begin_attempt(self, parent: int | None = None) -> None:

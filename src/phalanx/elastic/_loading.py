@@ -1,4 +1,4 @@
-"""Samples for one (step, slot): fetched in this process or by loader processes, with the same bits either way.
+"""Fetches the samples of one (step, slot): in this process or by loader processes, with the same bits either way.
 
 Whoever fetches seeds the random generators from (seed, step, slot, part) first, so augmentation does not depend on
 the process that does it. Prefetching reads ahead along the slots that this worker carries now; after a regroup the
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._rng import derive_seed, seed_everything
 
 
@@ -34,6 +35,46 @@ def split(indices: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
     """
     n = min(num_parts, len(indices))
     return [tuple(indices[len(indices) * i // n : len(indices) * (i + 1) // n]) for i in range(n)]
+
+
+class Schedule:
+    """Tells where the job is in its data; moved by commits only. Which samples a (step, slot) has the sampler says."""
+
+    def __init__(self, sampler: ElasticBatchSampler, num_parts: int) -> None:
+        self.sampler = sampler
+        self.num_parts = num_parts
+
+    @property
+    def step(self) -> int:
+        """The next step to commit; all before it are committed."""
+        return self.sampler.step
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
+    @property
+    def num_samples_per_epoch(self) -> int:
+        """Samples that a whole epoch commits; distinct ones, unless the order repeats some."""
+        whole = self.sampler.steps_per_epoch * self.sampler.num_slots * self.sampler.slot_batch_size
+        return min(whole, self.sampler.order.length)
+
+    def tickets(self, step: int, slot: int) -> list[Ticket]:
+        """The parts of a slot's batch; none if the epoch's last step has no sample left for it."""
+        parts = split(self.sampler.indices(step, slot), self.num_parts)
+        return [Ticket(step, slot, i, part) for i, part in enumerate(parts)]
+
+    def ahead(self, slots: range) -> Iterator[Ticket]:
+        """All tickets of some slots up to the end of the epoch, in the order in which they will be computed."""
+        for step in range(self.step, self.sampler.end_of_epoch(self.step)):
+            for slot in slots:
+                yield from self.tickets(step, slot)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
 
 
 class Fetcher(Dataset[Any]):

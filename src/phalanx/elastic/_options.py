@@ -10,6 +10,7 @@ from typing import Any, Literal
 from phalanx.comm import Group
 from phalanx.data._source import check_shuffle
 from phalanx.data._wrapped_orders import OrderLike
+from phalanx.protocol import timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,13 @@ class RunOptions:
     """A live line on a terminal, plain lines elsewhere; on the first worker only."""
     threads: int | None = None
     """Set torch's number of threads: equal bits need equal threads on all workers."""
-    timeout: float = 300.0
+    timeout: float = timeouts.COLLECTIVE
     """Seconds that a collective may wait for a peer that lives but does not come."""
     verify: bool = False
     """Compare the digests of all workers at every regroup; costs one pass over the state."""
     begin_again: bool = False
     """Begin again at step 0 when all workers were lost and the job has no saves, instead of failing."""
-    hold: float = 3600.0
+    hold: float = timeouts.HOLD
     """Seconds that a worker whose script has ended stays, with a copy of the final state, for the scripts of the others
     to end: a worker that dies after the last step is replaced by one that takes this state and runs what follows the
     loop. 0: nobody stays or keeps a copy, and such a death fails the job."""

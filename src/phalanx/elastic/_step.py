@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from phalanx._torch_faults import check_fused
 from phalanx.elastic._guard import Reaction
 from phalanx.elastic._loading import Ticket
-from phalanx.elastic._outcome import Outcome
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic.membership._regroup import LOST
 from phalanx.elastic.reduce._flat_layout import SCALARS, Flat
@@ -26,6 +26,27 @@ from phalanx.elastic.reduce._partials import Partials
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
+
+
+class Outcome(Enum):
+    """What ``Step.commit`` returns; true when the step is part of this worker's state.
+
+    Code that follows a commit belongs under ``if step.commit():``. It then runs once per step on every worker that was
+    there, also on one that took the step over from another.
+
+    >>> [bool(outcome) for outcome in Outcome]
+    [True, True, False]
+    """
+
+    APPLIED = "applied"
+    """This worker made the update itself."""
+    ADOPTED = "adopted"
+    """A worker was lost when others had made the update and this one had not: it took over their state."""
+    DROPPED = "dropped"
+    """Nothing was applied anywhere; the loop gives the same step again."""
+
+    def __bool__(self) -> bool:
+        return self is not Outcome.DROPPED
 
 
 class Micro:
@@ -89,7 +110,7 @@ class Step:
         self.job = job
         self.number = job.schedule.step
         self.epoch = job.schedule.epoch
-        self.slots = job.team.exchange.slots
+        self.slots = job.regrouping.reduction.slots
         self.outcome: Outcome | None = None
         """How it ended here; None while it is under way."""
         self.is_again = False
@@ -124,7 +145,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Micro]:
         for slot in self.slots:
-            if self.job.team.is_broken:
+            if self.job.regrouping.is_broken:
                 return  # commit() will regroup; what follows would be thrown away
             self._begin_slot()
             tickets = self.job.schedule.tickets(self.number, slot)
@@ -161,7 +182,7 @@ class Step:
         note = self._note | job.guarding.note_grads(grads)
         self._partials.push(slot, grads, self._sums, job.buffers.live() if slot == 0 else None, note)
         job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
-        job.team.roster.report(self.number)
+        job.regrouping.coordinator.report(self.number)
         self._next_slot = slot + 1
 
     def reduce(self) -> bool:
@@ -173,21 +194,21 @@ class Step:
         job = self.job
         if self.outcome is not None or self._root is not None:
             return self.outcome is None
-        if not job.team.is_broken and self._next_slot != self.slots.stop:
+        if not job.regrouping.is_broken and self._next_slot != self.slots.stop:
             raise RuntimeError(
                 f"step {self.number}: slots {list(range(self._next_slot, self.slots.stop))} of this worker were not "
                 "computed; iterate over the whole step before commit()"
             )
         try:
-            job.team.check()
-            wishes = job.team.wishes()
+            job.regrouping.check()
+            wishes = job.regrouping.wishes(is_again=job.guarding.is_again)
             if (
                 self._partials.pieces
             ):  # a worker without slots has nothing to let them ride on; its store keys tell
                 self._partials.pieces[0][1].scalars.add_(wishes)
-            job.team.roster.waiting(True)
-            self._root = job.team.exchange.reduce(self._partials)
-            job.team.roster.waiting(False)
+            job.regrouping.coordinator.waiting(True)
+            self._root = job.regrouping.reduction.reduce(self._partials)
+            job.regrouping.coordinator.waiting(False)
         except LOST as error:
             self._partials.abandon()
             self._drop()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx.events._types import StepCommitted
+
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
     from phalanx.elastic._step import Step
@@ -29,17 +31,17 @@ class Telling:
             self._untold = step
             return
         self._untold = None
-        job.progress.show(job, step)
-        job.events.emit(
-            "step",
+        event = StepCommitted(
             step=step.number,
             epoch=step.epoch,
             loss=step.loss,
             samples=step.num_samples,
             generation=job.generation,
-            round=job.team.seat.round,
+            round=job.regrouping.membership.round,
             world_size=job.world_size,
         )
+        job.progress.show(event, job.troubles.status)
+        job.events.write(event)
         if is_due:
             job.saving.submit(job.step, job.state_dict())
 

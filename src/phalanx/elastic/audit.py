@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._fields import Fields
-from phalanx.elastic.tools._json_lines import parse_lines
+from phalanx.events._writer import parse_lines
 
 Lineage = tuple[int, ...]
 MAX_LISTED = 20

@@ -10,11 +10,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from phalanx._torch_private import CustomOpDef, operations, overload_of, tree_flatten, tree_unflatten
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor, handlers
 from phalanx.tensor.core._modes import implicit_replication
@@ -171,14 +169,14 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-_REGISTERED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_REGISTERED = (operations.OpOverload, operations.OpOverloadPacket)
 _OF_TENSORS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def _operation(op: Any) -> Any:
     """``op``, or the operation behind it; an error if DTensors would never hear of its calls."""
     if isinstance(op, CustomOpDef):
-        return op._opoverload
+        return overload_of(op)
     if isinstance(op, _OF_TENSORS):
         known = issubclass(Tensor, op.__objclass__)
     elif isinstance(op, (types.BuiltinFunctionType, types.FunctionType)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from phalanx.comm.stores import TCPStore, connect
+from phalanx.comm.stores import TCPStore, _torch_link, connect
 from phalanx.errors import StoreLost
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,3 +130,62 @@ def test_a_connection_that_ends_again_at_once_is_made_once_more(server: TCPStore
 
     assert client._link.call(end_and_read)
     client.close()
+
+
+class Relay:
+    """Hands on what clients and a server say to each other, until ``mute`` swallows all that comes from then on over
+    the connections that there are: as a network that is away, and comes back when TCP has all but given up."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._pairs: list[list[bool]] = []
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def mute(self) -> None:
+        for is_open in self._pairs:
+            is_open[0] = False
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                is_open = [True]
+                self._pairs.append(is_open)
+                self._sockets += [client, server]
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._hand_on, args=(one, other, is_open), daemon=True).start()
+
+    @staticmethod
+    def _hand_on(one: socket.socket, other: socket.socket, is_open: list[bool]) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                if is_open[0]:
+                    other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+        for each in self._sockets:
+            each.close()
+
+
+def test_a_network_that_was_away_for_longer_than_a_reply_may_take_costs_one_connection(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_link, "REPLY_TIMEOUT", 1.0)
+    relay = Relay(port_of(server))
+    client = connect(f"tcp://127.0.0.1:{relay.port}")
+    try:
+        client.set("a", b"1")
+        relay.mute()
+        assert client.get("a") == b"1"
+        relay.mute()
+        client.set("b", b"2")
+        assert server.get("b") == b"2"
+    finally:
+        client.close()
+        relay.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
 from phalanx.launch.rendezvous._order import assign_ranks, choose, natural
-from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord, Seat
+from phalanx.protocol import MemberNode, Members, NodeRecord
 
 pytestmark = pytest.mark.fast
 
@@ -33,13 +33,13 @@ def seen(*nodes: NodeRecord, since: float = 0.0) -> dict[str, Seen]:
     return {record.id: Seen(record, since) for record in nodes}
 
 
-def generation(number: int, *nodes: NodeRecord) -> GenerationRecord:
-    return GenerationRecord(number, tuple(Seat.of(record) for record in nodes))
+def generation(number: int, *nodes: NodeRecord) -> Members:
+    return Members(number, tuple(MemberNode.of(record) for record in nodes))
 
 
 def names(action: object) -> list[str]:
     assert isinstance(action, Form), action
-    return [seat.id for seat in action.record.seats]
+    return [seat.id for seat in action.members.nodes]
 
 
 def test_fewer_than_min_nodes_wait_without_a_deadline() -> None:
@@ -173,7 +173,7 @@ def test_natural_order_and_topology() -> None:
 
 
 def test_a_vacant_rank_goes_to_the_same_host_then_to_the_same_topology() -> None:
-    previous = [Seat.of(node(n, topology=t)) for n, t in (("h1", "x"), ("h2", "y"), ("h3", "z"))]
+    previous = [MemberNode.of(node(n, topology=t)) for n, t in (("h1", "x"), ("h2", "y"), ("h3", "z"))]
     back = NodeRecord(id="new", ticket=9, host="h3", addr="", port=1, local_size=1, topology="q")
     alike = node("a0", topology="y")
     other = node("a1")
@@ -186,7 +186,7 @@ def test_a_vacant_rank_goes_to_the_same_host_then_to_the_same_topology() -> None
     limit=st.integers(1, 8),
 )
 def test_survivors_come_first_and_keep_their_ranks(old: list[int], new: list[int], limit: int) -> None:
-    previous = [Seat.of(node(f"n{i}", i + 1)) for i in old]
+    previous = [MemberNode.of(node(f"n{i}", i + 1)) for i in old]
     ready = [node(f"n{i}", i + 1) for i in new]
     chosen = choose(ready, previous, limit)
     seats = assign_ranks(chosen, previous)

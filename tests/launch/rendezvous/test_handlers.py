@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tests.comm.stores.conftest import etcd_cluster, wait_until
 
+from phalanx import protocol
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous import (
     RendezvousClosedError,
@@ -33,21 +33,27 @@ from phalanx.launch.rendezvous import (
     get_rendezvous_handler,
     rendezvous_handler_registry,
 )
-from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._backends import open_tcp
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
-from phalanx.launch.rendezvous._leader import ring
-from phalanx.launch.rendezvous._records import GenerationRecord
+from phalanx.launch.rendezvous._store_records import ring
 from phalanx.launch.rendezvous._waiting import waiting_line
 from phalanx.protocol import (
+    Action,
     Broken,
+    Closing,
+    FailureReport,
     Members,
+    ProgressReport,
+    Recovery,
     Setbacks,
     broken_key,
+    failures_prefix,
     leaving_key,
     members_key,
     progress_key,
+    recovery_key,
+    stacks_key,
     wanted_key,
     wish_key,
 )
@@ -179,6 +185,10 @@ def test_nodes_agree_on_ranks_and_workers_find_their_members(job: Job) -> None:
         assert info.node.local_size == size
         members = Members.from_json(info.store.get(members_key(0)) or b"")
         assert members == info.members()
+        made = replace(info, agreed=None).members()  # as a handler of another package would say it
+        assert made.workers == members.workers
+        where = info.bootstrap_store_info
+        assert (members.master_addr, members.master_port) == (where.master_addr, where.master_port)
         assert [worker.rank for worker in members.workers] == list(range(6))
 
 
@@ -269,7 +279,7 @@ def test_closing_sends_spares_away_and_lets_nobody_in(job: Job) -> None:
     watch = member.watch_generation(0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(spare.next_rendezvous)  # when it comes, a generation has formed without it
-        wait_until(lambda: len(member._store.items(records.NODES)) == 2)
+        wait_until(lambda: len(member._store.items(protocol.NODES)) == 2)
         assert member.num_nodes_waiting() == 0
         member.break_generation(0, Broken(reason="once more"))
         assert member.next_rendezvous().generation == 1
@@ -454,28 +464,25 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         raw = handler._store
         stranger = Signer(job.run_id, secret)
         cause = Broken(reason="forged").to_json()
-        failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, rank=0, worker_id="w", generation=0)
+        failure = FailureReport(local_rank=0, pid=1, exitcode=1, rank=0, host="h", worker_id="w")
         forged = {
-            records.CLOSED: records.dump("forged"),
-            records.WAITING: b"7",
-            records.generation_key(1): GenerationRecord(1, handler._participant.facts.latest.seats).to_json(),
-            records.ended_key(0, "broken"): cause,
-            records.ended_key(0, "wanted"): cause,
-            records.node_key("stranger"): replace(handler._participant.node, id="stranger").to_json(),
+            protocol.CLOSED: Closing(reason="forged").to_json(),
+            protocol.WAITING: b"7",
+            protocol.node_key("stranger"): replace(handler._participant.node, id="stranger").to_json(),
             broken_key(0): cause,
             wanted_key(0): cause,
             members_key(1): info.members().to_json(),
             wish_key(info.node.id): b"9",
             leaving_key(0, "w"): b"1",
-            progress_key("w"): b'{"step":9}',
-            "agents/verdict/0": b'{"v":1,"action":"fail","restarts":0,"reason":"forged"}',
-            "agents/stacks/0": b'{"v":1,"reason":"forged"}',
-            "agents/failures/0/w": records.dump({"v": 1, **failure.to_record()}),
+            progress_key("w"): ProgressReport(step=9).to_json(),
+            recovery_key(0): Recovery(action=Action.FAIL, restarts=0, reason="forged").to_json(),
+            stacks_key(0): b'{"v":1,"reason":"forged"}',
+            f"{failures_prefix(0)}w": failure.to_json(),
         }
         for key, record in forged.items():
-            raw.set(key, stranger.seal(key, record) if secret or key.startswith("rdzv/") else record)
+            raw.set(key, stranger.seal(key, record))
         ring(raw, handler._signer)
-        rings = SealedStore(raw, handler._signer).count(records.BELLS)
+        rings = SealedStore(raw, handler._signer).count(protocol.BELLS)
         with handler._changed:  # until the look at the records that this ring calls for is over
             assert handler._changed.wait_for(lambda: handler._participant._heard >= rings, JOIN)
         assert not handler.is_closed()
@@ -530,7 +537,7 @@ def test_a_static_rank_that_two_nodes_were_told_is_a_clear_error(static: Job) ->
     first, second, twice = (static.node(2, 2, rank=rank) for rank in (0, 1, 1))
     with ThreadPoolExecutor(3) as pool:
         twins = [pool.submit(handler.next_rendezvous) for handler in (second, twice)]
-        wait_until(lambda: len(first._store.items(records.NODES)) == 2)
+        wait_until(lambda: len(first._store.items(protocol.NODES)) == 2)
         zero = pool.submit(first.next_rendezvous)
         assert zero.result(JOIN).rank == 0
         errors = [future.exception(JOIN) for future in twins]
@@ -554,7 +561,7 @@ def test_a_static_rank_passes_from_a_dead_node_to_its_replacement(static: Job) -
     replacement = static.node(2, 2, rank=1)
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(replacement.next_rendezvous)
-        wait_until(lambda: len(first._store.items(records.NODES)) == 3)
+        wait_until(lambda: len(first._store.items(protocol.NODES)) == 3)
         shorten_lease(second)
         look_often(first)
         end = first.watch_generation(0).wait(JOIN)

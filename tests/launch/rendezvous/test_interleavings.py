@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 from phalanx.comm.stores import MemoryStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._leader import end_generation
 from phalanx.launch.rendezvous._participant import Participant
-from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.protocol import Broken, Members, members_key
+from phalanx.launch.rendezvous._store_records import END_KEYS
+from phalanx.protocol import FORMED, LEADER, Broken, Members, NodeRecord, broken_key, members_key
 
 LEASE = 8.0
 
@@ -90,7 +89,7 @@ class Node:
         record = NodeRecord(id=name, ticket=0, host=name, addr=name, port=1, local_size=1)
         self.participant = Participant(store, Signer("sim"), job.rules, record, lease=LEASE, jitter=jitter)
         self.wants = 0
-        self.holds: GenerationRecord | None = None
+        self.holds: Members | None = None
         self.wish = ""
         self.frozen = False
         self.error: BaseException | None = None
@@ -197,32 +196,32 @@ class Job:
 
     def check_generations(self) -> None:
         number = len(self.generations)
-        while (raw := self.store.get(records.generation_key(number))) is not None:
-            record = GenerationRecord.from_json(Signer("sim").open(records.generation_key(number), raw))
+        while (raw := self.store.get(members_key(number))) is not None:
+            record = Members.from_json(Signer("sim").open(members_key(number), raw))
             assert record.generation == number
-            assert self.rules.min_nodes <= len(record.seats) <= self.rules.max_nodes
-            assert len({seat.id for seat in record.seats}) == len(record.seats), "a node has two ranks"
+            assert self.rules.min_nodes <= len(record.nodes) <= self.rules.max_nodes
+            assert len({seat.id for seat in record.nodes}) == len(record.nodes), "a node has two ranks"
             if number:
                 self.check_succession(number, record)
             self.generations[number] = raw
             number += 1
         for known, raw in list(self.generations.items())[-2:]:
-            assert self.store.get(records.generation_key(known)) == raw, "a decided generation was changed"
+            assert self.store.get(members_key(known)) == raw, "a decided generation was changed"
 
-    def check_succession(self, number: int, record: GenerationRecord) -> None:
-        ends = [self.store.get(records.ended_key(number - 1, kind)) for kind in ("broken", "wanted")]
+    def check_succession(self, number: int, record: Members) -> None:
+        ends = [self.store.get(end_key(number - 1)) for end_key in END_KEYS.values()]
         assert any(ends), f"generation {number} formed while {number - 1} was running"
-        key = records.generation_key(number - 1)
-        before = GenerationRecord.from_json(Signer("sim").open(key, self.generations[number - 1]))
-        for rank, seat in enumerate(before.seats[: len(record.seats)]):
-            if seat.id in {other.id for other in record.seats}:
-                assert record.seats[rank].id == seat.id, "a survivor lost its rank without need"
+        key = members_key(number - 1)
+        before = Members.from_json(Signer("sim").open(key, self.generations[number - 1]))
+        for rank, seat in enumerate(before.nodes[: len(record.nodes)]):
+            if seat.id in {other.id for other in record.nodes}:
+                assert record.nodes[rank].id == seat.id, "a survivor lost its rank without need"
 
-    def check_seat(self, node: Node, record: GenerationRecord, rank: int) -> None:
-        key = records.generation_key(record.generation)
-        decided = GenerationRecord.from_json(Signer("sim").open(key, self.generations[record.generation]))
+    def check_seat(self, node: Node, record: Members, rank: int) -> None:
+        key = members_key(record.generation)
+        decided = Members.from_json(Signer("sim").open(key, self.generations[record.generation]))
         assert record == decided, "two nodes see different members of one generation"
-        assert decided.seats[rank].id == node.name
+        assert decided.nodes[rank].id == node.name
         assert record.generation >= node.wants
 
     # -- what must come to be when faults stop --
@@ -249,7 +248,7 @@ class Job:
         held = {None if node.holds is None else node.holds.generation for node in live} - {None}
         latest = max(self.generations)
         holders = [node for node in live if node.holds is not None and node.holds.generation == latest]
-        running = not any(self.store.get(records.ended_key(latest, kind)) for kind in ("broken", "wanted"))
+        running = not any(self.store.get(end_key(latest)) for end_key in END_KEYS.values())
         if held != {latest} or not running or len(holders) != min(len(live), self.rules.max_nodes):
             return False
         members = Members.from_json(self.store.get(members_key(latest)) or b"")
@@ -359,17 +358,17 @@ def test_a_leader_that_slept_before_its_decision_cannot_decide_a_second_time() -
     job = two_nodes()
     try:
         sleeper, other = job.nodes
-        run_until(job, sleeper, "compare_and_set", records.generation_key(0))
+        run_until(job, sleeper, "compare_and_set", members_key(0))
         for _ in range(60):  # the lease of the sleeper runs out, the other one takes over and decides
             job.now += 0.5
             for _ in range(20):
                 job.turn(other)
         decided = job.generations[0]
         assert other.holds is not None
-        assert [seat.id for seat in other.holds.seats] == [other.name]
+        assert [seat.id for seat in other.holds.nodes] == [other.name]
         for _ in range(20):
             job.turn(sleeper)
-        assert job.store.get(records.generation_key(0)) == decided
+        assert job.store.get(members_key(0)) == decided
         job.settle()
     finally:
         job.end()
@@ -380,16 +379,15 @@ def test_what_a_dead_leader_left_undone_is_finished_by_the_next() -> None:
     job = two_nodes()
     try:
         leader, other = job.nodes
-        run_until(job, leader, "compare_and_set", members_key(0))  # decided, but told nobody
+        run_until(job, leader, "set", FORMED)  # decided, but told nobody
         job.kill(leader)
         assert job.generations
-        assert job.store.get(members_key(0)) is None
+        assert job.store.get(FORMED) is None
         for _ in range(30):
             job.now += 0.5
             for _ in range(20):
                 job.turn(other)
-        assert job.store.get(members_key(0)) is not None
-        assert job.store.get(records.ended_key(0, "broken")) is not None
+        assert job.store.get(broken_key(0)) is not None
         job.settle()
     finally:
         job.end()
@@ -410,7 +408,7 @@ def test_a_node_that_lost_its_lease_unseen_still_counts_as_lost() -> None:
             for _ in range(12 if leader.holds else 0):
                 job.turn(leader)
         job.settle()
-        assert job.store.get(records.ended_key(number, "broken")) is not None
+        assert job.store.get(broken_key(number)) is not None
         assert other.holds is not None
         assert other.holds.generation > number
     finally:
@@ -438,9 +436,9 @@ def test_a_node_that_dies_is_out_of_the_generation_at_most_a_lease_later(victim:
                 for node in job.live():
                     job.turn(node)
         assert job.now <= died_at + LEASE
-        key = records.generation_key(before + 1)
-        after = GenerationRecord.from_json(Signer("sim").open(key, job.generations[before + 1]))
-        assert sorted(seat.id for seat in after.seats) == sorted(node.name for node in job.live())
+        key = members_key(before + 1)
+        after = Members.from_json(Signer("sim").open(key, job.generations[before + 1]))
+        assert sorted(seat.id for seat in after.nodes) == sorted(node.name for node in job.live())
     finally:
         job.end()
 
@@ -452,8 +450,8 @@ def test_of_two_that_stand_at_once_one_leads() -> None:
         job.start()
         job.start()
         first, second = job.nodes
-        run_until_alone(job, first, "compare_and_set", records.LEADER)
-        run_until_alone(job, second, "compare_and_set", records.LEADER)
+        run_until_alone(job, first, "compare_and_set", LEADER)
+        run_until_alone(job, second, "compare_and_set", LEADER)
         for node in (first, second):
             for _ in range(40):
                 job.turn(node)

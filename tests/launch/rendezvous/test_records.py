@@ -17,8 +17,7 @@ from phalanx.comm.stores._signing import SignatureError, Signer, read_secret
 from phalanx.launch.rendezvous import RendezvousParameters
 from phalanx.launch.rendezvous._backends import describe_node, is_this_machine, split_endpoint
 from phalanx.launch.rendezvous._interface import RendezvousInfo, RendezvousStoreInfo
-from phalanx.launch.rendezvous._records import GenerationRecord, LeaderRecord, NodeRecord, Seat
-from phalanx.protocol import RecordError
+from phalanx.protocol import LeaderRecord, MemberNode, Members, NodeRecord, RecordError
 
 pytestmark = pytest.mark.fast
 
@@ -29,13 +28,13 @@ NODE = NodeRecord(
 
 def test_records_survive_json() -> None:
     assert NodeRecord.from_json(NODE.to_json()) == NODE
-    record = GenerationRecord(4, (Seat.of(NODE),))
-    assert GenerationRecord.from_json(record.to_json()) == record
+    record = Members(4, (MemberNode.of(NODE),))
+    assert Members.from_json(record.to_json()) == record
     leader = LeaderRecord("a", 3, 1, 2)
     assert LeaderRecord.from_json(leader.to_json()) == leader
 
 
-@pytest.mark.parametrize("kind", [NodeRecord, GenerationRecord, LeaderRecord])
+@pytest.mark.parametrize("kind", [NodeRecord, Members, LeaderRecord])
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"surprise":1}', b"null"])
 def test_a_malformed_record_is_refused(kind: type[NodeRecord], data: bytes) -> None:
     with pytest.raises(RecordError):
@@ -44,7 +43,7 @@ def test_a_malformed_record_is_refused(kind: type[NodeRecord], data: bytes) -> N
 
 def test_global_ranks_follow_from_the_record() -> None:
     other = NodeRecord(id="b", ticket=4, host="h2", addr="h2.x", port=8, local_size=3)
-    nodes = GenerationRecord(5, (Seat.of(NODE), Seat.of(other))).nodes
+    nodes = Members(5, (MemberNode.of(NODE), MemberNode.of(other))).node_infos
     assert [(n.base_rank, n.local_size) for n in nodes] == [(0, 2), (2, 3)]
     assert nodes[0].worker_ids == ("w1", "w2")
     assert nodes[1].worker_ids == ("b.5.0", "b.5.1", "b.5.2")
@@ -54,10 +53,10 @@ def test_ranks_within_a_role_count_only_nodes_of_that_role() -> None:
     """Roles as torchrun means them: nodes of one job may run different ones."""
     sizes = [("read", 2), ("train", 3), ("read", 1), ("train", 4)]
     seats = tuple(
-        Seat.of(replace(NODE, id=str(n), local_size=size, worker_ids=(), role=role))
+        MemberNode.of(replace(NODE, id=str(n), local_size=size, worker_ids=(), role=role))
         for n, (role, size) in enumerate(sizes)
     )
-    nodes = GenerationRecord.from_json(GenerationRecord(0, seats).to_json()).nodes
+    nodes = Members.from_json(Members(0, seats).to_json()).node_infos
     where = RendezvousStoreInfo(master_addr="h", master_port=1)
     places = [
         RendezvousInfo(
@@ -96,8 +95,8 @@ def test_signed_and_unsigned_do_not_mix() -> None:
         Signer("job").open("k", Signer("job", b"s").seal("k", b"1"))
     with pytest.raises(SignatureError, match="not signed"):
         Signer("job", b"s").open("k", Signer("job").seal("k", b"1"))
-    with pytest.raises(RecordError, match="version 1"):
-        Signer("job").open("k", b'{"v":2,"record":1}')
+    with pytest.raises(RecordError, match="not one of this release"):
+        Signer("job", b"s").open("k", b'{"v":2,"record":1}')
 
 
 def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path) -> None:

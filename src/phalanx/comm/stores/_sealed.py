@@ -21,7 +21,7 @@ from phalanx.comm.stores._counter import parse_counter
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
-from phalanx.comm.stores._signing import Signer, is_signed, read_secret
+from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.protocol import job_prefix
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class SealedStore(Store):
         self.address = below.address
 
     def _seal(self, key: str, value: bytes) -> bytes:
-        return self._signer.seal(key, value) if self._signer.has_secret else value
+        return self._signer.seal(key, value)
 
     def _open(self, key: str, value: bytes | None) -> bytes | None:
         if value is None:
             return None
         if not self._signer.has_secret:
-            return self._signer.open(key, value) if is_signed(value) else value  # open says what is missing
+            return self._signer.open(key, value)
         return self._signer.open_trusted(key, value)
 
     def get(self, key: str) -> bytes | None:

@@ -1,10 +1,9 @@
-"""Envelopes for control records: versioned JSON, signed when the job has a secret.
+"""Signs control records and verifies them, when the job has a secret.
 
-Owns the outermost layer of every control record: ``{"v":1,"mac":"<hex>","record":<json>}`` with a secret,
-``{"v":1,"record":<json>}`` without. The HMAC-SHA256 covers the job, the key and the exact bytes of the
-record, so a record can neither be changed nor moved to another key or job. It keeps strangers out; it does
-not hide what is written, and it does not stop someone who can record a member's traffic from replaying a
-record to its own key.
+Owns the envelope: ``{"v":1,"mac":"<hex>","record":<what is signed>}`` with a secret; without one a record (see
+``phalanx.protocol``) lies there as it is. The HMAC-SHA256 covers the job, the key and the exact bytes of the record, so
+a record can neither be changed nor moved to another key or job. It keeps strangers out; it does not hide what is
+written, and it does not stop someone who can record a member's traffic from replaying a record to its own key.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from phalanx.protocol import ENV_SECRET, ENV_SECRET_FILE, RecordError
 
 log = logging.getLogger(__name__)
 
-_PLAIN = b'{"v":1,"record":'
 _SIGNED = b'{"v":1,"mac":"'
+_UNSIGNED = b'{"v":1,'
 _AFTER_MAC = b'","record":'
 _MAC_LENGTH = hashlib.sha256().digest_size * 2
 
@@ -50,30 +49,29 @@ class Signer:
         return self._secret is not None
 
     def seal(self, key: str, record: bytes) -> bytes:
-        """The envelope of ``record`` (JSON) for ``key``."""
+        """The envelope of ``record`` for ``key``; without a secret there is none."""
         if self._secret is None:
-            return _PLAIN + record + b"}"
+            return record
         return _SIGNED + self._mac(key, record) + _AFTER_MAC + record + b"}"
 
     def open(self, key: str, sealed: bytes) -> bytes:
         """The record inside; ``SignatureError`` or ``RecordError`` when it cannot be trusted or read."""
         if self._secret is None:
-            if sealed.startswith(_PLAIN) and sealed.endswith(b"}"):
-                return sealed[len(_PLAIN) : -1]
-            if sealed.startswith(_SIGNED):
+            if is_signed(sealed):
                 raise SignatureError(
                     f"the record at {key!r} is signed, but this node has no job secret; set {ENV_SECRET} or "
                     f"{ENV_SECRET_FILE} to the secret of the other nodes"
                 )
-        elif sealed.startswith(_SIGNED):
+            return sealed
+        if is_signed(sealed):
             start = len(_SIGNED) + _MAC_LENGTH + len(_AFTER_MAC)
             record = sealed[start:-1]
             if hmac.compare_digest(sealed, self.seal(key, record)):
                 return record
             raise SignatureError(f"the record at {key!r} is signed with another secret or was changed")
-        elif sealed.startswith(_PLAIN):
+        if sealed.startswith(_UNSIGNED) or sealed.isdigit():
             raise SignatureError(f"the record at {key!r} is not signed, but the job has a secret")
-        raise RecordError(f"the record at {key!r} is not one of this release (version 1): {clipped(sealed)}")
+        raise RecordError(f"the record at {key!r} is not one of this release: {clipped(sealed)}")
 
     def opens(self, key: str, sealed: bytes) -> bool:
         """Whether the record can be trusted; nothing is logged."""

@@ -4,13 +4,14 @@ Owns the native client and turns its errors into ours. What it works around, all
 and ``multi_get`` block for absent keys (``read`` does not: a compare-and-set that can never match answers
 with the current value in one round trip); ``set`` is not acknowledged (``write`` is); a server that hangs
 or whose host vanished blocks a call for ever (the socket gets a receive timeout); after such a timeout
-replies would be read by the wrong call (the connection is given up for good).
+replies would be read by the wrong call (the connection is given up).
 
-A connection that ends while the server is fine (reset by a router, a firewall, a laptop that slept) is made anew, and
-the call is repeated, a few times: to the same server only, known by a key that ``TCPStore.serve`` leaves there. The
-name of that key tells, not its value, over which anybody may write. Repeating harms nothing, because entries are
-distinct: a compare-and-set that was carried out already finds its own entry. Calls of which that is not true (``add``,
-taking from a queue) are not repeated; they raise.
+A connection that ends, or is silent, while the server is fine (reset by a router, a firewall, a laptop that slept; a
+network that was away, whose senders wait ever longer until they try again) is made anew, and the call is repeated: to
+the same server only, known by a key that ``TCPStore.serve`` leaves there. The name of that key tells, not its value,
+over which anybody may write. Repeating harms nothing, because entries are distinct: a compare-and-set that was carried
+out already finds its own entry. Calls of which that is not true (``add``, taking from a queue) are not repeated; they
+raise.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Link:
 
     def call(self, operation: Callable[[], T], *, repeat: bool = True) -> T:
         """Run one native call. A network error loses the link for good, unless the same server answers again."""
-        attempts = _ATTEMPTS if repeat else 1
+        attempts, was_late = _ATTEMPTS if repeat else 1, False
         while True:
             if self._lost is not None:
                 raise StoreLost(self._lost, address=self.address)
@@ -86,12 +87,13 @@ class Link:
             except dist.DistNetworkError as error:
                 attempts -= 1
                 why = f"lost the store {self.address}: {str(error).splitlines()[0]}"
-                if "timeout" in why.lower() or not self._reopen(
-                    native
-                ):  # a server that hangs would hang again
+                # The network may have been away for so long. A server that hangs does not greet; if it does, once more.
+                is_late = "timeout" in why.lower()
+                if (is_late and was_late) or not self._reopen(native):
                     self.lose(why)
                 if self._lost is not None or not attempts:
                     raise StoreLost(self._lost or why, address=self.address) from error
+                was_late = is_late
 
     def _reopen(self, broken: Any) -> bool:
         """Replace a connection that has ended, unless another thread has; whether it is to the same server."""

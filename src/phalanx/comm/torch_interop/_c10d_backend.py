@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store as C10dStore
+from torch.distributed import Store as C10dStore
 
 from phalanx.comm.group._group import Group
 from phalanx.comm.group._sparse_sum import sparse_sum

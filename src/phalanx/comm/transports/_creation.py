@@ -221,6 +221,12 @@ def _make_in_thread(
         if cause is not None:
             raise cause
     if errors:
+        if isinstance(errors[0], StoreTimeout):
+            raise PeerTimeout(
+                f"rank {spec.rank}: a rank did not say within {spec.timeout:g} s how it is reached in generation "
+                f"{spec.generation}; it may hang: form the next one",
+                generation=spec.generation,
+            ) from errors[0]
         if isinstance(errors[0], RuntimeError) and FailureDetector.is_fault(errors[0]):
             raise _died_while_joining(spec, ()) from errors[0]
         raise errors[0]

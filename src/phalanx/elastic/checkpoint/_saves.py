@@ -88,7 +88,7 @@ def write_files(folder: Path, step: int, tree: Json, tensors: Sequence[Tensor], 
 
 
 def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError  # start-up: loaded when used
     from safetensors.torch import save_file
 
     try:
@@ -102,7 +102,7 @@ def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
 
 def read_save(path: Path, secret: bytes = b"") -> Save:
     """Read and check one save. ``SaveError`` says what is wrong with it."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError  # start-up: loaded when used
     from safetensors.torch import load_file
 
     fields = _check(path, secret)
@@ -162,7 +162,7 @@ def _read_body(path: Path, secret: bytes) -> Fields:
 
 def _count_tensors(path: Path) -> int:
     """How many tensors a file lists under the names that we give them."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError, safe_open  # start-up: loaded when used
 
     try:
         with safe_open(path, framework="pt") as file:

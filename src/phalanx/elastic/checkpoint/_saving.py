@@ -16,12 +16,13 @@ from phalanx.elastic.checkpoint._saves import NoReadableSave, Save
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import copy_encoded, decode
 from phalanx.elastic.checkpoint._writer import SaveWriter
-from phalanx.elastic.tools._json_lines import Events
-from phalanx.elastic.tools._troubles import Troubles
+from phalanx.events._troubles import Troubles
+from phalanx.events._types import Saved, SaveFailed, SaveUnreadable
+from phalanx.events._writer import EventLog
 
 
 class Saving:
-    def __init__(self, options: Saves | None, events: Events, troubles: Troubles | None = None) -> None:
+    def __init__(self, options: Saves | None, events: EventLog, troubles: Troubles | None = None) -> None:
         self.options = options
         self._events = events
         self._troubles = troubles or Troubles()
@@ -69,7 +70,7 @@ class Saving:
             secret = resolve_secret(self.options.secret)
             self._found, self._problems = find_save(Path(self.options.directory), secret)
             for problem in self._problems:
-                self._events.emit("bad_save", problem=problem)
+                self._events.write(SaveUnreadable(problem=problem))
                 if self._found is not None:
                     warnings.warn(f"{problem}; the save before it is used", RuntimeWarning, stacklevel=2)
         return self._found.step if self._found is not None else None
@@ -89,13 +90,13 @@ class Saving:
 
     def _on_saved(self, step: int, path: Path) -> None:
         self._last_saved = step
-        self._events.emit("saved", step=step, path=str(path))
+        self._events.write(Saved(step=step, path=str(path)))
         self._troubles.worked("saves")
 
     def _on_failed(self, step: int, error: OSError, delay: float) -> None:
         assert self.options is not None, "only what has a directory is written"
         reason = error.strerror or str(error)
-        self._events.emit("save_failed", step=step, error=reason, next_attempt_in=delay)
+        self._events.write(SaveFailed(step=step, error=reason, next_attempt_in=delay))
         last = (
             "none was written in this run"
             if self._last_saved is None

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.comm._background import Background
 from phalanx.elastic.checkpoint._save_folder import Known, write_save
 from phalanx.elastic.checkpoint._state_codec import Json
-from phalanx.elastic.tools._troubles import Backoff
+from phalanx.events._troubles import Backoff
 
 Snapshot = tuple[int, Json, list[Tensor]]
 """Step, JSON tree, tensors that nobody else touches."""

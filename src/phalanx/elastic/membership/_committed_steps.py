@@ -11,23 +11,21 @@ import time
 
 from phalanx import protocol
 from phalanx.comm.stores import Store
-from phalanx.elastic.membership._keys import Keys
 from phalanx.errors import JobStopped, StoreError
+from phalanx.protocol import JobKeys, dump_count, timeouts
 
 SHARE = 0.02
 """At most this share of the time goes into writing."""
-EVERY = 0.25
-"""Seconds between two writes, at least."""
 
 
 class StepsLost(JobStopped):
     """All workers were lost, and there is no save to go on from."""
 
 
-class Ledger:
+class CommittedSteps:
     """The record of one job; without a store it forgets everything."""
 
-    def __init__(self, store: Store | None, keys: Keys) -> None:
+    def __init__(self, store: Store | None, keys: JobKeys) -> None:
         self._store = store
         self._keys = keys
         self._next_at = 0.0
@@ -38,11 +36,11 @@ class Ledger:
         if self._store is None or now < self._next_at:
             return False
         try:
-            self._store.set(self._keys.committed, str(step).encode())
+            self._store.set(self._keys.committed, dump_count(step))
         except StoreError:
             return False  # who watches the store says so; a step must not fail for it
         took = time.monotonic() - now
-        self._next_at = now + max(EVERY, took / SHARE)
+        self._next_at = now + max(timeouts.COMMITTED_INTERVAL, took / SHARE)
         return True
 
     def num_committed(self) -> int:
@@ -58,7 +56,7 @@ class Ledger:
         data = self._store.get(protocol.SETBACKS)
         known = protocol.Setbacks() if data is None else protocol.Setbacks.from_json(data)
         self._store.set(protocol.SETBACKS, known.plus(before, after).to_json())
-        self._store.set(self._keys.committed, str(after).encode())
+        self._store.set(self._keys.committed, dump_count(after))
         self._next_at = 0.0
 
 

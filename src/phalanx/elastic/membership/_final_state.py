@@ -29,11 +29,11 @@ from phalanx.comm.stores import Store
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json
 from phalanx.elastic.checkpoint._stream import receive_state, send_encoded
-from phalanx.elastic.membership._finish import Finish, find_vacant, prefer
-from phalanx.elastic.membership._interface import NothingLeft, ResultLost
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._store_monitor import PROGRESS_EVERY, TICK, report_progress
+from phalanx.elastic.membership._coordinator import NothingLeft, ResultLost
+from phalanx.elastic.membership._finish import find_vacant, prefer
+from phalanx.elastic.membership._store_monitor import report_progress
 from phalanx.errors import CommError, PeerLost, StoreError
+from phalanx.protocol import PRESENT, Finish, JobKeys, dump_count, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +46,18 @@ Encoded = tuple[Json, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contact:
+class StoreAccess:
     """A worker's own connection to the job's store, and what it needs to meet others there."""
 
     store: Store
     root: Store
-    keys: Keys
+    keys: JobKeys
     job: str
     worker_id: str
     timeout: float
     comm_timeout: float
 
-    def clone(self) -> Contact:
+    def clone(self) -> StoreAccess:
         return replace(self, store=self.store.clone(), root=self.root.clone())
 
     def close(self) -> None:
@@ -115,7 +115,9 @@ class TakenOver:
     state: State
 
 
-def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str, str]) -> TakenOver | None:
+def take_over(
+    at: StoreAccess, finish: Finish, generation: int, members: Mapping[str, str]
+) -> TakenOver | None:
     """Claim a vacant rank and fetch the final state; None when the generation breaks meanwhile.
 
     ``NothingLeft`` when no rank is vacant, ``ResultLost`` when one is and nobody hands the state over.
@@ -126,8 +128,10 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     problems: dict[str, str] = {}
     while True:
         found = at.store.get_many([at.keys.keeps(generation, worker) for worker in members])
-        keepers = [w for w, data in zip(members, found, strict=True) if data == b"1" and w not in problems]
-        for source in keepers:
+        servers = [
+            w for w, data in zip(members, found, strict=True) if data == dump_count(1) and w not in problems
+        ]
+        for source in servers:
             try:
                 state = _fetch(at, source, generation)
                 return TakenOver(rank, workers, generation, source, state)
@@ -135,14 +139,16 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
                 problems[source] = str(error)
             if at.broken(generation) is not None:
                 return None
-        if keepers:
+        if servers:
             continue
         silent = [w for w, data in zip(members, found, strict=True) if data is None and w in finish.workers]
         if not silent or time.monotonic() > until:
             break
         if at.broken(generation) is not None:
             return None
-        time.sleep(TICK)  # it lives, and so is about to say whether it keeps the state, or to say so again
+        time.sleep(
+            timeouts.WATCH_INTERVAL
+        )  # it lives, and so is about to say whether it keeps the state, or to say so again
     why = "; ".join(f"{worker}: {problem}" for worker, problem in problems.items())
     raise ResultLost(
         f"worker {at.worker_id} takes the place of rank {rank}, lost after the last step ({finish.step}), but no "
@@ -151,7 +157,7 @@ def take_over(at: Contact, finish: Finish, generation: int, members: Mapping[str
     )
 
 
-def _claim(at: Contact, finish: Finish, members: Mapping[str, str]) -> int:
+def _claim(at: StoreAccess, finish: Finish, members: Mapping[str, str]) -> int:
     while True:
         holders = at.holders(finish, range(len(finish.workers)))
         if at.worker_id in holders:
@@ -167,8 +173,8 @@ def _claim(at: Contact, finish: Finish, members: Mapping[str, str]) -> int:
         at.store.compare_and_set(at.keys.claim(finish.generation, best.rank), before, at.worker_id.encode())
 
 
-def _fetch(at: Contact, source: str, generation: int) -> State:
-    at.store.set(at.keys.ask(generation, source, at.worker_id), b"1")
+def _fetch(at: StoreAccess, source: str, generation: int) -> State:
+    at.store.set(at.keys.ask(generation, source, at.worker_id), PRESENT)
     group = at.meet(source, at.worker_id, generation)
     try:
         return receive_state(group, 0)
@@ -176,11 +182,11 @@ def _fetch(at: Contact, source: str, generation: int) -> State:
         group.close()
 
 
-class Keeper:
+class FinalStateServer:
     """The thread of one worker after the last step; ``state`` is a copy, or None if it is not to be handed over."""
 
     def __init__(
-        self, at: Contact, finish: Finish, rank: int, generation: int, state: Encoded | None
+        self, at: StoreAccess, finish: Finish, rank: int, generation: int, state: Encoded | None
     ) -> None:
         self.generation = generation
         self.num_served = 0
@@ -210,7 +216,7 @@ class Keeper:
     # -- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK):
+        while not self._stop.wait(timeouts.WATCH_INTERVAL):
             try:
                 self._follow()
                 self._repair()
@@ -250,14 +256,14 @@ class Keeper:
         if self._finish.workers[self._rank] != at.worker_id:
             records[at.keys.claim(self._finish.generation, self._rank)] = at.worker_id.encode()
         if self._has_ended:
-            records[protocol.ended_key(at.worker_id)] = b"1"
+            records[protocol.ended_key(at.worker_id)] = PRESENT
         for (key, record), data in zip(records.items(), at.store.get_many(list(records)), strict=True):
             if data is None:
                 at.store.compare_and_set(key, None, record)
 
     @property
     def _keeps(self) -> bytes:
-        return b"0" if self._state is None else b"1"
+        return dump_count(self._state is not None)
 
     def _answer(self) -> None:
         newcomers = [worker for worker in self._members if worker not in self._finish.workers]
@@ -276,7 +282,7 @@ class Keeper:
 
     def _report(self) -> None:
         """To the hang detector: what a script does after its steps may take as long as it likes."""
-        if time.monotonic() - self._reported > PROGRESS_EVERY:
+        if time.monotonic() - self._reported > timeouts.PROGRESS_INTERVAL:
             self._reported = time.monotonic()
             self._num_reports += 1
             report_progress(self._at.store, self._at.worker_id, self._finish.step, 0, -self._num_reports)
@@ -286,11 +292,11 @@ class Keeper:
     def stay(self, limit: float) -> None:
         """Say that this worker's script has ended; return when those of all others have, or after ``limit`` seconds.
 
-        ``ResultLost`` when a rank stays vacant for longer than a worker may wait for a seat.
+        ``ResultLost`` when a rank stays vacant for longer than a worker may wait for a place.
         """
         with self._at.store.clone() as store:
             at = replace(self._at, store=store)
-            store.set(protocol.ended_key(at.worker_id), b"1")
+            store.set(protocol.ended_key(at.worker_id), PRESENT)
             self._has_ended = True
             pending = [rank for rank in range(len(self._finish.workers)) if rank != self._rank]
             began = time.monotonic()
@@ -319,7 +325,7 @@ class Keeper:
                     self._stop.wait(min(0.25, 0.02 + (now - began) / 10))
 
     def _check_vacant(
-        self, at: Contact, vacant: Mapping[int, str], since: Mapping[int, float], now: float
+        self, at: StoreAccess, vacant: Mapping[int, str], since: Mapping[int, float], now: float
     ) -> None:
         for rank, worker in vacant.items():
             if now - since[rank] > at.timeout:

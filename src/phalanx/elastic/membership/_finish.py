@@ -8,69 +8,36 @@ what follows the loop. Ranks of the others never move: they may have passed the 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx._fields import Fields, load_json, short
-from phalanx.elastic.membership._rounds import Seat
-from phalanx.protocol import RecordError
+from phalanx.elastic.membership._rounds import Membership
+from phalanx.protocol import Finish, RecordError
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finish:
-    """The last round of a job; ``workers`` and their ``hosts`` are in the order of their ranks."""
+def finish_of(membership: Membership, step: int, hosts: Mapping[str, str]) -> Finish:
+    """The record of a job's end, written by the workers of its last round."""
+    return Finish(
+        generation=membership.generation,
+        round=membership.round,
+        step=step,
+        workers=membership.workers,
+        hosts=tuple(hosts.get(worker, "") for worker in membership.workers),
+    )
 
-    generation: int
-    round: int
-    step: int
-    workers: tuple[str, ...]
-    hosts: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, seat: Seat, step: int, hosts: Mapping[str, str]) -> Finish:
-        return cls(
-            generation=seat.generation,
-            round=seat.round,
-            step=step,
-            workers=seat.workers,
-            hosts=tuple(hosts.get(worker, "") for worker in seat.workers),
-        )
-
-    def to_json(self) -> bytes:
-        return json.dumps(
-            [self.generation, self.round, self.step, list(self.workers), list(self.hosts)]
-        ).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Finish:
-        """``RecordError`` when it is none."""
-        names = ("generation", "round", "step", "workers", "hosts")
-        row = load_json(data, "finish record", RecordError)
-        if not isinstance(row, list) or len(row) != len(names):
-            raise RecordError(f"finish record is {short(row)}; expected {len(names)} fields")
-        record = Fields(dict(zip(names, row, strict=True)), "finish record", RecordError)
-        return cls(
-            generation=record.integer("generation", low=0),
-            round=record.integer("round", low=0),
-            step=record.integer("step", low=0),
-            workers=record.texts("workers"),
-            hosts=record.texts("hosts"),
-        )
-
-    @classmethod
-    def parse(cls, data: bytes | None) -> Finish | None:
-        """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
-        if data is None:
-            return None
-        try:
-            return cls.from_json(data)
-        except RecordError as error:
-            log.warning("the record of the job's end is not one: %s", error)
-            return None
+def parse_finish(data: bytes | None) -> Finish | None:
+    """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
+    if data is None:
+        return None
+    try:
+        return Finish.from_json(data)
+    except RecordError as error:
+        log.warning("the record of the job's end is not one: %s", error)
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""This worker among the others: its seat, its part of the reduction, and how both change while the job goes on.
+"""Regroups this worker with the others: after a loss, at a step boundary, at the beginning and at the end.
 
-Owns regrouping: after a loss, at a step boundary, at the beginning and at the end. A seat comes from the roster; then
-``bring_level`` gives everyone in the round the same state; if that fails because another worker is lost, the next
-generation follows, as often as it takes. The job's state is changed by ``bring_level`` only.
+A membership comes from the coordinator; then ``bring_level`` gives everyone in the round the same state; if that fails
+because another worker is lost, the next generation follows, as often as it takes. The job's state is changed by
+``bring_level`` only.
 """
 
 from __future__ import annotations
@@ -12,146 +12,160 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from phalanx.elastic._options import Regrouped
 from phalanx.elastic.checkpoint._saves import NotSaved
-from phalanx.elastic.membership._finish import Finish
-from phalanx.elastic.membership._interface import EvaluationKnown, JobOver, NothingLeft, Roster, ToldToLeave
+from phalanx.elastic.membership._coordinator import (
+    Coordinator,
+    EvaluationKnown,
+    JobOver,
+    NothingLeft,
+    ToldToLeave,
+)
+from phalanx.elastic.membership._final_state import Encoded, FinalStateServer
 from phalanx.elastic.membership._leave import LeaveRequest
-from phalanx.elastic.membership._rounds import Ready, Seat
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._sync import bring_level, fingerprint
+from phalanx.elastic.membership._training import Training
 from phalanx.elastic.reduce._flat_layout import SCALARS
-from phalanx.elastic.reduce._reduction import Exchange
+from phalanx.elastic.reduce._reduction import Reduction
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
-
-if TYPE_CHECKING:
-    from phalanx.elastic._job import Job
-    from phalanx.elastic._step import Step
-    from phalanx.elastic.membership._final_state import Encoded, Keeper
+from phalanx.events._types import (
+    GroupLost,
+    NotNeeded,
+    RankTakenOver,
+    RoundFormed,
+    StateReceived,
+    TrainingLeft,
+)
+from phalanx.protocol import Finish, Ready
 
 LOST = (PeerLost, PeerTimeout, GroupAborted)
 """Errors after which the group is gone but the job goes on in the next generation."""
 
 
-class Team:
-    def __init__(self, job: Job, roster: Roster) -> None:
-        self.roster = roster
+class Regrouping:
+    def __init__(self, job: Training, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
         self.leave = LeaveRequest()
-        roster.should_leave = lambda: self.leave.requested
+        coordinator.should_leave = lambda: self.leave.requested
         self.is_evaluating = False
         self.is_over = False
         """Whether all workers have committed the last step."""
         self._is_apart = False
-        """Whether this worker came after the last step and so has a rank but no seat in a group."""
+        """Whether this worker came after the last step and so has a rank but no place in a group."""
         self._place: tuple[int, int] | None = None
         """Rank and number of workers after the last step, where they do not change any more."""
-        self._keeper: Keeper | None = None
+        self._server: FinalStateServer | None = None
         self._job = job
-        self._seat: Seat | None = None
-        self._exchange: Exchange | None = None
+        self._membership: Membership | None = None
+        self._reduction: Reduction | None = None
 
     @property
     def has_begun(self) -> bool:
-        return self._seat is not None
+        return self._membership is not None
 
     @property
-    def seat(self) -> Seat:
-        if self._seat is None:
+    def membership(self) -> Membership:
+        if self._membership is None:
             raise RuntimeError(
                 "the job has not begun; it joins the other workers when its first step is asked for"
             )
-        return self._seat
+        return self._membership
 
     @property
     def rank(self) -> int:
-        return self.seat.rank if self._place is None else self._place[0]
+        return self.membership.rank if self._place is None else self._place[0]
 
     @property
     def world_size(self) -> int:
-        return len(self.seat.workers) if self._place is None else self._place[1]
+        return len(self.membership.workers) if self._place is None else self._place[1]
 
     @property
-    def exchange(self) -> Exchange:
-        assert self._exchange is not None, "a seat comes with an exchange"
-        return self._exchange
+    def reduction(self) -> Reduction:
+        assert self._reduction is not None, "a place in a round comes with a reduction"
+        return self._reduction
 
     @property
     def is_broken(self) -> bool:
-        return self.roster.signals.broken is not None
+        return self.coordinator.signals.broken is not None
 
     def check(self) -> None:
-        """Raise if the generation is known to be over, or if this worker has no seat in one."""
+        """Raise if the generation is known to be over, or if this worker has no place in one."""
         if self._is_apart:
             raise PeerLost(
-                f"worker {self.roster.worker_id} came after the last step", generation=self.seat.generation
+                f"worker {self.coordinator.worker_id} came after the last step",
+                generation=self.membership.generation,
             )
-        if self.roster.signals.broken is not None:
-            raise self.roster.signals.broken
+        if self.coordinator.signals.broken is not None:
+            raise self.coordinator.signals.broken
 
-    def wishes(self) -> Tensor:
+    def wishes(self, *, is_again: bool) -> Tensor:
         """This worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes again."""
         leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
-        if leaves and self.leave.announced_in != self.seat.generation:
-            self.roster.announce_leaving(self.seat)
-            self.leave.announced_in = self.seat.generation
+        if leaves and self.leave.announced_in != self.membership.generation:
+            self.coordinator.announce_leaving(self.membership)
+            self.leave.announced_in = self.membership.generation
         values = {
-            "wish": float(self.roster.signals.wish or leaves),
+            "wish": float(self.coordinator.signals.wish or leaves),
             "leaving": float(leaves),
-            "again": float(self._job.guarding.is_again),
+            "again": float(is_again),
         }
         return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
 
     # -- when it changes --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._settle(lambda: self.roster.first_seat(self._ready()))
+        self._settle(lambda: self.coordinator.join(self._ready()))
 
     def recover(self, cause: CommError) -> None:
-        """The group is gone: take a seat in a later generation."""
+        """The group is gone: take a place in a later generation."""
         if self._is_apart:
-            self._settle(lambda: self.roster.rejoin(self.seat.generation, self._ready()))
+            self._settle(lambda: self.coordinator.rejoin(self.membership.generation, self._ready()))
             return
-        self._job.events.emit("lost", generation=self.seat.generation, step=self._job.step, reason=str(cause))
+        self._job.events.write(
+            GroupLost(generation=self.membership.generation, step=self._job.step, reason=str(cause))
+        )
         while True:
             try:
-                self._settle(lambda: self.roster.seat_after_loss(self.seat, self._ready(), cause))
+                self._settle(lambda: self.coordinator.join_after_loss(self.membership, self._ready(), cause))
                 return
             except EvaluationKnown as known:
                 if self.is_evaluating:
                     raise
                 self._job.count_evaluation(known.result)  # it was on its way to that evaluation
 
-    def cross_boundary(self, step: Step) -> None:
+    def cross_boundary(self, *, wish: bool, num_leaving: int) -> None:
         """Between two steps: leave or regroup if the reduction said that someone wants it."""
-        if not step.wish:
+        if not wish:
             return
-        all_leave = step.num_leaving >= min(len(self.seat.workers), self._job.num_slots)
-        everyone = bool(step.num_leaving) and (all_leave or not self.roster.can_change)
+        all_leave = num_leaving >= min(len(self.membership.workers), self._job.num_slots)
+        everyone = bool(num_leaving) and (all_leave or not self.coordinator.can_change)
         if everyone and self._job.saving.options is not None:
             self._save_for_all()
         # Who was asked to leave after its part of the reduction had gone out does not leave here: the others count on
         # it, and were they all to leave like that, nobody would save.
         if everyone or self.leave.is_counted:
-            self._job.events.emit("left", step=self._job.step, generation=self.seat.generation)
-            self.roster.step_aside(self.seat)
+            self._job.events.write(TrainingLeft(step=self._job.step, generation=self.membership.generation))
+            self.coordinator.step_aside(self.membership)
             raise SystemExit(0)
-        self._settle(lambda: self.roster.seat_at_boundary(self.seat, self._ready()))
+        self._settle(lambda: self.coordinator.join_at_boundary(self.membership, self._ready()))
 
     def _save_for_all(self) -> None:
         """All leave: the first worker saves, and all hear whether it could. ``NotSaved`` on all of them if not."""
-        group, problem = self.seat.group, ""
-        if self.seat.rank == 0:
+        group, problem = self.membership.group, ""
+        if self.membership.rank == 0:
             problem = self._save_or_tell()
         if group is not None:
-            self.roster.waiting(True)
+            self.coordinator.waiting(True)
             try:
                 problem = group.broadcast_value(problem, 0)
             except LOST as error:  # whoever died has been noticed: there is nothing left to agree on
-                if self.seat.rank == 0 and problem:
+                if self.membership.rank == 0 and problem:
                     raise NotSaved(problem) from error
         if problem:
             raise NotSaved(problem)
@@ -171,38 +185,44 @@ class Team:
 
     def part(self) -> None:
         """Nobody may end before all have committed the last step: one that is behind needs the others."""
-        if self.is_over and self.roster.can_change:
+        if self.is_over and self.coordinator.can_change:
             return  # it came after the last step
         self.is_over = False  # a fixed group may loop again
         while not self.is_over:
             try:
                 self.check()
-                self.roster.waiting(True)
-                if self.seat.group is not None:
-                    self.seat.group.barrier()
-                self._end(self.roster.declare_done(self.seat, self._job.step))
+                self.coordinator.waiting(True)
+                if self.membership.group is not None:
+                    self.membership.group.barrier()
+                self._end(self.coordinator.declare_done(self.membership, self._job.step))
             except LOST as error:
-                finish = self.roster.finish_after(self.seat, error, self._job.step)
+                finish = self.coordinator.finish_after(self.membership, error, self._job.step)
                 if finish is not None:
                     self._end(finish)  # the others got through: all had committed
                 else:
                     self.recover(error)  # which may find the same a moment later
 
     def _end(self, finish: Finish) -> None:
-        self._begin_epilogue(finish, (self.seat.rank, len(self.seat.workers)), self.seat.generation)
+        self._begin_epilogue(
+            finish, (self.membership.rank, len(self.membership.workers)), self.membership.generation
+        )
 
     def stay(self, limit: float) -> None:
         """Called when the script has ended well: wait for those of the others, which may need the final state."""
-        if self._keeper is not None:
-            self._keeper.stay(limit)
+        if self._server is not None:
+            self._server.stay(limit)
 
     def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.stop()
-            self._keeper = None
-        self.roster.close()
-        if self._seat is not None and self._seat.group is not None and self._job.run.group is None:
-            self._seat.group.close()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+        self.coordinator.close()
+        if (
+            self._membership is not None
+            and self._membership.group is not None
+            and self._job.run.group is None
+        ):
+            self._membership.group.close()
 
     # -- how it changes ---------------------------------------------------------------------------------------
 
@@ -212,34 +232,34 @@ class Team:
         return Ready(
             step=self._job.step,
             evaluations=self._job.num_evaluations,
-            evaluating=self.is_evaluating or self._job.boundary.is_evaluating,
-            peers=self.seat.workers,
+            evaluating=self.is_evaluating or self._job.is_before_evaluation,
+            peers=self.membership.workers,
         )
 
-    def _settle(self, take_seat: Callable[[], Seat]) -> None:
+    def _settle(self, join: Callable[[], Membership]) -> None:
         """Sit down and agree on the state with everyone in the round, or move on if that fails too."""
-        before, began = self._seat, time.monotonic()
+        before, began = self._membership, time.monotonic()
         while True:
             try:
-                seat = take_seat()
+                membership = join()
             except JobOver as over:
                 if self._take_over(over):
                     return
-                take_seat = partial(self.roster.rejoin, over.generation + 1, self._ready())
+                join = partial(self.coordinator.rejoin, over.generation + 1, self._ready())
                 continue
             except ToldToLeave:
                 self._leave_from_the_door()
-            self._seat, self._is_apart = seat, False
+            self._membership, self._is_apart = membership, False
             try:
-                self._exchange = Exchange(seat.group, self._job.num_slots, self._job.pool)
-                self.roster.waiting(True)
-                bring_level(self._job, seat)
-                self.roster.waiting(False)
+                self._reduction = Reduction(membership.group, self._job.num_slots, self._job.pool)
+                self.coordinator.waiting(True)
+                bring_level(self._job, self.coordinator, membership)
+                self.coordinator.waiting(False)
                 break
             except LOST as error:
-                take_seat = partial(self.roster.seat_after_loss, seat, self._ready(), error)
+                join = partial(self.coordinator.join_after_loss, membership, self._ready(), error)
         self._job.is_fresh = False
-        self._tell(before, seat, time.monotonic() - began)
+        self._tell(before, membership, time.monotonic() - began)
 
     def _take_over(self, over: JobOver) -> bool:
         """All steps are done: go on after them, as one of those who did them or in the place of one that is lost since.
@@ -247,21 +267,21 @@ class Team:
         False when the generation is over before that is done.
         """
         job = self._job
-        if not job.is_fresh and self.roster.worker_id in over.finish.workers:
+        if not job.is_fresh and self.coordinator.worker_id in over.finish.workers:
             self._end(over.finish)
             return True
         try:
-            taken = self.roster.take_over(over)
+            taken = self.coordinator.take_over(over)
         except NothingLeft as error:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
-            job.events.emit("surplus", step=over.finish.step)
+            job.events.write(NotNeeded(step=over.finish.step))
             raise SystemExit(0) from None
         if taken is None:
             return False
         job.take_state(taken.state)
-        job.events.emit("received", step=job.step, source=taken.source)
-        job.events.emit("took_over", step=job.step, rank=taken.rank, generation=taken.generation)
-        self._seat = Seat(taken.generation, 0, taken.workers, taken.rank, None)
+        job.events.write(StateReceived(step=job.step, source=taken.source))
+        job.events.write(RankTakenOver(step=job.step, rank=taken.rank, generation=taken.generation))
+        self._membership = Membership(taken.generation, 0, taken.workers, taken.rank, None)
         self._is_apart = True
         self._begin_epilogue(over.finish, (taken.rank, len(taken.workers)), taken.generation)
         return True
@@ -271,39 +291,39 @@ class Team:
         self.is_over = True
         self._place = place
         state: Encoded | None = None
-        if self.roster.can_change and place[1] > 1 and self._job.run.hold > 0:
+        if self.coordinator.can_change and place[1] > 1 and self._job.run.hold > 0:
             try:
                 state = self._job.copy_state()
             except (MemoryError, RuntimeError) as error:
                 warnings.warn(
-                    f"worker {self.roster.worker_id} has no memory for a copy of the final state ({error}): if others "
-                    "die after the last step, they cannot take it from this one",
+                    f"worker {self.coordinator.worker_id} has no memory for a copy of the final state ({error}): if "
+                    "others die after the last step, they cannot take it from this one",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        self._keeper = self.roster.keep(finish, place[0], generation, state)
+        self._server = self.coordinator.keep(finish, place[0], generation, state)
 
     def _leave_from_the_door(self) -> NoReturn:
-        """Leave without a seat: maybe all were told to, so whoever has a state saves it."""
+        """Leave without a place: maybe all were told to, so whoever has a state saves it."""
         if not self._job.is_fresh and self._job.saving.options is not None:
             problem = self._save_or_tell()
             if problem:
                 raise NotSaved(problem)
-        self._job.events.emit("left", step=self._job.step)
+        self._job.events.write(TrainingLeft(step=self._job.step))
         raise SystemExit(0)
 
-    def _tell(self, before: Seat | None, seat: Seat, seconds: float) -> None:
+    def _tell(self, before: Membership | None, membership: Membership, seconds: float) -> None:
         old = before.workers if before is not None else ()
         news = Regrouped(
-            generation=seat.generation,
-            round=seat.round,
-            workers=seat.workers,
-            joined=tuple(w for w in seat.workers if w not in old),
-            left=tuple(w for w in old if w not in seat.workers),
+            generation=membership.generation,
+            round=membership.round,
+            workers=membership.workers,
+            joined=tuple(w for w in membership.workers if w not in old),
+            left=tuple(w for w in old if w not in membership.workers),
             step=self._job.step,
             seconds=seconds,
         )
-        self._job.events.emit("regrouped", **vars(news), rank=seat.rank, machine=fingerprint())
+        self._job.events.write(RoundFormed(**vars(news), rank=membership.rank, machine=fingerprint()))
         callbacks = self._job.callbacks
         if before is None:
             return

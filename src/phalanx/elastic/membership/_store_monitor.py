@@ -9,7 +9,6 @@ ask for a regroup.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -18,39 +17,34 @@ from dataclasses import dataclass
 from phalanx import protocol
 from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
-from phalanx.elastic.membership._committed_steps import Ledger
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._rounds import Seat
+from phalanx.elastic.membership._committed_steps import CommittedSteps
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.errors import PeerLost, StoreError
+from phalanx.protocol import PRESENT, JobKeys, ProgressReport, timeouts
 
 log = logging.getLogger(__name__)
-
-TICK = 0.05
-PROGRESS_EVERY = 0.25
-PATIENCE = 10.0
-"""Seconds that a step may go on when its generation was ended although no worker is gone."""
 
 
 @dataclass
 class Signals:
-    """Flags of one seat: set by the watcher, read by the main thread."""
+    """Flags of one place: set by the monitor, read by the main thread."""
 
     broken: PeerLost | None = None
     wish: bool = False
     """Regroup at the next step boundary."""
 
 
-class Watcher:
+class StoreMonitor:
     def __init__(
         self,
         store: Store,
-        keys: Keys,
-        seat: Seat,
+        keys: JobKeys,
+        membership: Membership,
         worker_id: str,
         signals: Signals,
         absent: tuple[str, ...] = (),
     ) -> None:
-        """``absent``: the members of the generation that have no seat in this round."""
+        """``absent``: the members of the generation that have no place in this round."""
         self.progress = (-1, 0)
         """The step, and how often the main thread reported."""
         self.is_waiting = False
@@ -59,14 +53,14 @@ class Watcher:
         """How many steps are committed, if this worker is the one to write it down."""
         self._store = store
         self._keys = keys
-        self._ledger = Ledger(store, keys)
+        self._committed_steps = CommittedSteps(store, keys)
         self._noted = 0
-        self._seat = seat
+        self._membership = membership
         self._worker_id = worker_id
         self._signals = signals
         self._stop = threading.Event()
         self._thread = Background(self._run, "phalanx-watch", on_failure=self._fail, stop=self._stop)
-        g = seat.generation
+        g = membership.generation
         self._looked_at = [
             protocol.broken_key(g),
             protocol.regroups_key(worker_id),
@@ -89,13 +83,13 @@ class Watcher:
         self._store.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK):
+        while not self._stop.wait(timeouts.WATCH_INTERVAL):
             try:
                 if self._look():
                     return
                 self._report()
                 committed = self.committed
-                if committed != self._noted and self._ledger.note(committed):
+                if committed != self._noted and self._committed_steps.note(committed):
                     self._noted = committed
             except StoreError as error:
                 self._break(f"the job's store is gone: {error}")
@@ -109,12 +103,12 @@ class Watcher:
         """Read the keys once; True when the generation is over."""
         broken, said, *wishes = self._store.get_many(self._looked_at)
         if said is None:  # a stranger has written over it; without it agents would start all workers anew
-            self._store.set(protocol.regroups_key(self._worker_id), b"1")
+            self._store.set(protocol.regroups_key(self._worker_id), PRESENT)
         record = None if broken is None else self._parse(broken)
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
             is_hopeless = record.workers or record.at_once
-            if is_hopeless or time.monotonic() - self._broken_since > PATIENCE:
+            if is_hopeless or time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP:
                 self._break(record.reason)
                 return True
             self._signals.wish = True  # nobody is gone: the step under way can be finished
@@ -125,22 +119,22 @@ class Watcher:
     def _parse(self, data: bytes) -> protocol.Broken | None:
         try:
             return protocol.Broken.from_json(data)
-        except (protocol.RecordError, KeyError, TypeError) as error:
+        except protocol.RecordError as error:
             if not self._has_complained:
-                log.warning("generation %d: ignored a record: %s", self._seat.generation, error)
+                log.warning("generation %d: ignored a record: %s", self._membership.generation, error)
             self._has_complained = True
             return None
 
     def _break(self, reason: str) -> None:
-        g = self._seat.generation
+        g = self._membership.generation
         error = PeerLost(f"generation {g} is over: {reason}", generation=g)
         self._signals.broken = error
-        if self._seat.group is not None:
-            self._seat.group.abort(error)
+        if self._membership.group is not None:
+            self._membership.group.abort(error)
 
     def _report(self) -> None:
         progress, now = self.progress, time.monotonic()
-        if now - self._reported[1] < PROGRESS_EVERY or (
+        if now - self._reported[1] < timeouts.PROGRESS_INTERVAL or (
             progress == self._reported[0] and not self.is_waiting
         ):
             return
@@ -151,5 +145,5 @@ class Watcher:
 
 def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
-    record = {"step": step, "count": count, "waits": num_waits}
-    store.set(protocol.progress_key(worker_id), json.dumps(record).encode())
+    report = ProgressReport(step=step, count=count, waits=num_waits)
+    store.set(protocol.progress_key(worker_id), report.to_json())

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import platform
 import warnings
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
 from phalanx.elastic.checkpoint._saving import no_readable_save
 from phalanx.elastic.checkpoint._state import digest
 from phalanx.elastic.checkpoint._stream import receive_state, send_state
 from phalanx.elastic.membership._committed_steps import check_setback
-from phalanx.elastic.membership._identity import describe_model, identity, tell_apart
-from phalanx.elastic.membership._rounds import FRESH, Seat, choose_source
+from phalanx.elastic.membership._coordinator import Coordinator
+from phalanx.elastic.membership._rounds import Membership, choose_source
+from phalanx.elastic.membership._training import Training
 from phalanx.errors import PhalanxError
+from phalanx.events._types import StateReceived, StateSent, StepsRepeated
+from phalanx.protocol import FRESH
 
-if TYPE_CHECKING:
-    from phalanx.elastic._job import Job
+MAX_NAMED = 3
+"""How many differing tensors an error describes before it only counts them."""
 
 
 class WorkersDiffer(PhalanxError):
@@ -54,19 +59,19 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     )
 
 
-def bring_level(job: Job, seat: Seat) -> None:
+def bring_level(job: Training, coordinator: Coordinator, membership: Membership) -> None:
     """Make this worker's state that of the round's most advanced worker. Raises as collectives do."""
     mine: dict[str, Any] = {
         "step": FRESH if job.is_fresh else job.step,
-        "job": identity(job),
+        "job": job.identity(),
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
         "attempt": job.attempt,
     }
-    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
-    _check_same(seat, told, job)
-    source = _find_source(job, seat, [one["step"] for one in told])
-    if seat.group is None:
+    told = membership.group.all_gather_values(mine) if membership.group is not None else [mine]
+    _check_same(membership, told, job)
+    source = _find_source(job, coordinator, membership, [one["step"] for one in told])
+    if membership.group is None:
         return
     if told[source]["step"] != FRESH:
         job.attempt = told[source]["attempt"]  # each may have loaded the same state by itself
@@ -75,65 +80,72 @@ def bring_level(job: Job, seat: Seat) -> None:
         for rank, one in enumerate(told)
         if rank != source and (one["step"] == FRESH or one["step"] < told[source]["step"])
     ]
-    if seat.rank == source:
+    if membership.rank == source:
         for rank in behind:
-            job.events.emit(
-                "sent", to=seat.workers[rank], bytes=send_state(seat.group, job.state_dict(), rank)
-            )
-    elif seat.rank in behind:
-        job.take_over(receive_state(seat.group, source))
-        job.events.emit("received", step=job.step, source=seat.workers[source])
+            size = send_state(membership.group, job.state_dict(), rank)
+            job.events.write(StateSent(to=membership.workers[rank], bytes=size))
+    elif membership.rank in behind:
+        job.take_over(receive_state(membership.group, source))
+        job.events.write(StateReceived(step=job.step, source=membership.workers[source]))
     elif max(told, key=_num_evaluations)["evaluations"][0] > job.num_evaluations:
         # It was cut off from an evaluation that the others completed.
         job.count_evaluation(max(told, key=_num_evaluations)["evaluations"][1])
     if job.run.verify:
-        _verify(job, seat.workers, seat.group.all_gather_values(_digests(job)))
+        _verify(job, membership.workers, membership.group.all_gather_values(_digests(job)))
 
 
-def _find_source(job: Job, seat: Seat, steps: list[int]) -> int:
+def _find_source(job: Training, coordinator: Coordinator, membership: Membership, steps: list[int]) -> int:
     """Whose state counts. The disk is looked at only if no worker has a state, since checking a save takes time."""
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()
     mine: dict[str, Any] = {
         "step": FRESH if saved is None else saved,
-        "committed": job.team.roster.ledger.num_committed(),
+        "committed": coordinator.committed_steps.num_committed(),
         "problems": job.saving.problems(),
     }
-    told = seat.group.all_gather_values(mine) if seat.group is not None else [mine]
+    told = membership.group.all_gather_values(mine) if membership.group is not None else [mine]
     source = choose_source([one["step"] for one in told])
     if told[source]["step"] == FRESH and any(one["problems"] for one in told):
-        problems = {worker: one["problems"] for worker, one in zip(seat.workers, told, strict=True)}
+        problems = {worker: one["problems"] for worker, one in zip(membership.workers, told, strict=True)}
         raise no_readable_save(job.saving.options, problems)
-    _go_back(job, seat, max(one["committed"] for one in told), max(0, told[source]["step"]))
-    if source == seat.rank and not job.load_save():
+    _go_back(
+        job, coordinator, membership, max(one["committed"] for one in told), max(0, told[source]["step"])
+    )
+    if source == membership.rank and not job.load_save():
         job.begin_attempt()
     return source
 
 
-def _go_back(job: Job, seat: Seat, before: int, after: int) -> None:
+def _go_back(
+    job: Training, coordinator: Coordinator, membership: Membership, before: int, after: int
+) -> None:
     """The workers are new, but the job may not be: say and count it, or refuse, if they begin before its last step."""
     # A launcher that restarts all workers does so because its user asked for it.
-    may_begin_again = job.run.begin_again or not job.team.roster.can_change
+    may_begin_again = job.run.begin_again or not coordinator.can_change
     has_saves = job.saving.options is not None
-    if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and seat.rank == 0:
-        job.events.emit("went_back", step=after, before=before)
-        job.team.roster.ledger.go_back(before, after)
+    if (
+        check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again)
+        and membership.rank == 0
+    ):
+        job.events.write(StepsRepeated(step=after, before=before))
+        coordinator.committed_steps.go_back(before, after)
 
 
 def _num_evaluations(told: dict[str, Any]) -> int:
     return int(told["evaluations"][0])
 
 
-def _digests(job: Job) -> dict[str, str]:
-    parts = job.state_dict()["parts"]
-    named = {"position": job.schedule.state_dict(), "optimizer": parts["optimizer"]}
+def _digests(job: Training) -> dict[str, str]:
+    state = job.state_dict()
+    parts = state["parts"]
+    named = {"position": state["sampler"], "optimizer": parts["optimizer"]}
     for kind in ("model", "buffers", "others"):
         named |= {f"{kind} {name}": value for name, value in parts[kind].items()}
     return {name: digest(value) for name, value in named.items()}
 
 
-def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> None:
+def _verify(job: Training, workers: tuple[str, ...], told: list[dict[str, str]]) -> None:
     for worker, one in zip(workers, told, strict=True):
         different = [name for name, value in told[0].items() if one.get(name) != value]
         if different:
@@ -143,33 +155,33 @@ def _verify(job: Job, workers: tuple[str, ...], told: list[dict[str, str]]) -> N
             )
 
 
-def _check_same(seat: Seat, told: list[dict[str, Any]], job: Job) -> None:
-    for worker, one in zip(seat.workers, told, strict=True):
+def _check_same(membership: Membership, told: list[dict[str, Any]], job: Training) -> None:
+    for worker, one in zip(membership.workers, told, strict=True):
         for name, value in told[0]["job"].items():
             if one["job"][name] == value:
                 continue
             if name == "model":
-                _tell_models_apart(seat, worker, job)
+                _tell_models_apart(membership, worker, job)
             else:
                 raise WorkersDiffer(
-                    f"{name} is {_short(value)} on worker {seat.workers[0]} and {_short(one['job'][name])} on "
+                    f"{name} is {_short(value)} on worker {membership.workers[0]} and {_short(one['job'][name])} on "
                     f"{worker}; all workers must run the same script with the same arguments"
                 )
         if listed := differences(told[0]["machine"], one["machine"]):
             warnings.warn(
-                f"workers {seat.workers[0]} and {worker} differ in {listed}: the result depends on which of them "
+                f"workers {membership.workers[0]} and {worker} differ in {listed}: the result depends on which of them "
                 "computes what. For equal bits run them alike (RunOptions(threads=1) sets the threads)",
                 BitsWarning,
                 stacklevel=2,
             )
 
 
-def _tell_models_apart(seat: Seat, worker: str, job: Job) -> NoReturn:
+def _tell_models_apart(membership: Membership, worker: str, job: Training) -> NoReturn:
     """All workers have seen that the models differ, so all of them exchange what they are, and raise."""
-    assert seat.group is not None, "a worker alone cannot differ"
-    models = seat.group.all_gather_values(describe_model(job))
-    first = seat.workers[0]
-    told = tell_apart(first, models[0], worker, models[seat.workers.index(worker)])
+    assert membership.group is not None, "a worker alone cannot differ"
+    models = membership.group.all_gather_values(describe_model(job.model))
+    first = membership.workers[0]
+    told = tell_apart(first, models[0], worker, models[membership.workers.index(worker)])
     raise WorkersDiffer(
         f"the models differ: {told}; all workers must run the same script with the same arguments"
     )
@@ -178,3 +190,37 @@ def _tell_models_apart(seat: Seat, worker: str, job: Job) -> NoReturn:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 200 else text[:200] + "..."
+
+
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer in order: what it is, and its dtype and shape."""
+    found = {
+        f"parameter {name}": _describe(param) + ("" if param.requires_grad else ", frozen")
+        for name, param in model.named_parameters()
+    }
+    return found | {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def tell_apart(first: str, one: Mapping[str, str], second: str, other: Mapping[str, str]) -> str:
+    """In what the models of two workers differ.
+
+    >>> tell_apart("a", {"parameter w": "float32 (2,)"}, "b", {"parameter w": "float32 (3,)", "buffer n": "int64 ()"})
+    'parameter w is float32 (2,) on worker a and float32 (3,) on b; buffer n is only on b'
+    """
+    found = []
+    for name in [*one, *(name for name in other if name not in one)]:
+        if name not in other:
+            found.append(f"{name} is only on {first}")
+        elif name not in one:
+            found.append(f"{name} is only on {second}")
+        elif one[name] != other[name]:
+            found.append(f"{name} is {one[name]} on worker {first} and {other[name]} on {second}")
+    if not found:
+        mine, theirs = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
+        return f"parameters and buffers come in another order: {mine} on worker {first} where {theirs} is on {second}"
+    more = f"; {len(found) - MAX_NAMED} more differ" if len(found) > MAX_NAMED else ""
+    return "; ".join(found[:MAX_NAMED]) + more

@@ -37,7 +37,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The buckets of a model; the same on every worker that built the same model."""
 
     device: torch.device
@@ -50,7 +50,7 @@ class Layout:
     """How many slots have a place for a note."""
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], buffers: Sequence[Tensor], num_slots: int = 0) -> Layout:
+    def of(cls, params: Sequence[Tensor], buffers: Sequence[Tensor], num_slots: int = 0) -> FlatLayout:
         """Lay out the gradients of ``params``, the values of ``buffers`` and a note per slot."""
         devices = {tensor.device for tensor in [*params, *buffers]} or {torch.device("cpu")}
         if len(devices) > 1:
@@ -85,7 +85,9 @@ class Flat:
     """One copy of all buckets. Views of it: ``grads`` per parameter, ``numbers`` (``scalars``, then ``used`` per
     parameter), ``notes`` per slot, and ``raw`` bytes per buffer."""
 
-    def __init__(self, layout: Layout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
+    def __init__(
+        self, layout: FlatLayout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]
+    ) -> None:
         self.layout = layout
         self.tensors = [
             zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, b.dtype) for b in layout.buckets

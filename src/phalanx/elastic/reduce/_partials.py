@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.elastic.reduce._flat_layout import SCALARS, Flat, Layout
+from phalanx.elastic.reduce._flat_layout import SCALARS, Flat, FlatLayout
 from phalanx.elastic.reduce._slots import Node, siblings
 
 
 class Pool:
     """Flats that are not in use; the job never frees them."""
 
-    def __init__(self, layout: Layout, max_size: int) -> None:
+    def __init__(self, layout: FlatLayout, max_size: int) -> None:
         self.layout = layout
         self.max_size = max_size
         self.free: list[Flat] = []

@@ -25,7 +25,7 @@ BLOCK = 65536
 """Elements that are folded at a time: 256 KB of float32."""
 
 
-class Exchange:
+class Reduction:
     """The reduction of one group; ``group`` is None for a worker alone."""
 
     def __init__(self, group: Group | None, num_slots: int, pool: Pool) -> None:

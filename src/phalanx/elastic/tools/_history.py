@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx._fields import Fields
-from phalanx.elastic.tools._json_lines import parse_lines
+from phalanx.events._lines import from_record
+from phalanx.events._types import RoundFormed, StepCommitted, TrainingEvent, TrainingFinished, TrainingLeft
+from phalanx.events._writer import parse_lines
 
 
 @dataclass(frozen=True)
@@ -92,25 +93,28 @@ def read_history(log_dir: Path) -> History:
 def make_history(records: Iterable[Any]) -> History:
     """The history that these events tell; what is none is counted and left out."""
     history = History()
-    events = []
+    events: list[TrainingEvent] = []
     for record in records:
         try:
-            events.append(_event(record))
+            event = from_record(record)
         except ValueError:
             history.num_torn += 1
+            continue
+        if isinstance(event, TrainingEvent):
+            events.append(event)
     events.sort(key=lambda event: event.time)
     lives: dict[str, Life] = {}
-    rounds: dict[tuple[int, int], list[_Regrouped]] = {}
+    rounds: dict[tuple[int, int], list[RoundFormed]] = {}
     steps: dict[int, StepMark] = {}
     for event in events:
         life = lives.setdefault(event.worker, Life(event.worker, event.time, event.time))
         life.seen = event.time
-        if event.kind in ("left", "finished"):
+        if isinstance(event, (TrainingLeft, TrainingFinished)):
             life.end = event.kind
-        elif isinstance(event.what, _Regrouped):
-            rounds.setdefault(event.what.round, []).append(event.what)
-        elif isinstance(event.what, StepMark):  # of a step that was committed twice, the later one counts
-            steps[event.what.step] = event.what
+        elif isinstance(event, RoundFormed):
+            rounds.setdefault((event.generation, event.round), []).append(event)
+        elif isinstance(event, StepCommitted):  # of a step that was committed twice, the later one counts
+            steps[event.step] = _mark(event)
     history.lives = sorted(lives.values(), key=lambda life: life.born)
     history.steps = [steps[number] for number in sorted(steps)]
     history.rounds = [_round(key, told) for key, told in sorted(rounds.items())]
@@ -122,62 +126,13 @@ def make_history(records: Iterable[Any]) -> History:
     return history
 
 
-@dataclass(frozen=True)
-class _Regrouped:
-    """What one worker wrote about a round."""
-
-    time: float
-    worker: str
-    round: tuple[int, int]
-    workers: tuple[str, ...]
-    joined: tuple[str, ...]
-    left: tuple[str, ...]
-    step: int
-    seconds: float
+def _mark(event: StepCommitted) -> StepMark:
+    # A loss that is infinite or nan has no place on a plot.
+    loss = event.loss if event.loss is not None and abs(event.loss) < 1e300 else None
+    return StepMark(event.time, event.step, loss, event.samples, (event.generation, event.round))
 
 
-@dataclass(frozen=True)
-class _Event:
-    time: float
-    worker: str
-    kind: str
-    what: StepMark | _Regrouped | None = None
-
-
-def _event(record: Any) -> _Event:
-    """One event, every field of which is what it should be; ``ValueError`` otherwise."""
-    fields = Fields(record, "an event")
-    time, worker, kind = fields.number("time"), fields.text("worker"), fields.text("event")
-    if kind not in ("regrouped", "step"):
-        return _Event(time, worker, kind)
-    key = (fields.integer("generation", low=0), fields.integer("round", low=0))
-    if kind == "step":
-        loss = fields.get("loss")
-        is_number = (
-            type(loss) in (int, float) and abs(loss) < 1e300
-        )  # not infinite, not nan: it has a place on a plot
-        mark = StepMark(
-            time,
-            fields.integer("step", low=0),
-            float(loss) if is_number else None,
-            fields.integer("samples", low=0),
-            key,
-        )
-        return _Event(time, worker, kind, mark)
-    regrouped = _Regrouped(
-        time,
-        worker,
-        key,
-        fields.texts("workers"),
-        fields.texts("joined"),
-        fields.texts("left"),
-        fields.integer("step", low=0),
-        fields.number("seconds"),
-    )
-    return _Event(time, worker, kind, regrouped)
-
-
-def _round(key: tuple[int, int], told: list[_Regrouped]) -> RoundMark:
+def _round(key: tuple[int, int], told: list[RoundFormed]) -> RoundMark:
     # Newcomers list everybody as joined; who was there before tells what really changed.
     before = [event for event in told if event.worker not in event.joined] or told
     return RoundMark(

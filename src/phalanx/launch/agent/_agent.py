@@ -39,7 +39,7 @@ from phalanx.launch.config._spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._watch import HangWatch
 from phalanx.launch.recovery import _policy
-from phalanx.launch.recovery._policy import Action, Recovery, Situation
+from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     RendezvousClosedError,
@@ -51,14 +51,12 @@ from phalanx.launch.rendezvous._interface import (
 )
 from phalanx.launch.system._signals import SignalException
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
-from phalanx.protocol import Broken, Setbacks
+from phalanx.protocol import Action, Broken, Recovery, Setbacks, timeouts
 
 log = logging.getLogger(__name__)
 
 FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
-REQUEST_INTERVAL = 0.5
-"""Seconds between two looks at what the store asks of an agent; exits and the end of a generation need no look."""
 
 STARTS_ANEW = (
     "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
@@ -97,7 +95,7 @@ class Agent:
         self._wish = -1
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._interval = max(config.monitor_interval, REQUEST_INTERVAL)
+        self._interval = max(config.monitor_interval, timeouts.REQUEST_INTERVAL)
         self._hang = HangWatch(config, pool, self._interval)
         self._result: RunResult | None = None
 
@@ -187,7 +185,8 @@ class Agent:
         """Without a store of their own no worker could start: another port, or the end."""
         is_chosen = self._handler.has_fixed_port
         recovery = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
-        recovery = self._generation.end(recovery, also=self._running_on)
+        recovery = self._generation.propose(recovery)
+        self._generation.break_up(recovery, also=self._running_on)
         if recovery.action is Action.FAIL:
             self._handler.close_as("failed", recovery.reason)
             raise RendezvousStateError(recovery.reason)
@@ -263,23 +262,20 @@ class Agent:
         failures = [self._pool.failure_of(member) for member in members]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        now = self._situation()
-        streak = now.streak
-        if self._heals:
-            member = next(member for member in members if member.id == first.worker_id)
-            streak = streak.after(self._generation.death_of(member, first))
+        member = next(member for member in members if member.id == first.worker_id)
+        streak = self._generation.streak_after(member, first) if self._heals else None
         recovery = _policy.on_failure(
-            now,
+            self._situation(),
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
             streak=streak,
         )
-        recovery = self._generation.channel.decide(self._generation.number, recovery)
+        recovery = self._generation.propose(recovery)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
             self._observer.worker_failed(failure)
-        self._end_generation(recovery, tuple(member.id for member in members))
+        self._end_as(recovery, tuple(member.id for member in members))
 
     def _situation(self) -> Situation:
         survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
@@ -287,8 +283,13 @@ class Agent:
 
     # -- the end of a generation ---------------------------------------------------------------------------------
 
-    def _end_generation(self, recovery: Recovery, lost: tuple[str, ...] = ()) -> None:
-        self._apply(self._generation.end(recovery, lost, self._running_on))
+    def _end_generation(self, proposal: Recovery, lost: tuple[str, ...] = ()) -> None:
+        self._end_as(self._generation.propose(proposal), lost)
+
+    def _end_as(self, recovery: Recovery, lost: tuple[str, ...] = ()) -> None:
+        """Tell everybody that the generation is over, and do what all agents have agreed on."""
+        self._generation.break_up(recovery, lost, self._running_on)
+        self._apply(recovery)
 
     def _change_members(self, reason: str) -> None:
         self._end_generation(_policy.on_membership_change(self._situation(), reason=reason))
@@ -300,7 +301,7 @@ class Agent:
             self._want_regroup(end.reason)
         elif end.kind == "broken":
             change = _policy.on_membership_change(self._situation(), reason=end.reason)
-            self._apply(self._generation.channel.decide(self._generation.number, change))
+            self._apply(self._generation.propose(change))
         else:
             self._on_lost(end.reason)
 
@@ -462,9 +463,9 @@ class Agent:
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
         change = _policy.on_membership_change(self._situation(), reason=reason)
-        change = self._generation.channel.decide(self._generation.number, change)
+        change = self._generation.propose(change)
         if change.starts_anew or change.action is Action.FAIL:
-            self._end_generation(change)
+            self._end_as(change)
             return
         self._handler.want_generation(self._generation.number, Broken(reason=reason))
         self._observer.generation_ended(self._generation.number, change, self.config.max_restarts)

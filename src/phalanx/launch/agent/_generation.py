@@ -14,24 +14,23 @@ from collections.abc import Collection, Sequence
 from phalanx.comm import stores
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.launch.hang._detector import reported_step
+from phalanx.launch.hang._detector import parse_report
+from phalanx.launch.recovery import _streak
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.recovery._contact import Judgement, judge
-from phalanx.launch.recovery._policy import Recovery, Situation, all_can_regroup
+from phalanx.launch.recovery._policy import Situation, all_can_regroup
 from phalanx.launch.recovery._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import bind_address
 from phalanx.launch.workers._environment import JobFacts, RankAssignment
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import Broken, LostContact
+from phalanx.protocol import Broken, LostContact, Recovery, Streak, timeouts
 
 log = logging.getLogger(__name__)
 
 REBIND_PATIENCE = 5.0
 """Seconds that a port which the generation before has used may need to come free."""
-REPAIR = 0.2
-"""Seconds in which workers that live put a record of theirs right that somebody has written over."""
 
 
 class PortTaken(Exception):
@@ -130,6 +129,7 @@ class Generation:
             job=self._handler.job,
             restarts=self.restarts,
             secret_file=self._handler.secret_file,
+            regroup_timeout=timeouts.regroup_timeout(self._handler.join_timeout),
         )
 
     def situation(self, survivors: int) -> Situation:
@@ -160,15 +160,16 @@ class Generation:
         ids = list(self.worker_ids)
         if all_can_regroup(by_role, self.channel.read_regrouping(ids)):
             return True
-        time.sleep(REPAIR)
+        time.sleep(timeouts.REPAIR)
         return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
-    def death_of(self, member: WorkerHandle, failure: ProcessFailure) -> Death:
-        """Return what counts about a worker's end when deaths in a row are counted."""
+    def streak_after(self, member: WorkerHandle, failure: ProcessFailure) -> Streak:
+        """Return the deaths in a row, with that of this worker."""
         steps = {
-            w: reported_step(data) for w, data in self.channel.read_progress(list(self.worker_ids)).items()
+            w: parse_report(data).step
+            for w, data in self.channel.read_progress(list(self.worker_ids)).items()
         }
-        return Death(
+        death = Death(
             generation=self.number,
             born=member.born,
             step=max(steps.values()),
@@ -176,19 +177,22 @@ class Generation:
             is_killed=failure.is_from_outside,
             lived=time.monotonic() - member.started_at,
         )
+        return _streak.after(self._before.streak, death)
 
     def judge_lost_contact(self, words: Sequence[LostContact], stopped: Collection[str]) -> Judgement:
         """Return whose fault it is that workers lost contact; ``stopped`` are those of this node that are."""
         return judge(words, self.worker_ids, before=self._before.lost_contact, stopped=stopped)
 
-    def end(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> Recovery:
-        """Propose a recovery and tell everybody that the generation is over; the standing recovery is returned.
+    def propose(self, recovery: Recovery) -> Recovery:
+        """Propose what to do about the end of this generation, once; the recovery that counts is returned."""
+        return self.channel.decide(self.number, recovery)
+
+    def break_up(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> None:
+        """Tell everybody that the generation is over; what all agents do about it is agreed on.
 
         ``also`` is the generation before, when workers may still be on their way out of it.
         """
-        recovery = self.channel.decide(self.number, recovery)
         broken = Broken(reason=recovery.reason, workers=lost, at_once=recovery.lost_contact is not None)
         self._handler.break_generation(self.number, broken)
         if also >= 0:
             self._handler.break_generation(also, broken)
-        return recovery

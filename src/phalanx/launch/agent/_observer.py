@@ -26,10 +26,10 @@ from phalanx.launch.events import (
 )
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.metrics import Metrics, make_handler
-from phalanx.launch.recovery._policy import Action, Recovery
 from phalanx.launch.rendezvous._interface import RendezvousInfo
+from phalanx.launch.telemetry._event_metrics import measure
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import Setbacks
+from phalanx.protocol import Action, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +76,10 @@ class Observer:
                 seconds=seconds,
             )
         )
-        self._metrics.put("rendezvous.duration.ms", seconds * 1e3, kind="timer")
-        self._metrics.put("workers", info.num_workers)
-        self._metrics.put("generation", info.generation)
 
     def generation_ended(self, generation: int, recovery: Recovery, max_restarts: int) -> None:
         where = self._where(generation)
         self._write(GenerationEnded(**where, how=recovery.action.value, reason=recovery.reason))
-        self._metrics.count(f"generations.{recovery.action.value}")
         if recovery.action in (Action.RESTART, Action.HEAL):
             self._write(
                 JobRestarted(
@@ -97,14 +93,11 @@ class Observer:
     def worker_started(self, member: WorkerHandle) -> None:
         self._failed.discard(member.process.pid)  # the number of one that failed long ago
         self._write(WorkerStarted(**self._where(member.assignment.generation), **_who(member)))
-        self._metrics.count("workers.started")
 
     def worker_exited(self, member: WorkerHandle) -> None:
         code = member.process.exit_code
         assert code is not None, f"worker {member.id} still runs"
         self._write(WorkerExited(**self._where(member.assignment.generation), **_who(member), exit_code=code))
-        if code == 0:
-            self._metrics.count("workers.succeeded")
 
     def worker_failed(self, failure: ProcessFailure) -> None:
         """Count a worker that ended by itself though it should not have; those that were stopped because of it have
@@ -119,18 +112,23 @@ class Observer:
     def worker_replaced(self, old: WorkerHandle, new_id: str) -> None:
         where = self._where(old.assignment.generation)
         self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.assignment.rank))
-        self._metrics.count("workers.replaced")
 
     def worker_hung(self, member: WorkerHandle, seconds: float) -> None:
         where = self._where(member.assignment.generation)
         self._write(WorkerHung(**where, worker_id=member.id, rank=member.assignment.rank, seconds=seconds))
-        self._metrics.count("workers.hung")
 
     def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
         where = self._where(generation)
-        self._write(JobWentBack(**where, from_step=after.last_from, to_step=after.last_to, count=after.count))
-        self._metrics.count("job.went_back", after.count - before.count)
-        self._metrics.count("job.steps_repeated", after.num_steps - before.num_steps)
+        self._write(
+            JobWentBack(
+                **where,
+                from_step=after.last_from,
+                to_step=after.last_to,
+                count=after.count,
+                num_new=after.count - before.count,
+                num_repeated=after.num_steps - before.num_steps,
+            )
+        )
 
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
         self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))
@@ -144,6 +142,7 @@ class Observer:
 
     def _write(self, event: AnyEvent) -> None:
         self._log.write(event)
+        measure(event, self._metrics)
 
 
 def _who(member: WorkerHandle) -> dict[str, Any]:

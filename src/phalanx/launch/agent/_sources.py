@@ -21,16 +21,9 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
 from phalanx.launch.workers._pool import WorkerHandle
-from phalanx.protocol import LostContact, RecordError, Setbacks, members_key
+from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts
 
 log = logging.getLogger(__name__)
-
-CONTACT_INTERVAL = 0.2
-"""Seconds between two looks at the one key that says that workers lost contact."""
-SETTLE = 0.4
-"""Seconds in which the others of a group, whose connections end with the first one's, say the same."""
-AGAIN = 2.0
-"""Seconds until the same is reported once more, should the generation still stand."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +172,15 @@ class Sources:
             try:
                 with info.store.clone() as store:
                     channel = AgentChannel(store)
-                    while not stopped.wait(CONTACT_INTERVAL):
+                    while not stopped.wait(timeouts.CONTACT_INTERVAL):
                         if not channel.has_lost_contact(info.generation):
                             continue
                         words = _hear_out(channel, info.generation, ids, stopped)
                         if words:
                             self.post(Parted(info.generation, tuple(words)))
-                            stopped.wait(AGAIN)  # the recovery may take in what was said later
+                            stopped.wait(
+                                timeouts.CONTACT_AGAIN
+                            )  # the recovery may take in what was said later
             except StoreError:
                 return  # as above
 
@@ -226,7 +221,7 @@ def _hear_out(
     channel: AgentChannel, generation: int, ids: list[str], stopped: threading.Event
 ) -> list[LostContact]:
     """Return what workers say about lost contact, once all of the group have spoken or had the time to."""
-    until = time.monotonic() + SETTLE
+    until = time.monotonic() + timeouts.CONTACT_SETTLE
     while True:
         words = channel.read_lost_contact(generation, ids)
         seated = {peer for word in words for peer in word.peers}

@@ -99,9 +99,8 @@ def scale(url: str, run_id: str, size: int, node: str = "", *, secret_file: str 
     from phalanx.comm.stores._sealed import SealedStore
     from phalanx.comm.stores._signing import Signer, read_secret
     from phalanx.launch.rendezvous._backends import secret_here
-    from phalanx.launch.rendezvous._records import NODES
     from phalanx.launch.rendezvous._runs import find_run
-    from phalanx.protocol import job_prefix, wish_key
+    from phalanx.protocol import NODES, dump_count, job_prefix, wish_key
 
     store = connect(url)
     try:
@@ -115,7 +114,7 @@ def scale(url: str, run_id: str, size: int, node: str = "", *, secret_file: str 
                 f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}"
             )
         for node_id in nodes:
-            job.set(wish_key(node_id), str(size).encode())
+            job.set(wish_key(node_id), dump_count(size))
         return nodes
     finally:
         store.close()

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.config._flag import flag, words
 from phalanx.launch.system._signals import DEFAULT_SIGNALS, parse_signals
+from phalanx.protocol import timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
     from phalanx.launch.telemetry._logs import LogsSpecs
 
-DEFAULT_RDZV_TIMEOUT = 900
+DEFAULT_RDZV_TIMEOUT = int(timeouts.JOIN)
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 

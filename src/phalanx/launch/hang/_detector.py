@@ -10,7 +10,6 @@ Of several that are silent, the one is to blame that does not merely wait for ot
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 from phalanx import protocol
 from phalanx.errors import StoreError
+from phalanx.protocol import ProgressReport, RecordError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class _Seen:
     stopped_at: float | None = None
 
     def take(self, value: bytes | None, now: float) -> None:
-        has_computed = reported_step(value) >= 0 and reported_step(value, "count") != 0
+        report = parse_report(value)
+        has_computed = report.step >= 0 and report.count != 0
         self.has_started = self.has_started or has_computed
         self.value, self.at = value, now
 
@@ -116,17 +117,16 @@ class HangDetector:
         return next((each for each in late if now - self._seen[each].at > 2 * self.limit(each)), None)
 
 
-def reported_step(report: bytes | None, name: str = "step") -> int:
-    """Return the step (or another number) of a report; -1 for none, and for one that says nothing of the kind.
+def parse_report(data: bytes | None) -> ProgressReport:
+    """Return what a worker reported; nothing, when it has not, and when it is no report.
 
-    >>> reported_step(b'{"step": 7}'), reported_step(None), reported_step(b"garbage")
+    >>> parse_report(ProgressReport(step=7).to_json()).step, parse_report(None).step, parse_report(b"garbage").step
     (7, -1, -1)
     """
     try:
-        step = json.loads(report or b"{}")[name]
-    except (ValueError, KeyError, TypeError, RecursionError):  # a worker may report what it likes
-        return -1
-    return step if isinstance(step, int) else -1
+        return ProgressReport() if data is None else ProgressReport.from_json(data)
+    except RecordError:  # a worker may report what it likes
+        return ProgressReport()
 
 
 class _Reporter:
@@ -165,7 +165,7 @@ def report_progress(step: int, *, at_most_every: float = 0.2) -> None:
             return
         reporter.last = now
         try:
-            reporter.store.set(reporter.key, json.dumps({"step": step}).encode())
+            reporter.store.set(reporter.key, ProgressReport(step=step).to_json())
         except StoreError as error:  # a report is a courtesy: training decides by itself whether it can go on
             log.warning("progress cannot be reported: %s", error)
             reporter.last = float("inf")

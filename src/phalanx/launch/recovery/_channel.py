@@ -1,38 +1,37 @@
-"""What agents tell each other through the job's store, beside the rendezvous: recoveries, failures, who is done.
+"""Carries what agents tell each other in the job's store, beside the rendezvous: recoveries, failures, who is done.
 
-Owns the keys under ``agents/`` and their records (versioned JSON). Every generation gets exactly one recovery: it is
-written by compare-and-set, so two agents that see two deaths at once cannot count them twice or disagree.
+Every generation gets exactly one recovery: it is written by compare-and-set, so two agents that see two deaths at once
+cannot count them twice or disagree.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from phalanx._fields import Fields
 from phalanx.comm.stores._interface import Store
 from phalanx.launch.failures._process_failure import ProcessFailure, readable_time
-from phalanx.launch.recovery._contact import Row
-from phalanx.launch.recovery._policy import Action, Recovery
-from phalanx.launch.recovery._streak import Streak
-from phalanx.launch.rendezvous._records import stage_key
 from phalanx.protocol import (
     FINISHING,
+    PRESENT,
     SETBACKS,
-    VERSION,
+    Action,
+    FailureReport,
     LostContact,
     RecordError,
+    Recovery,
     Setbacks,
+    StacksRequest,
     any_contact_key,
     contact_key,
     ended_key,
+    failures_prefix,
     leaving_key,
-    parse_record,
     progress_key,
+    recovery_key,
     regroups_key,
+    stacks_key,
+    stage_key,
     wish_key,
 )
 
@@ -53,19 +52,25 @@ class AgentChannel:
 
     def decide(self, generation: int, recovery: Recovery) -> Recovery:
         """Propose how a generation ends; the recovery that counts is returned."""
-        key = _recovery_key(generation)
-        body = {**asdict(recovery), "action": recovery.action.value, "streak": recovery.streak.to_record()}
-        while not self._store.compare_and_set(key, None, _dump(body)):
-            standing = self.recovery(generation)
-            if standing is not None:  # else somebody deleted it a moment ago
+        key, data = recovery_key(generation), recovery.to_json()
+        expected: bytes | None = None
+        while not self._store.compare_and_set(key, expected, data):
+            expected = self._store.get(key)
+            standing = self._parse_recovery(expected)
+            if standing is not None:
                 return standing
         return recovery
 
     def recovery(self, generation: int) -> Recovery | None:
-        data = self._store.get(_recovery_key(generation))
-        if data is None:
+        return self._parse_recovery(self._store.get(recovery_key(generation)))
+
+    def _parse_recovery(self, data: bytes | None) -> Recovery | None:
+        """What is none of ours is named, and does not stand in the way of one that is."""
+        try:
+            return None if data is None else Recovery.from_json(data)
+        except RecordError as error:
+            log.warning("ignored how a generation is said to end: %s", error)
             return None
-        return parse_recovery(data)
 
     def recovery_before(self, generation: int) -> Recovery:
         """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
@@ -77,14 +82,14 @@ class AgentChannel:
         record.pop("error_file_data")  # large, and its content is in the other fields
         for name in ("message", "traceback", "note"):
             record[name] = clip(record[name], MAX_TEXT)
-        record["stderr_tail"] = [clip(line, MAX_LINE) for line in record["stderr_tail"]]
-        key = f"agents/failures/{failure.generation}/{failure.worker_id}"
-        self._store.set(key, _dump(record))
+        record["stderr_tail"] = tuple(clip(line, MAX_LINE) for line in record["stderr_tail"])
+        key = f"{failures_prefix(failure.generation)}{failure.worker_id}"
+        self._store.set(key, FailureReport(**record).to_json())
 
     def failures(self, generation: int) -> dict[int, ProcessFailure]:
         """All failures of a generation, of all nodes, by global rank."""
         found = {}
-        for data in self._store.items(f"agents/failures/{generation}/").values():
+        for data in self._store.items(failures_prefix(generation)).values():
             try:
                 failure = parse_failure(data)
             except RecordError as error:  # the others are worth telling all the same
@@ -94,7 +99,7 @@ class AgentChannel:
         return found
 
     def say_done(self, generation: int, node_rank: int, stage: str) -> None:
-        self._say(stage_key(stage, generation, node_rank), _dump({}))
+        self._say(stage_key(stage, generation, node_rank), PRESENT)
 
     def _say(self, key: str, record: bytes) -> None:
         self._lasting[key] = record
@@ -121,7 +126,7 @@ class AgentChannel:
 
     def say_ended(self, worker_id: str) -> None:
         """A worker's process has ended well; it may not have had the time to say so."""
-        self._say(ended_key(worker_id), b"1")
+        self._say(ended_key(worker_id), PRESENT)
 
     def has_ended(self, worker_id: str) -> bool:
         """Whether a worker's script had ended well, whatever became of its process afterwards."""
@@ -136,13 +141,13 @@ class AgentChannel:
 
     def request_stacks(self, generation: int, reason: str) -> None:
         """Ask every agent to write its workers' stacks to the logs."""
-        self._store.compare_and_set(_stacks_key(generation), None, _dump({"reason": reason}))
+        self._store.compare_and_set(stacks_key(generation), None, StacksRequest(reason=reason).to_json())
 
     def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
         """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
         back to an earlier step."""
-        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), _stacks_key(generation), SETBACKS])
-        reason = parse_stacks_request(stacks) if stacks else ""
+        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), stacks_key(generation), SETBACKS])
+        reason = StacksRequest.from_json(stacks).reason if stacks else ""
         return parse_wish(wish), reason, _parse_setbacks(setbacks)
 
     def read_regrouping(self, worker_ids: list[str]) -> set[str]:
@@ -196,61 +201,10 @@ def parse_wish(data: bytes | None) -> int | None:
     return count if count >= 1 else None
 
 
-def parse_recovery(data: bytes) -> Recovery:
-    """``RecordError`` when it is none."""
-    record = parse_record(data, "recovery record")
-    try:
-        action = Action(record.text("action"))
-    except ValueError as error:
-        raise RecordError(f"recovery record: {error}") from error
-    try:
-        streak = Streak.from_record(record.get("streak"))
-    except ValueError as error:
-        raise RecordError(f"recovery record: {error}") from error
-    return Recovery(
-        action=action,
-        restarts=record.integer("restarts", low=0),
-        reason=record.text("reason"),
-        starts_anew=record.flag("starts_anew"),
-        streak=streak,
-        ports_taken=record.integer("ports_taken", low=0),
-        replace=record.texts("replace"),
-        lost_contact=_parse_row(record.get("lost_contact")),
-    )
-
-
-def _parse_row(value: Any) -> Row | None:
-    if value is None:
-        return None
-    row = Fields(value, "recovery record's lost_contact", RecordError)
-    return Row(count=row.integer("count", low=0), step=row.integer("step"))
-
-
 def parse_failure(data: bytes) -> ProcessFailure:
     """``RecordError`` when it is none."""
-    record = parse_record(data, "failure record")
-    return ProcessFailure(
-        local_rank=record.integer("local_rank"),
-        pid=record.integer("pid"),
-        exitcode=record.integer("exitcode"),
-        error_file=record.text("error_file", default=""),
-        message=record.text("message", default=""),
-        traceback=record.text("traceback", default=""),
-        timestamp=readable_time(record.number("timestamp", default=0.0)),
-        host=record.text("host"),
-        rank=record.integer("rank"),
-        worker_id=record.text("worker_id", default=""),
-        generation=record.integer("generation", low=0, default=0),
-        stderr_tail=record.texts("stderr_tail", default=[]),
-        is_incurable=record.flag("is_incurable", default=False),
-        ends_job=record.flag("ends_job", default=False),
-        note=record.text("note", default=""),
-    )
-
-
-def parse_stacks_request(data: bytes) -> str:
-    """Why stacks are asked for; ``RecordError`` when it is no request."""
-    return parse_record(data, "stacks record").text("reason")
+    found = vars(FailureReport.from_json(data))
+    return ProcessFailure(**{**found, "timestamp": readable_time(found["timestamp"])})
 
 
 def _parse_setbacks(data: bytes | None) -> Setbacks:
@@ -259,15 +213,3 @@ def _parse_setbacks(data: bytes | None) -> Setbacks:
         return Setbacks() if data is None else Setbacks.from_json(data)
     except RecordError:
         return Setbacks()
-
-
-def _recovery_key(generation: int) -> str:
-    return f"agents/verdict/{generation}"
-
-
-def _stacks_key(generation: int) -> str:
-    return f"agents/stacks/{generation}"
-
-
-def _dump(record: dict[str, Any]) -> bytes:
-    return json.dumps({"v": VERSION, **record}, separators=(",", ":")).encode()

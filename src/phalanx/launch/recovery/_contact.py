@@ -19,19 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from phalanx.protocol import LostContact
+from phalanx.protocol import ContactLosses, LostContact
 
 MAX_UNNAMED = 5
 """How often in a row all may regroup because of lost contact, without a step in between and without a suspect."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """How often contact was lost in a row, without a step committed in between."""
-
-    count: int = 0
-    step: int = -1
-    """The most steps that anybody had committed when it was last lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +30,7 @@ class Judgement:
     """Who is to be replaced (nobody: all regroup), why, and whether it is hopeless."""
 
     reason: str
-    row: Row
+    row: ContactLosses
     replace: tuple[str, ...] = ()
     is_hopeless: bool = False
 
@@ -48,7 +39,7 @@ def judge(
     words: Sequence[LostContact],
     members: Sequence[str],
     *,
-    before: Row | None = None,
+    before: ContactLosses | None = None,
     stopped: Collection[str] = (),
 ) -> Judgement:
     """What follows from the words of workers; ``members`` are the generation's, in the order of ranks.
@@ -61,15 +52,17 @@ def judge(
     """
     words = [word for word in words if word.by in members]
     step = max((word.step for word in words), default=-1)
-    last = before if before is not None and step <= before.step else Row()
-    row = Row(count=last.count + 1, step=step)
+    last = before if before is not None and step <= before.step else ContactLosses()
+    row = ContactLosses(count=last.count + 1, step=step)
     first = min(
         words, key=lambda word: (not word.of, not word.late, word.by), default=None
     )  # the one that says most
     reason = f"{len(words)} workers lost contact" + (f" ({first.by}: {first.reason})" if first else "")
 
     def culprits(ids: Sequence[str], why: str) -> Judgement:
-        return Judgement(reason=f"{reason}; {', '.join(ids)} {why}", row=Row(step=step), replace=tuple(ids))
+        return Judgement(
+            reason=f"{reason}; {', '.join(ids)} {why}", row=ContactLosses(step=step), replace=tuple(ids)
+        )
 
     if halted := [worker for worker in members if worker in stopped]:
         return culprits(halted, "is stopped and is replaced")

@@ -11,47 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
-from phalanx.launch.recovery._contact import Judgement, Row
-from phalanx.launch.recovery._streak import Streak
+from phalanx.launch.recovery import _streak
+from phalanx.launch.recovery._contact import Judgement
+from phalanx.protocol import Action, Recovery, Streak
 
 MAX_PORTS = 5
 """How many ports in a row, each found free a moment before, may turn out to be taken."""
-
-
-class Action(str, Enum):
-    """How a generation ends."""
-
-    RESTART = "restart"
-    """All workers stop and start anew; counted."""
-    HEAL = "heal"
-    """Survivors stay, the dead are replaced; counted."""
-    SHRINK = "shrink"
-    """Survivors stay, the dead are not replaced."""
-    REGROUP = "regroup"
-    """The membership changes for another reason than a failure; not counted."""
-    FAIL = "fail"
-    """The job is over."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """The one decision about the end of a generation that all agents apply."""
-
-    action: Action
-    restarts: int
-    """Restarts used up once this is carried out."""
-    reason: str
-    starts_anew: bool = False
-    """Whether all workers stop and start anew; else those that run stay."""
-    streak: Streak = field(default_factory=Streak)
-    ports_taken: int = 0
-    """Generations in a row that ended because the port for the workers' store was taken."""
-    replace: tuple[str, ...] = ()
-    """Workers that run and must not: their agents kill them."""
-    lost_contact: Row | None = None
-    """When workers had lost contact: how often in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +87,10 @@ def on_failure(
         return _shrink(now, f"{reason}; a replacement would fare no better")
     if is_incurable:
         return _fail(now, f"{reason}; a restart cannot cure that")
-    if now.heals and streak.is_loop:
-        if now.may_shrink and streak.others_go_on and _can_go_on(now):
-            return _shrink(now, f"{reason}; {streak.describe()}, going on with fewer")
-        return _fail(now, f"{reason}; {streak.describe()}: another would fare no better")
+    if now.heals and _streak.is_loop(streak):
+        if now.may_shrink and _streak.others_go_on(streak) and _can_go_on(now):
+            return _shrink(now, f"{reason}; {_streak.describe(streak)}, going on with fewer")
+        return _fail(now, f"{reason}; {_streak.describe(streak)}: another would fare no better")
     if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
         nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
         missing = f"without them there are fewer than the {now.min_nodes} that a restart needs"
@@ -155,8 +121,9 @@ def on_leave(now: Situation, *, reason: str) -> Recovery | None:
 def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -> Recovery:
     """Workers lost contact although none has died. ``hosts_culprit``: those to be replaced run on this node.
 
+    >>> from phalanx.protocol import ContactLosses
     >>> now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=1, min_nodes=1, survivors=3)
-    >>> on_lost_contact(now, Judgement(reason="", row=Row(count=1, step=4)), False).action.value
+    >>> on_lost_contact(now, Judgement(reason="", row=ContactLosses(count=1, step=4)), False).action.value
     'regroup'
     """
     if judgement.is_hopeless:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
     GenerationWatch,
-    NodeInfo,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
@@ -31,6 +30,7 @@ from phalanx.launch.rendezvous._registry import (
     get_rendezvous_handler,
     rendezvous_handler_registry,
 )
+from phalanx.protocol import NodeInfo
 
 __all__ = [
     "GenerationEnd",

@@ -32,12 +32,11 @@ from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
-from phalanx.launch.rendezvous._records import NODES, PROOF, NodeRecord
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import LOOPBACK, bind_address
-from phalanx.protocol import job_prefix
+from phalanx.protocol import NODES, PRESENT, PROOF, NodeRecord, job_prefix, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,9 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     is_host = params.get_as_bool("is_host")
     if is_host is None:
         is_host = is_this_machine(host)
-    opened = open_tcp(host, port, serve=is_host, timeout=params.get_as_float("read_timeout", 60.0))
+    opened = open_tcp(
+        host, port, serve=is_host, timeout=params.get_as_float("read_timeout", timeouts.REACH_STORE)
+    )
     return make_handler(params, opened, loopback=host in LOOPBACK)
 
 
@@ -133,7 +134,7 @@ def make_handler(
     if secret is None and params.max_nodes == 1 and opened.is_host:
         own = OwnSecret(params.run_id)
         secret = own.value
-        proof = Signer(params.run_id, secret).seal(PROOF, b"{}")
+        proof = Signer(params.run_id, secret).seal(PROOF, PRESENT)
         opened.store.namespace(job_prefix(params.run_id)).set(PROOF, proof)
     elif secret is None:
         secret = secret_here(opened.store, params.run_id)
@@ -182,9 +183,9 @@ def rules_of(params: RendezvousParameters) -> Rules:
     return Rules(
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
-        last_call=params.get_as_float("last_call_timeout", 30.0),
-        rejoin=params.get_as_float("rejoin_timeout", 60.0),
-        admit_delay=params.get_as_float("admit_delay", 1.0),
+        last_call=params.get_as_float("last_call_timeout", timeouts.LAST_CALL),
+        rejoin=params.get_as_float("rejoin_timeout", timeouts.REJOIN),
+        admit_delay=params.get_as_float("admit_delay", timeouts.ADMIT_DELAY),
     )
 
 
@@ -192,8 +193,8 @@ def options_of(params: RendezvousParameters) -> HandlerOptions:
     interval = params.get_as_float("keep_alive_interval", 5.0)
     attempts = params.get_as_float("keep_alive_max_attempt", 3.0)
     return HandlerOptions(
-        join_timeout=params.get_as_float("join_timeout", params.get_as_float("timeout", 600.0)),
-        close_timeout=params.get_as_float("close_timeout", 30.0),
+        join_timeout=params.get_as_float("join_timeout", params.get_as_float("timeout", timeouts.JOIN)),
+        close_timeout=params.get_as_float("close_timeout", timeouts.CLOSE),
         lease=params.get_as_float("lease", interval * attempts),
     )
 
@@ -318,6 +319,6 @@ def _tcp_url(host: str, port: int) -> str:
 
 def _connect(url: str, params: RendezvousParameters) -> Store:
     try:
-        return stores.connect(url, params.get_as_float("read_timeout", 60.0))
+        return stores.connect(url, params.get_as_float("read_timeout", timeouts.REACH_STORE))
     except StoreError as error:
         raise RendezvousConnectionError(f"cannot reach the rendezvous store: {error}") from error

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phalanx.launch.rendezvous._order import assign_ranks, choose
-from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.protocol import Broken
+from phalanx.protocol import Broken, Members, NodeRecord, timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +30,13 @@ class Rules:
 
     min_nodes: int
     max_nodes: int
-    last_call: float = 30.0
+    last_call: float = timeouts.LAST_CALL
     """From the moment that ``min_nodes`` are there until the first generation forms with fewer than the
     maximum."""
-    rejoin: float = 60.0
+    rejoin: float = timeouts.REJOIN
     """For how long a later generation waits for live members of the last one that have yet to stop their
     workers. Not zero: a generation must not leave out those who only need a moment to hear of it."""
-    admit_delay: float = 1.0
+    admit_delay: float = timeouts.ADMIT_DELAY
     """How long newcomers must have been quiet before a running generation is disturbed, so that ten nodes
     that arrive together cost one regroup and not ten."""
 
@@ -54,7 +53,7 @@ class State:
     """What an observer knows. ``ended`` is how the current generation has ended: "", "wanted" or "broken"."""
 
     nodes: Mapping[str, Seen] = field(default_factory=dict)
-    current: GenerationRecord | None = None
+    current: Members | None = None
     ended: str = ""
     closed: bool = False
     done: frozenset[int] = frozenset()
@@ -72,7 +71,7 @@ class Idle:
 class Form:
     """Publish a generation."""
 
-    record: GenerationRecord
+    members: Members
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def waiting(state: State) -> Iterator[Seen]:
         yield from state.nodes.values()
         return
     current = state.current.generation
-    members = {seat.id: seat.ticket for seat in state.current.seats}
+    members = {member.id: member.ticket for member in state.current.nodes}
     for seen in state.nodes.values():
         record = seen.record
         if record.wants > current or members.get(record.id) != record.ticket:
@@ -117,32 +116,32 @@ def admissible(state: State, rules: Rules) -> int:
     """Return how many nodes wait that a new generation could take in beside the present members."""
     if state.current is None:
         return 0
-    members = {seat.id for seat in state.current.seats}
+    members = {member.id for member in state.current.nodes}
     newcomers = sum(seen.record.id not in members for seen in waiting(state))
-    return min(newcomers, max(0, rules.max_nodes - len(state.current.seats)))
+    return min(newcomers, max(0, rules.max_nodes - len(state.current.nodes)))
 
 
 def _damage(state: State) -> Broken | None:
     """Members that lost their lease, or left while nobody had ended the generation; not those that were done."""
     assert state.current is not None, "only asked about a generation"
     lost, left = [], []
-    for rank, seat in enumerate(state.current.seats):
-        seen = state.nodes.get(seat.id)
-        if seen is None or seen.record.ticket != seat.ticket:
+    for rank, member in enumerate(state.current.nodes):
+        seen = state.nodes.get(member.id)
+        if seen is None or seen.record.ticket != member.ticket:
             if rank not in state.done:
                 lost.append(rank)
         elif seen.record.wants > state.current.generation and not state.ended:
             left.append(rank)
     if not lost and not left:
         return None
-    nodes = state.current.nodes
-    what = [f"node {nodes[rank].id} lost its lease" for rank in lost]
-    what += [f"node {nodes[rank].id} left" for rank in left]
-    return Broken(reason="; ".join(what), workers=tuple(w for rank in lost for w in nodes[rank].worker_ids))
+    current = state.current
+    what = [f"node {current.nodes[rank].id} lost its lease" for rank in lost]
+    what += [f"node {current.nodes[rank].id} left" for rank in left]
+    return Broken(reason="; ".join(what), workers=tuple(w for rank in lost for w in current.worker_ids(rank)))
 
 
 def _form(state: State, rules: Rules, now: float) -> Action:
-    previous = () if state.current is None else state.current.seats
+    previous = () if state.current is None else state.current.nodes
     ready = list(waiting(state))
     if len(ready) < rules.min_nodes:
         return Idle()
@@ -150,7 +149,7 @@ def _form(state: State, rules: Rules, now: float) -> Action:
     if len(chosen) < rules.min_nodes:  # several claim the same fixed rank
         return Idle()
     present = {seen.record.id for seen in ready}
-    awaited = [seat for seat in previous if seat.id in state.nodes and seat.id not in present]
+    awaited = [member for member in previous if member.id in state.nodes and member.id not in present]
     if state.current is None:
         complete, patience = len(chosen) == rules.max_nodes, rules.last_call
     else:
@@ -159,7 +158,7 @@ def _form(state: State, rules: Rules, now: float) -> Action:
     if not complete and now < deadline:
         return Idle(until=deadline)
     generation = 0 if state.current is None else state.current.generation + 1
-    return Form(GenerationRecord(generation, assign_ranks(chosen, previous)))
+    return Form(Members(generation, assign_ranks(chosen, previous)))
 
 
 def _grow(state: State, rules: Rules, now: float) -> Action:
@@ -172,7 +171,7 @@ def _grow(state: State, rules: Rules, now: float) -> Action:
     since = [seen.since for seen in newcomers]
     # Bounded by the oldest, so that a steady trickle of newcomers cannot put it off for ever.
     quiet_at = min(max(since) + rules.admit_delay, min(since) + 5 * rules.admit_delay)
-    full = len(state.current.seats) + count >= rules.max_nodes
+    full = len(state.current.nodes) + count >= rules.max_nodes
     if not full and now < quiet_at:
         return Idle(until=quiet_at)
     names = ", ".join(sorted(seen.record.id for seen in newcomers)[:8])

@@ -21,7 +21,6 @@ from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreLost
-from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
@@ -35,19 +34,28 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.launch.rendezvous._leader import (
-    describe,
+from phalanx.launch.rendezvous._leader import describe
+from phalanx.launch.rendezvous._own_secret import OwnSecret
+from phalanx.launch.rendezvous._participant import Participant
+from phalanx.launch.rendezvous._store_records import (
     end_generation,
-    publish_members,
-    read_trusted,
+    read_count,
+    read_record,
     ring,
     write_once,
 )
-from phalanx.launch.rendezvous._own_secret import OwnSecret
-from phalanx.launch.rendezvous._participant import Participant
-from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
 from phalanx.launch.rendezvous._waiting import due_after, waiting_line
-from phalanx.protocol import Broken, RecordError
+from phalanx.protocol import (
+    CLOSED,
+    NODES,
+    WAITING,
+    Broken,
+    Closing,
+    Members,
+    NodeRecord,
+    RecordError,
+    timeouts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +64,9 @@ log = logging.getLogger(__name__)
 class HandlerOptions:
     """How long things may take, in seconds."""
 
-    join_timeout: float = 600.0
-    close_timeout: float = 30.0
-    lease: float = 15.0
+    join_timeout: float = timeouts.JOIN
+    close_timeout: float = timeouts.CLOSE
+    lease: float = timeouts.LEASE
 
 
 class StoreRendezvousHandler(RendezvousHandler):
@@ -127,6 +135,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._is_host
 
     @property
+    def join_timeout(self) -> float:
+        return self._options.join_timeout
+
+    @property
     def secret_file(self) -> str:
         return self._secret_file if self._own_secret is None else self._own_secret.keep()
 
@@ -157,19 +169,17 @@ class StoreRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         try:
             with self._changed:
-                record, rank = self._join()
+                members, rank = self._join()
         except StoreLost as error:
             raise self._lost(error) from error
         except RecordError as error:
             raise RendezvousStateError(
                 f"node {self.node_id} cannot join job {self._run_id!r}: {error}"
             ) from error
-        self._generation = record.generation
-        if rank == 0:
-            publish_members(self._store, self._signer, record)  # usually the leader has
-        return describe(record, rank, self._agent_store)
+        self._generation = members.generation
+        return describe(members, rank, self._agent_store)
 
-    def _join(self) -> tuple[GenerationRecord, int]:
+    def _join(self) -> tuple[Members, int]:
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
         port = self._hold_port() if self._port is None else self._port
@@ -209,7 +219,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def _present(self) -> list[str]:
-        return [key[len(records.NODES) :] for key in self._store.items(records.NODES)]
+        return [key[len(NODES) :] for key in self._store.items(NODES)]
 
     def _hold_port(self) -> int:
         """Return a free port for the workers' bootstrap store, and nobody else's until then.
@@ -308,32 +318,30 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._participant.facts.closed:
             return True
         try:
-            return self._read(records.CLOSED) is not None
+            return self._read_closed() is not None
         except StoreLost as error:
             raise self._lost(error) from error
 
-    def _read(self, key: str) -> bytes | None:
-        """Return a record that can be trusted, or None."""
-        return read_trusted(self._store, self._signer, key)
+    def _read_closed(self) -> Closing | None:
+        return read_record(self._store, self._signer, CLOSED, Closing)
 
     def set_closed(self) -> None:
         self.close_as("", "")
 
     def close_as(self, outcome: str, reason: str) -> None:
         text = f"closed by node {self.node_id}" + (f": {reason}" if reason else "")
-        closing = records.Closing(reason=text, outcome=outcome, time=time.time())
+        closing = Closing(reason=text, outcome=outcome, time=time.time())
         try:
-            if write_once(self._store, self._signer, records.CLOSED, closing.to_json()):
+            if write_once(self._store, self._signer, CLOSED, closing):
                 ring(self._store, self._signer)
         except StoreLost as error:
             raise self._lost(error) from error
 
     def num_nodes_waiting(self) -> int:
         try:
-            count = self._read(records.WAITING)
+            return read_count(self._store, self._signer, WAITING) or 0
         except StoreLost as error:
             raise self._lost(error) from error
-        return 0 if count is None else records.load_count(count, records.WAITING)
 
     def break_generation(self, generation: int, broken: Broken) -> None:
         self._end_generation(generation, "broken", broken)
@@ -387,7 +395,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _leave(self) -> bool:
         try:
             self._participant.leave()
-            if self._is_host and self._read(records.CLOSED) is not None:
+            if self._is_host and self._read_closed() is not None:
                 self._wait_for_others()
         except StoreLost as error:
             log.warning("node %s could not say that it leaves: %s", self.node_id, error)
@@ -397,8 +405,8 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _wait_for_others(self) -> None:
         """Linger where the store ends with this process: let the others read that the job is closed, and leave."""
         deadline = time.monotonic() + self._options.close_timeout
-        with self._store.watch(records.NODES) as watch:
-            while self._store.items(records.NODES) and time.monotonic() < deadline:
+        with self._store.watch(NODES) as watch:
+            while self._store.items(NODES) and time.monotonic() < deadline:
                 watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from phalanx.comm.stores._interface import Store
 from phalanx.errors import PhalanxError, StoreLost
-from phalanx.protocol import Broken, Member, Members
+from phalanx.protocol import Broken, MemberNode, Members, NodeInfo, timeouts
 
 
 class RendezvousError(PhalanxError, RuntimeError):
@@ -128,21 +128,6 @@ class RendezvousParameters:
             raise ValueError(f"rendezvous configuration {key}={value!r}; expected a number") from None
 
 
-class NodeInfo(NamedTuple):
-    """One node of a generation. ``base_rank`` is the global rank of its first worker."""
-
-    id: str
-    host: str
-    addr: str
-    local_size: int
-    base_rank: int
-    topology: str = ""
-    worker_ids: tuple[str, ...] = ()
-    """Of length ``local_size``; what the agent passed to ``set_local_size``, or made from ``id``."""
-    role: str = ""
-    """Of all its workers; what the agent passed to ``set_local_size``."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RendezvousStoreInfo:
     """Where the workers' bootstrap store is or will be: the first node's address and a free port there."""
@@ -162,6 +147,8 @@ class RendezvousInfo:
     generation: int
     nodes: tuple[NodeInfo, ...]
     bootstrap_store_info: RendezvousStoreInfo
+    agreed: Members | None = None
+    """The record that all nodes have agreed on, where the handler has one."""
 
     @property
     def node(self) -> NodeInfo:
@@ -180,26 +167,15 @@ class RendezvousInfo:
         return before, sum(node.local_size for node in same)
 
     def members(self) -> Members:
-        """Return the record that workers read; the handler has already written it to ``members_key``."""
-        workers = tuple(
-            Member(
-                id=worker_id,
-                rank=node.base_rank + local_rank,
-                node_rank=node_rank,
-                local_rank=local_rank,
-                local_size=node.local_size,
-                host=node.host,
-            )
-            for node_rank, node in enumerate(self.nodes)
-            for local_rank, worker_id in enumerate(node.worker_ids)
+        """Return the record of it at ``members_key``, which workers and agents read."""
+        if self.agreed is not None:
+            return self.agreed
+        port = self.bootstrap_store_info.master_port
+        nodes = (
+            MemberNode(n.id, 0, n.host, n.addr, port, n.local_size, n.topology, n.role, n.worker_ids)
+            for n in self.nodes
         )
-        return Members(
-            generation=self.generation,
-            workers=workers,
-            num_nodes=self.world_size,
-            master_addr=self.bootstrap_store_info.master_addr,
-            master_port=self.bootstrap_store_info.master_port,
-        )
+        return Members(self.generation, tuple(nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +239,11 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def store_url(self) -> str:
         """URL of the job's store for workers on this node, as in ``PHALANX_STORE``."""
+
+    @property
+    def join_timeout(self) -> float:
+        """How many seconds ``next_rendezvous`` may take; workers give up waiting for a new group sooner."""
+        return timeouts.JOIN
 
     @property
     def secret_file(self) -> str:

@@ -15,16 +15,31 @@ from dataclasses import dataclass, field
 from phalanx.comm.stores._interface import Change, Store
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousInfo, RendezvousStoreInfo
-from phalanx.launch.rendezvous._records import GenerationRecord, NodeRecord
-from phalanx.protocol import Broken, RecordError, broken_key, members_key, wanted_key
+from phalanx.launch.rendezvous._store_records import (
+    END_KEYS,
+    KEEP,
+    end_generation,
+    read_record,
+    ring,
+    write_once,
+)
+from phalanx.protocol import (
+    FORMED,
+    NODES,
+    WAITING,
+    Broken,
+    Members,
+    NodeRecord,
+    RecordError,
+    dump_count,
+    members_key,
+    stage_key,
+    wanted_key,
+)
 
 log = logging.getLogger(__name__)
-
-KEEP = 8
-"""How many past generations keep their records, for agents and workers that are slow to move on."""
 
 
 @dataclass
@@ -32,7 +47,7 @@ class Facts:
     """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
     change."""
 
-    latest: GenerationRecord | None = None
+    latest: Members | None = None
     ends: dict[int, GenerationEnd] = field(default_factory=dict)
     closed: str = ""
     """Why the job is over, or ""."""
@@ -42,57 +57,19 @@ class Facts:
     """This node's lease ran out; it has to register again."""
 
 
-def ring(store: Store, signer: Signer) -> None:
-    """Wake all nodes; call it after the write that they shall see."""
-    number = SealedStore(store, signer).add(records.BELLS)
-    store.set(records.bell_key(number), b"{}")
-    store.delete(records.bell_key(number - KEEP))
-
-
-def end_generation(store: Store, signer: Signer, generation: int, kind: str, cause: Broken) -> None:
-    """Tell workers, then agents, that a generation is over. The first reason stays."""
-    for_workers = broken_key(generation) if kind == "broken" else wanted_key(generation)
-    SealedStore(store, signer).compare_and_set(for_workers, None, cause.to_json())
-    key = records.ended_key(generation, kind)
-    if write_once(store, signer, key, cause.to_json()):
-        ring(store, signer)
-
-
-def write_once(store: Store, signer: Signer, key: str, record: bytes) -> bool:
-    """Write a record unless a trustworthy one is there already; a forged one is replaced."""
-    sealed = signer.seal(key, record)
-    expected = None
-    while not store.compare_and_set(key, expected, sealed):
-        expected = store.get(key)
-        if expected is not None and signer.open_trusted(key, expected) is not None:
-            return False
-    return True
-
-
-def read_trusted(store: Store, signer: Signer, key: str) -> bytes | None:
-    """Return a record that can be trusted, or None."""
-    value = store.get(key)
-    return None if value is None else signer.open_trusted(key, value)
-
-
-def describe(record: GenerationRecord, rank: int, store: Store) -> RendezvousInfo:
+def describe(members: Members, rank: int, store: Store) -> RendezvousInfo:
     """Return a generation as the node at ``rank`` hands it to its agent."""
-    first = record.seats[0]
     return RendezvousInfo(
         store=store,
         rank=rank,
-        world_size=len(record.seats),
-        generation=record.generation,
-        nodes=record.nodes,
-        bootstrap_store_info=RendezvousStoreInfo(master_addr=first.addr, master_port=first.port),
+        world_size=members.num_nodes,
+        generation=members.generation,
+        nodes=members.node_infos,
+        agreed=members,
+        bootstrap_store_info=RendezvousStoreInfo(
+            master_addr=members.master_addr, master_port=members.master_port
+        ),
     )
-
-
-def publish_members(store: Store, signer: Signer, record: GenerationRecord) -> None:
-    """Write what workers read about a generation, unless it is there already."""
-    key, sealed = members_key(record.generation), SealedStore(store, signer)
-    if sealed.get(key) is None:
-        sealed.compare_and_set(key, None, describe(record, 0, store).members().to_json())
 
 
 class Leader:
@@ -112,19 +89,21 @@ class Leader:
         """A generation, and the ranks of it that are known to be done."""
 
     def read_all(self, facts: Facts, now: float) -> None:
-        """Learn the nodes anew; also finishes what a leader that died half-way left undone."""
-        found = self._store.items(records.NODES)
+        """Learn the nodes anew; also puts right what a stranger did to the record of the generation."""
+        found = self._store.items(NODES)
         gone = [Change(key, None) for key in self._raw if key not in found]
         self.observe([*gone, *(Change(key, value) for key, value in found.items())], now)
         if facts.latest is not None:
-            publish_members(self._store, self._signer, facts.latest)
+            key = members_key(facts.latest.generation)
+            if read_record(self._store, self._signer, key, Members) is None:
+                write_once(self._store, self._signer, key, facts.latest)
 
     def observe(self, changes: Iterable[Change], now: float) -> None:
         """Take in changes of node records."""
         for change in changes:
-            if not change.key.startswith(records.NODES):
+            if not change.key.startswith(NODES):
                 continue
-            node_id = change.key[len(records.NODES) :]
+            node_id = change.key[len(NODES) :]
             if change.value is None:
                 self._raw.pop(change.key, None)
                 self._nodes.pop(node_id, None)
@@ -163,7 +142,7 @@ class Leader:
             state = self._state(facts)
             action = decide(state, self._rules, now)
             if isinstance(action, Form):
-                self._form(action.record, facts)
+                self._form(action.members, facts)
             elif isinstance(action, End) and self._learn_done(facts):
                 continue  # some of its nodes have finished: that may be all there is to it
             elif isinstance(action, End) and not self._is_wanted(action, facts):
@@ -181,7 +160,7 @@ class Leader:
         """Look which nodes of the generation have said that they are done; whether that is news."""
         assert facts.latest is not None, "only a generation can end"
         number, before = facts.latest.generation, self._known_done(facts)
-        keys = [records.stage_key("done", number, rank) for rank in range(len(facts.latest.seats))]
+        keys = [stage_key("done", number, rank) for rank in range(len(facts.latest.nodes))]
         found = SealedStore(self._store, self._signer).get_many(keys)
         self._done = number, frozenset(rank for rank, value in enumerate(found) if value is not None)
         return self._done[1] != before
@@ -195,13 +174,11 @@ class Leader:
         left did so on request, and the generation need not be broken for it."""
         if action.generation in facts.ends:
             return False
-        value = SealedStore(self._store, self._signer).get(wanted_key(action.generation))
-        if value is None:
+        cause = read_record(self._store, self._signer, wanted_key(action.generation), Broken)
+        if cause is None:
             return False
-        cause = Broken.from_json(value)
-        end_generation(self._store, self._signer, action.generation, "wanted", cause)
-        end = GenerationEnd(kind="wanted", reason=cause.reason, broken=cause)
-        facts.ends[action.generation] = end
+        facts.ends[action.generation] = GenerationEnd(kind="wanted", reason=cause.reason, broken=cause)
+        ring(self._store, self._signer)  # whoever wrote it may not have
         return True
 
     def _state(self, facts: Facts) -> State:
@@ -214,32 +191,29 @@ class Leader:
             done=self._known_done(facts),
         )
 
-    def _form(self, record: GenerationRecord, facts: Facts) -> None:
-        key = records.generation_key(record.generation)
-        while not write_once(self._store, self._signer, key, record.to_json()):
-            taken = read_trusted(self._store, self._signer, key)
+    def _form(self, members: Members, facts: Facts) -> None:
+        key = members_key(members.generation)
+        while not write_once(self._store, self._signer, key, members):
+            taken = read_record(self._store, self._signer, key, Members)
             if taken is not None:  # else a stranger was at it in between
-                record = GenerationRecord.from_json(taken)
+                members = taken
                 break
-        publish_members(self._store, self._signer, record)
-        self._store.set(records.FORMED, self._signer.seal(records.FORMED, records.dump(record.generation)))
+        self._store.set(FORMED, self._signer.seal(FORMED, dump_count(members.generation)))
         ring(self._store, self._signer)
-        facts.latest = record
-        log.info("generation %d formed with %d node(s)", record.generation, len(record.seats))
-        self._forget(record.generation - KEEP)
+        facts.latest = members
+        log.info("generation %d formed with %d node(s)", members.generation, members.num_nodes)
+        self._forget(members.generation - KEEP)
 
     def _forget(self, generation: int) -> None:
         if generation < 0:
             return
-        key = records.generation_key(generation)
-        self._store.set(key, self._signer.seal(key, records.GONE))
-        for kind in ("broken", "wanted"):
-            self._store.delete(records.ended_key(generation, kind))
-        for key in (members_key(generation), broken_key(generation), wanted_key(generation)):
-            self._store.delete(key)
+        key = members_key(generation)
+        self._store.set(key, self._signer.seal(key, Members.forgotten(generation).to_json()))
+        for end_key in END_KEYS.values():
+            self._store.delete(end_key(generation))
 
     def _tell_waiting(self, state: State) -> None:
         count = 0 if state.ended else admissible(state, self._rules)
         if count != self._waiting and (count or self._waiting):
-            self._store.set(records.WAITING, self._signer.seal(records.WAITING, records.dump(count)))
+            self._store.set(WAITING, self._signer.seal(WAITING, dump_count(count)))
         self._waiting = count

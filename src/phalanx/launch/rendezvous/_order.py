@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from phalanx.launch.rendezvous._records import NodeRecord, Seat
+from phalanx.protocol import MemberNode, NodeRecord
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -30,12 +30,12 @@ def node_order(node: NodeRecord) -> tuple[object, ...]:
     return (natural(node.topology), natural(node.host), node.ticket)
 
 
-def choose(ready: Iterable[NodeRecord], previous: Sequence[Seat], max_nodes: int) -> list[NodeRecord]:
+def choose(ready: Iterable[NodeRecord], previous: Sequence[MemberNode], max_nodes: int) -> list[NodeRecord]:
     """At most ``max_nodes`` of those that are ready: survivors first, then in the order of arrival.
 
     Of several that claim one fixed rank, the one that came first is taken.
     """
-    survivors = {seat.id: rank for rank, seat in enumerate(previous)}
+    survivors = {member.id: rank for rank, member in enumerate(previous)}
     last = len(survivors)
     ordered = sorted(ready, key=lambda node: (survivors.get(node.id, last), node.ticket))
     if any(node.fixed_rank >= 0 for node in ordered):
@@ -46,36 +46,38 @@ def choose(ready: Iterable[NodeRecord], previous: Sequence[Seat], max_nodes: int
     return ordered[:max_nodes]
 
 
-def assign_ranks(chosen: Sequence[NodeRecord], previous: Sequence[Seat]) -> tuple[Seat, ...]:
+def assign_ranks(chosen: Sequence[NodeRecord], previous: Sequence[MemberNode]) -> tuple[MemberNode, ...]:
     """Return the chosen nodes in the order of their ranks."""
     if any(node.fixed_rank >= 0 for node in chosen):
-        return tuple(Seat.of(node) for node in sorted(chosen, key=lambda node: node.fixed_rank))
+        return tuple(MemberNode.of(node) for node in sorted(chosen, key=lambda node: node.fixed_rank))
     size = len(chosen)
-    old_rank = {seat.id: rank for rank, seat in enumerate(previous)}
-    seats: list[NodeRecord | None] = [None] * size
+    old_rank = {member.id: rank for rank, member in enumerate(previous)}
+    ranked: list[NodeRecord | None] = [None] * size
     homeless = []
     for node in chosen:
         rank = old_rank.get(node.id, size)
         if rank < size:
-            seats[rank] = node
+            ranked[rank] = node
         else:
             homeless.append(node)
-    _fill(seats, sorted(homeless, key=node_order), previous)
-    return tuple(Seat.of(node) for node in seats if node is not None)
+    _fill(ranked, sorted(homeless, key=node_order), previous)
+    return tuple(MemberNode.of(node) for node in ranked if node is not None)
 
 
-def _fill(seats: list[NodeRecord | None], homeless: list[NodeRecord], previous: Sequence[Seat]) -> None:
+def _fill(
+    ranked: list[NodeRecord | None], homeless: list[NodeRecord], previous: Sequence[MemberNode]
+) -> None:
     """Give every vacant rank a node: three passes, from the best match of its previous holder to any."""
-    matches: list[Callable[[NodeRecord, Seat], bool]] = [
-        lambda node, seat: node.host == seat.host,
-        lambda node, seat: node.topology == seat.topology != "",
+    matches: list[Callable[[NodeRecord, MemberNode], bool]] = [
+        lambda node, member: node.host == member.host,
+        lambda node, member: node.topology == member.topology != "",
     ]
     for matching in matches:
-        for rank, seat in enumerate(previous[: len(seats)]):
-            found = next((node for node in homeless if seats[rank] is None and matching(node, seat)), None)
+        for rank, member in enumerate(previous[: len(ranked)]):
+            found = next((node for node in homeless if ranked[rank] is None and matching(node, member)), None)
             if found is not None:
-                seats[rank] = found
+                ranked[rank] = found
                 homeless.remove(found)
     rest = iter(homeless)
-    for rank, node in enumerate(seats):
-        seats[rank] = next(rest) if node is None else node
+    for rank, node in enumerate(ranked):
+        ranked[rank] = next(rest) if node is None else node

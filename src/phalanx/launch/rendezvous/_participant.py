@@ -20,26 +20,45 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from phalanx.comm.stores._interface import Change, Lease, Store, Watch
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
-from phalanx.launch.rendezvous import _records as records
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Facts, Leader, ring
-from phalanx.launch.rendezvous._records import Closing, GenerationRecord, LeaderRecord, NodeRecord, Seat
-from phalanx.protocol import Broken, RecordError
+from phalanx.launch.rendezvous._leader import Facts, Leader
+from phalanx.launch.rendezvous._store_records import END_KEYS, open_record, read_record, ring
+from phalanx.protocol import (
+    BELLS,
+    CLOSED,
+    FORMED,
+    LEADER,
+    LIVE,
+    NODES,
+    TICKETS,
+    Broken,
+    Closing,
+    LeaderRecord,
+    MemberNode,
+    Members,
+    NodeRecord,
+    RecordError,
+    bell_key,
+    members_key,
+    node_key,
+    parse_count,
+)
 
 _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to the training script
 
 log = logging.getLogger(__name__)
 
-FIRST = (records.FORMED, records.LEADER)
-"""What a node reads of a job that it comes to."""
+
+T = TypeVar("T")
 
 
 class Participant:
@@ -77,7 +96,7 @@ class Participant:
         self._ear = store.clone()  # a blocking call must not delay the agent's
         self._heard = 0
         self._rung = False
-        self._found: GenerationRecord | None = None  # the newest one when this node came
+        self._found: Members | None = None  # the newest one when this node came
 
     # -- what the agent's thread calls -----------------------------------------------------------------------
 
@@ -88,7 +107,7 @@ class Participant:
             self._lease = self.store.lease(self._ttl)
             self._refresh_at = now + self._ttl / 3
             # A stranger may have set the counter back; what matters is that no registration has that of another.
-            ticket = max(self._sealed.add(records.TICKETS), self.node.ticket + 1)
+            ticket = max(self._sealed.add(TICKETS), self.node.ticket + 1)
             self.node = replace(self.node, ticket=ticket)
             self.facts.evicted = False
         self.node = replace(self.node, wants=wants, port=port)
@@ -99,29 +118,29 @@ class Participant:
 
     def _read_first(self, now: float) -> None:
         """Find the newest generation and the leader, and make sure that this node can read their records."""
-        formed, leader = (
-            None if value is None else self._open_first(key, value)
-            for key, value in zip(FIRST, self.store.get_many(FIRST), strict=True)
-        )
-        if leader is not None:
-            rules = LeaderRecord.from_json(leader)
-            if (rules.min_nodes, rules.max_nodes) != (self.rules.min_nodes, self.rules.max_nodes):
-                log.warning(
-                    "node %s was told %d to %d nodes, but the job's leader goes by %d to %d",
-                    *(self.node.id, self.rules.min_nodes, self.rules.max_nodes),
-                    *(rules.min_nodes, rules.max_nodes),
-                )
+        values = self.store.get_many([FORMED, LEADER])
+        formed = self._open_first(FORMED, values[0], lambda data: parse_count(data, FORMED))
+        rules = self._open_first(LEADER, values[1], LeaderRecord.from_json)
+        own = (self.rules.min_nodes, self.rules.max_nodes)
+        if rules is not None and (rules.min_nodes, rules.max_nodes) != own:
+            log.warning(
+                "node %s was told %d to %d nodes, but the job's leader goes by %d to %d",
+                *(self.node.id, *own),
+                *(rules.min_nodes, rules.max_nodes),
+            )
         if formed is not None:
-            self._follow(records.load_count(formed, records.FORMED))
+            self._follow(formed)
         self._check(now)
         if self._leader is None:
             self._check(now)  # nobody led and another was quicker: now its name is there
 
-    def _open_first(self, key: str, value: bytes) -> bytes | None:
+    def _open_first(self, key: str, value: bytes | None, parse: Callable[[bytes], T]) -> T | None:
         """Open a record that this node finds when it comes. One that it cannot read is either a stranger's, and
         ignored, or this node is the stranger, and has to hear why."""
+        if value is None:
+            return None
         try:
-            return self.signer.open(key, value)
+            return parse(self.signer.open(key, value))
         except RecordError as error:
             is_garbage = self.signer.has_secret and not isinstance(error, SignatureError)
             if not is_garbage and not self._is_among_friends():
@@ -131,9 +150,11 @@ class Participant:
 
     def _is_among_friends(self) -> bool:
         """Return whether another node's record can be trusted."""
-        others = self.store.items(records.NODES)
-        others.pop(records.node_key(self.node.id), None)
-        return any(self.signer.open_trusted(key, value) is not None for key, value in others.items())
+        others = self.store.items(NODES)
+        others.pop(node_key(self.node.id), None)
+        return any(
+            open_record(self.signer, key, value, NodeRecord) is not None for key, value in others.items()
+        )
 
     def leave(self) -> None:
         """Stop being a live node (which also wakes ``pause``); a leader tells the others to find a new
@@ -144,7 +165,7 @@ class Participant:
             self._lease.revoke()
             self._lease = None
         if led and not self.facts.closed:
-            self.store.delete(records.LEADER)
+            self.store.delete(LEADER)
             ring(self.store, self.signer)
 
     def interrupt(self) -> None:
@@ -156,7 +177,7 @@ class Participant:
         if self._watch is not None:
             self._watch.close()
 
-    def seat(self, wants: int) -> tuple[GenerationRecord, int] | None:
+    def seat(self, wants: int) -> tuple[Members, int] | None:
         """Return the generation, numbered at least ``wants``, that this registration is a member of, and its
         rank."""
         latest = self.facts.latest
@@ -171,7 +192,7 @@ class Participant:
         latest, wants = self.facts.latest, self.node.wants
         return latest is not None and latest.generation >= wants and self.seat(wants) is None
 
-    def holder_of_rank(self, waited: float) -> Seat | None:
+    def holder_of_rank(self, waited: float) -> MemberNode | None:
         """Return the living node that has this one's fixed rank, if it is sure after so many seconds of waiting.
 
         Of a generation that formed while this node waited it is: another was chosen. One that was there
@@ -182,8 +203,8 @@ class Participant:
             return None
         if latest is self._found and waited <= self._ttl:
             return None
-        holder = latest.seats[rank]
-        return holder if self._lives(holder, self.store.get(records.node_key(holder.id))) else None
+        holder = latest.nodes[rank]
+        return holder if self._lives(holder, self.store.get(node_key(holder.id))) else None
 
     # -- what the background thread calls --------------------------------------------------------------------
 
@@ -191,13 +212,13 @@ class Participant:
         """Block until there may be something new for ``step``, at most ``timeout`` seconds."""
         if self._leading is not None and self._watch is not None:
             self._changes = self._watch.wait(timeout)
-            self._rung = any(not change.key.startswith(records.NODES) for change in self._changes)
+            self._rung = any(not change.key.startswith(NODES) for change in self._changes)
             return
         bell = self._heard + 1
         if bell == self._bell:  # it rang, yet nobody was counted: a stranger's, and it would ring for ever
-            self.store.delete(records.bell_key(bell))
+            self.store.delete(bell_key(bell))
         try:
-            self._ear.wait([records.bell_key(bell)], timeout)
+            self._ear.wait([bell_key(bell)], timeout)
             self._rung, self._bell = True, bell
         except StoreTimeout:
             self._rung, self._bell = False, 0
@@ -226,7 +247,7 @@ class Participant:
             self._step_down()  # the others will choose another
 
     def _write_node(self) -> None:
-        key = records.node_key(self.node.id)
+        key = node_key(self.node.id)
         try:
             self._node_raw = self.signer.seal(key, self.node.to_json())
             self.store.set(key, self._node_raw, lease=self._lease)
@@ -239,14 +260,14 @@ class Participant:
         """Read what all nodes want to know. After a ring, and now and then in case a ring was lost."""
         self._check_at = now + self._ttl / 4 * (1 + self._jitter)
         # The number first: what is written before a later ring is then read after hearing it.
-        self._heard = self._sealed.count(records.BELLS)
+        self._heard = self._sealed.count(BELLS)
         current = -1 if self.facts.latest is None else self.facts.latest.generation
         keys = [
-            records.CLOSED,
-            records.generation_key(current + 1),
-            records.LEADER,
-            records.node_key("" if self._leader is None else self._leader.id),
-            records.node_key(self.node.id),
+            CLOSED,
+            members_key(current + 1),
+            LEADER,
+            node_key("" if self._leader is None else self._leader.id),
+            node_key(self.node.id),
         ]
         closed, following, leader, leader_node, own = self.store.get_many(keys)
         if self._lease is not None and not self.facts.evicted and own != self._node_raw:
@@ -265,30 +286,22 @@ class Participant:
 
     def look_closed(self) -> None:
         """Learn whether the job is over; ``step`` does it for a node that takes part."""
-        value = self.store.get(records.CLOSED)
+        value = self.store.get(CLOSED)
         if value is not None:
             self._take_closed(value)
 
     def _take_closed(self, value: bytes) -> None:
-        record = self.signer.open_trusted(records.CLOSED, value)
-        if record is not None:
-            closing = Closing.from_json(record)
+        closing = open_record(self.signer, CLOSED, value, Closing)
+        if closing is not None:
             self.facts.outcome, self.facts.closed = closing.outcome, closing.reason
-
-    def _open(self, key: str, value: bytes, default: Any) -> Any:
-        """Return the content of a record, or ``default`` (and a log line) when it cannot be trusted."""
-        record = self.signer.open_trusted(key, value)
-        return default if record is None else records.load(record, key)
 
     def _follow(self, number: int) -> None:
         """Read generation ``number`` and those after it; the last one is the newest."""
         while True:
-            key = records.generation_key(number)
-            value = self.store.get(key)
-            record = None if value is None else self.signer.open_trusted(key, value)
-            if record is None or record == records.GONE:
+            members = read_record(self.store, self.signer, members_key(number), Members)
+            if members is None or members.is_forgotten:
                 return
-            self.facts.latest = GenerationRecord.from_json(record)
+            self.facts.latest = members
             number += 1
 
     def _read_ends(self) -> None:
@@ -298,15 +311,10 @@ class Participant:
         known = self.facts.ends.get(generation)
         if known is not None and known.kind == "broken":
             return
-        kinds = ("broken", "wanted")
-        keys = [records.ended_key(generation, kind) for kind in kinds]
-        for kind, key, value in zip(kinds, keys, self.store.get_many(keys), strict=True):
-            if value is not None and self._open(key, value, None) is not None:
-                try:
-                    cause = Broken.from_json(self.signer.open(key, value))
-                except RecordError as error:
-                    self.signer.complain(key, f"ignored what {key!r} holds: {error}")
-                    continue
+        keys = [end_key(generation) for end_key in END_KEYS.values()]
+        for kind, key, value in zip(END_KEYS, keys, self.store.get_many(keys), strict=True):
+            cause = open_record(self.signer, key, value, Broken)
+            if cause is not None:
                 self.facts.ends[generation] = GenerationEnd(kind=kind, reason=cause.reason, broken=cause)
                 return
 
@@ -315,11 +323,11 @@ class Participant:
     def _take_leader(self, value: bytes | None, now: float) -> None:
         """Another leader than the one known: a new one, or (None) the old one has left."""
         former, self._leader_raw = self._leader_raw, value
-        trusted = None if value is None else self.signer.open_trusted(records.LEADER, value)
+        trusted = open_record(self.signer, LEADER, value, LeaderRecord)
         if value is not None and trusted is None:
             # A stranger's. Whoever leads goes on and puts it right; the others stand when that one has gone.
             if self._leading is not None and former is not None:
-                if self.store.compare_and_set(records.LEADER, value, former):
+                if self.store.compare_and_set(LEADER, value, former):
                     self._leader_raw = former
             elif self._leader is None:
                 self._stand(now)
@@ -329,31 +337,27 @@ class Participant:
         if trusted is None:
             self._stand(now)
             return
-        self._leader = LeaderRecord.from_json(trusted)
+        self._leader = trusted
         if self._leader.id == self.node.id:  # of a former registration of this node
             self._stand(now)
 
-    def _lives(self, chosen: LeaderRecord | Seat, record: bytes | None) -> bool:
+    def _lives(self, chosen: LeaderRecord | MemberNode, value: bytes | None) -> bool:
         """Return whether a node's record is still that of the registration that was chosen."""
-        if record is None:
-            return False
-        node = self._open(records.node_key(chosen.id), record, {})
-        return isinstance(node, dict) and node.get("ticket") == chosen.ticket
+        node = open_record(self.signer, node_key(chosen.id), value, NodeRecord)
+        return node is not None and node.ticket == chosen.ticket
 
     def _stand(self, now: float) -> None:
         """Try to become the leader in place of the one that was last seen."""
         if self._lease is None or self.facts.evicted or self._leading is not None:
             return
         mine = LeaderRecord(self.node.id, self.node.ticket, self.rules.min_nodes, self.rules.max_nodes)
-        raw = self.signer.seal(records.LEADER, mine.to_json())
-        if not self.store.compare_and_set(records.LEADER, self._leader_raw, raw):
+        raw = self.signer.seal(LEADER, mine.to_json())
+        if not self.store.compare_and_set(LEADER, self._leader_raw, raw):
             return  # another was quicker; the next check finds it
         log.info("node %s leads", self.node.id)
         self._leader, self._leader_raw = mine, raw
         if self._watch is None:
-            self._watch = self.store.watch(
-                records.LIVE
-            )  # before everything is read: nothing falls in between
+            self._watch = self.store.watch(LIVE)  # before everything is read: nothing falls in between
         self._leading = Leader(self.store, self.signer, self.rules, patience=self._ttl)
         ring(self.store, self.signer)
 

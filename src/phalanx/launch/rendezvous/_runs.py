@@ -13,9 +13,8 @@ import time
 
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _records as records
-from phalanx.launch.rendezvous._records import Closing
-from phalanx.protocol import job_prefix
+from phalanx.launch.rendezvous._store_records import read_count, read_record
+from phalanx.protocol import CLOSED, NODES, RUNS, Closing, dump_count, job_prefix
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +41,7 @@ def is_past(closing: Closing, num_live: int, *, now: float, grace: float) -> boo
 def find_run(store: Store, run_id: str, secret: bytes | None) -> tuple[str, int]:
     """Return the name of the newest run of a job, and its number. ``store`` is the whole one."""
     base = store.namespace(job_prefix(run_id))
-    value = base.get(records.RUNS)
-    record = None if value is None else Signer(run_id, secret).open_trusted(records.RUNS, value)
-    number = int(record) if record is not None and record.isdigit() else 0
+    number = read_count(base, Signer(run_id, secret), RUNS) or 0
     return name_of_run(run_id, number), number
 
 
@@ -54,14 +51,11 @@ def join_run(store: Store, run_id: str, secret: bytes | None, *, grace: float) -
     while True:
         name, number = find_run(store, run_id, secret)
         run = store.namespace(job_prefix(name))
-        value = run.get(records.CLOSED)
-        record = None if value is None else Signer(name, secret).open_trusted(records.CLOSED, value)
-        if record is None:
+        closing = read_record(run, Signer(name, secret), CLOSED, Closing)
+        if closing is None:
             return name
-        closing = Closing.from_json(record)
-        if not is_past(closing, len(run.items(records.NODES)), now=time.time(), grace=grace):
+        if not is_past(closing, len(run.items(NODES)), now=time.time(), grace=grace):
             return name
-        before = base.get(records.RUNS)
-        after = signer.seal(records.RUNS, str(number + 1).encode())
-        if base.compare_and_set(records.RUNS, before, after):
+        after = signer.seal(RUNS, dump_count(number + 1))
+        if base.compare_and_set(RUNS, base.get(RUNS), after):
             log.warning("job %r has ended before (%s); it is run anew", run_id, closing.reason)

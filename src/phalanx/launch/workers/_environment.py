@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phalanx import protocol
 from phalanx.launch.config._config import LaunchConfig
+from phalanx.protocol import timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class JobFacts:
     secret_file: str = ""
     job: str = ""
     """The name of its records in the store; empty: the run id."""
+    regroup_timeout: float = timeouts.regroup_timeout()
+    """Seconds that a worker waits for its place in the next group."""
 
 
 def worker_environment(
@@ -70,6 +73,7 @@ def worker_environment(
         protocol.ENV_GENERATION: assignment.generation,
         protocol.ENV_WORKER_ID: assignment.worker_id,
         protocol.ENV_ON_FAILURE: config.on_failure,
+        protocol.ENV_REGROUP_TIMEOUT: job.regroup_timeout,
         **thread_defaults(assignment.local_size, outer),
     }
     if job.secret_file:

@@ -123,7 +123,7 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 def run_through_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:
     """Convert, run, convert back."""
     name = getattr(func, "__name__", str(func))
-    if is_in_place(name) or kwargs.get("out") is not None:
+    if is_in_place(func) or kwargs.get("out") is not None:
         raise NotImplementedError(
             f"{name} in place on a ShardedTensor of {tuple(first.shape)}: only element-wise operations between equal "
             f"layouts work in place; use the version that returns a result"

@@ -1,6 +1,6 @@
-"""What happens when a torch function meets a sharded tensor: one table, looked up in a fixed order.
+"""What happens when a torch function meets a sharded tensor, as the table of operators says, in a fixed order.
 
-Order: what users registered; what only reads metadata; the handlers below; with plain tensors that are each rank's own,
+Order: what users registered; what only reads metadata; handlers; with plain tensors that are each rank's own,
 whole on every rank (``_per_rank``); element by element on the shards (``_pointwise``); everything else as a DTensor
 (``_convert``). Before the last two, plain tensors among the arguments are compared across the ranks (``_plain``).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,18 +22,7 @@ from phalanx.shard.ops._per_rank import run_per_rank
 from phalanx.shard.ops._plain import check_equal, current_policy, plain_tensors
 from phalanx.shard.ops._registry import custom_implementation
 from phalanx.shard.tensor._tensor import ShardedTensor, check_format, same_layout
-from phalanx.tensor.ops._registry import OPERATORS
-
-# Functions and properties that the wrapper answers by itself: they read its shape and dtype, no data.
-_METADATA_TEXT = """
-shape layout ndim size dim ndimension numel nelement stride element_size itemsize nbytes is_contiguous
-is_floating_point is_complex is_signed is_sparse is_sparse_csr is_mkldnn is_quantized is_cuda is_cpu
-is_mps is_xpu is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_meta is_nested is_inference names
-has_names _version __len__ _base grad_dtype is_conj is_neg is_same_size output_nr retains_grad
-_backward_hooks _post_accumulate_grad_hooks is_tensor get_device __get_validity is_shared
-storage_offset
-"""
-_METADATA = frozenset(_METADATA_TEXT.split())
+from phalanx.tensor.ops._registry import OPERATORS, op_name
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,18 +34,24 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     custom = custom_implementation(func, first._sharding_spec)
     if custom is not None:
         return custom(types, args, kwargs, first._process_group)
-    if name in _METADATA:
+    operator = op_name(func)
+    sharded = OPERATORS[operator.base].sharded
+    if sharded == "metadata":  # the wrapper answers by itself: its shape and dtype, no data
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    handler = _BY_FUNCTION.get(func) or _HANDLERS.get(name)
+    handler = _BY_FUNCTION.get(func)
+    if handler is None and operator.in_place == (sharded == "copy"):
+        handler = getattr(_Handlers, sharded, None)
     if handler is not None:
         return handler(*args, **kwargs)
+    if sharded == "no_memory":
+        _refuse_memory(first, name)
     plain = plain_tensors(args, kwargs)
     if plain and current_policy() == "per_rank":
         return run_per_rank(func, args, kwargs)
     if plain and current_policy() == "verify":
         check_equal(first._process_group, name, plain)
-    if name in _pointwise.NAMES:
+    if sharded == "shards":
         result = _pointwise.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
             return result
@@ -173,37 +168,35 @@ def _init_kaiming_uniform(
     return _init_uniform(tensor, -bound, bound, generator)
 
 
-def _no_memory(name: str) -> Callable[..., Any]:
-    """What torch raises for tensors without a storage: the shape is global, this rank's memory is not."""
+def _refuse_memory(tensor: ShardedTensor, name: str) -> NoReturn:
+    """Raise what torch raises for tensors without a storage: the shape is global, this rank's memory is not."""
+    held = sum(shard.tensor.numel() for shard in tensor.local_shards())
+    raise NotImplementedError(
+        f"rank {tensor._process_group.rank}: {name}() of a ShardedTensor of {tuple(tensor.shape)}, of which this "
+        f"rank holds {held} of {tensor.shape.numel()} elements: there is no memory of that shape. Use "
+        f"local_shards() or gather(); phalanx.shard.save() and torch.distributed.checkpoint write shards to files"
+    )
 
-    def refuse(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-        held = sum(shard.tensor.numel() for shard in tensor.local_shards())
-        raise NotImplementedError(
-            f"rank {tensor._process_group.rank}: {name}() of a ShardedTensor of {tuple(tensor.shape)}, of which this "
-            f"rank holds {held} of {tensor.shape.numel()} elements: there is no memory of that shape. Use "
-            f"local_shards() or gather(); phalanx.shard.save() and torch.distributed.checkpoint write shards to files"
-        )
 
-    return refuse
+class _Handlers:
+    """What runs the operators that the table gives a handler of this name (``Operator.sharded``)."""
+
+    detach = staticmethod(_detach)
+    set_data = staticmethod(_set_data)
+    clone = staticmethod(_clone)
+    contiguous = staticmethod(_contiguous)
+    copy = staticmethod(_copy)
+    equal = staticmethod(_compare(torch.equal))
+    allclose = staticmethod(_compare(torch.allclose))
+    embedding = staticmethod(embedding)
+    embedding_bag = staticmethod(embedding_bag)
+
+    @staticmethod
+    def are_sharded(a: Any, b: Any) -> bool:
+        return isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
 
 
 _init = torch.nn.init
-_HANDLERS: dict[str, Callable[..., Any]] = {
-    "detach": _detach,
-    "data": _detach,
-    "set data": _set_data,
-    "clone": _clone,
-    "contiguous": _contiguous,
-    "copy_": _copy,
-    "equal": _compare(torch.equal),
-    "allclose": _compare(torch.allclose),
-    "_has_compatible_shallow_copy_type": lambda a, b: (
-        isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor)
-    ),
-    **{name: _no_memory(name) for name, row in OPERATORS.items() if row.sharded == "no_memory"},
-    "embedding": embedding,
-    "embedding_bag": embedding_bag,
-}
 # These share their names with methods of Tensor, or have bodies that must not be entered twice.
 _BY_FUNCTION: dict[Any, Callable[..., Any]] = {
     _init.uniform_: _init_uniform,

@@ -24,7 +24,7 @@ from phalanx.shard.tensor._tensor import ShardedTensor
 def run_per_rank(func: Any, args: Any, kwargs: Any) -> Any:
     """The plain result of this rank's own plain tensors and the whole sharded ones."""
     name = getattr(func, "__name__", str(func))
-    if is_in_place(name) or kwargs.get("out") is not None:
+    if is_in_place(func) or kwargs.get("out") is not None:
         raise NotImplementedError(
             f"{name} in place on a ShardedTensor with a plain tensor that is each rank's own: the ranks would "
             f'write different values; leave plain_inputs("per_rank") for it'

@@ -1,6 +1,6 @@
 """Element by element on the local shards: no communication when the layouts agree.
 
-Owns the names of the operations that work this way and how their arguments are cut. A plain tensor among the
+Owns how their arguments are cut; which operations work this way the table of operators says. A plain tensor among the
 arguments stands for the same values on every rank: each shard sees its part of it. If such a tensor needs a gradient,
 every shard has a part of that too: then the operation is left to DTensors, which sum the parts.
 """
@@ -15,34 +15,13 @@ from torch import Tensor
 from phalanx._torch_private import tree_map_only
 from phalanx.shard.layout._boxes import Box, view_of
 from phalanx.shard.tensor._tensor import ShardedTensor, same_layout
-
-_PLAIN_TEXT = """
-abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift
-bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip conj
-copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1 float_power floor
-floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
-hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lerp less
-less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not
-logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne
-neg negative nextafter not_equal pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn
-sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
-tanhshrink threshold true_divide trunc where xlogy zero fill uniform normal exponential bernoulli random
-float double half bfloat16 int long short bool char byte type_as zeros_like ones_like full_like
-empty_like rand_like randn_like
-"""
-_PLAIN = _PLAIN_TEXT.split()
-_DUNDER_TEXT = """
-add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod
-pow rpow ipow neg pos abs invert and rand iand or ror ior xor rxor ixor lshift rshift eq ne lt le gt ge
-"""
-_DUNDER = _DUNDER_TEXT.split()
-NAMES = frozenset([*_PLAIN, *(f"{name}_" for name in _PLAIN), *(f"__{name}__" for name in _DUNDER)])
+from phalanx.tensor.ops._registry import OPERATORS, op_name
 
 
-def is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_")
+def is_in_place(func: Any) -> bool:
+    """Whether ``func`` writes to its first argument and returns it."""
+    name = op_name(func)
+    return name.in_place and not OPERATORS[name.base].indexes
 
 
 def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: ShardedTensor) -> Any:
@@ -59,7 +38,7 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], firs
         tensor.requires_grad and not isinstance(tensor, ShardedTensor) for tensor in tensors
     ):
         return NotImplemented
-    in_place = is_in_place(func.__name__)
+    in_place = is_in_place(func)
     if in_place and args[0] is not first:
         raise TypeError(f"{func.__name__} would write a ShardedTensor into a plain tensor; gather() it first")
     results = [

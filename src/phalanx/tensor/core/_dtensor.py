@@ -16,8 +16,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from phalanx._torch_private import (
+    current_dispatch_modes,
+    execution_engine,
+    local_scalar_dense,
+    make_subclass,
+    num_dispatch_modes,
+)
 from phalanx.comm import DeviceMesh
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
 from phalanx.tensor.core._checkpoint_boxes import held_boxes, slices
@@ -43,9 +49,7 @@ from phalanx.tensor.redistribute._execute import (
 from phalanx.tensor.redistribute._plan import plan_redistribute
 
 _TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
-_make_subclass = torch.Tensor._make_subclass
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_run_backward = execution_engine.run_backward
 
 
 class DTensor(torch.Tensor, Spread):
@@ -68,7 +72,7 @@ class DTensor(torch.Tensor, Spread):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _num_dispatch_modes():
+        if num_dispatch_modes():
             _refuse_tracing(func)
         if not args:
             args, kwargs = first_by_position(func, kwargs)
@@ -82,7 +86,7 @@ class DTensor(torch.Tensor, Spread):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is cls:
+        if func is local_scalar_dense.default and type(args[0]) is cls:
             return number_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
         return _refuse_below(func)
 
@@ -137,7 +141,7 @@ class DTensor(torch.Tensor, Spread):
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
-        if _num_dispatch_modes():
+        if num_dispatch_modes():
             _refuse_tracing("redistribute")
         if self._copied_view is not None:
             check_up_to_date(self)
@@ -392,7 +396,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     """A DTensor of ``local``. The hot path of every operation."""
     if local.dtype is not spec.dtype:
         spec = spec.with_dtype(local.dtype)
-    result = _make_subclass(DTensor, spec.template)
+    result: DTensor = make_subclass(DTensor, spec.template)
     result._local = local
     result._spec = spec
     result._copied_view = None
@@ -401,7 +405,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
 
 def _refuse_tracing(func: Any) -> None:
     """Raise inside a tracer: what it records would be wrong on every other rank and for every other input."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in current_dispatch_modes():
         if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "

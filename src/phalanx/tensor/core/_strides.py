@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from phalanx._torch_private import is_alias_of
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._rule import Call, tensors_in
@@ -89,7 +88,7 @@ class Aliasing:
         of_global, result = self._call.meta_with(strides)
         if result is of_global:
             return SELF, strides
-        shared = torch._C._is_alias_of(result, of_global)  # type: ignore[attr-defined]  # not in stubs
+        shared = is_alias_of(result, of_global)
         return VIEW if shared else COPY, result.stride()
 
     def view_strides(self, tensor: DTensor, count: int) -> Sequence[tuple[int, ...] | None]:

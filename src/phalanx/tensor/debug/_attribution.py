@@ -25,6 +25,12 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from phalanx._torch_private import (
+    autograd_sequence_number,
+    current_autograd_node,
+    current_graph_task_id,
+    sequence_number_of,
+)
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._trace import ROOT, Place, Record
 from phalanx.tensor.ops._registry import op_name
@@ -82,7 +88,7 @@ class Attribution(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return
         name = self._name_of(module)
-        running = Running(name, torch._C._current_graph_task_id(), _next_node())
+        running = Running(name, current_graph_task_id(), _next_node())
         self._running.append(running)
         # The module's last hook, not a global one: those come before the module's own, which communicate too.
         handle: RemovableHandle = module.register_forward_hook(
@@ -145,12 +151,12 @@ class Attribution(TorchFunctionMode):
 
     def place(self) -> Place:
         """On whose behalf this thread communicates now."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1:
             return Place(self._module(), "forward", self._op, user_line())
         if self._running and self._running[-1].task == task:  # a forward that backward runs again
             return Place(self._module(), "backward", self._op, user_line())
-        span = self._find(torch._C._current_autograd_node())
+        span = self._find(current_autograd_node())
         if span is None:
             return Place(ROOT, "backward", "", user_line())
         return Place(span.module, "backward", span.op, span.line or user_line())
@@ -164,7 +170,7 @@ class Attribution(TorchFunctionMode):
         """The innermost span that holds ``node``: spans are kept in the order in which they ended."""
         if node is None:
             return None
-        number = node._sequence_nr()
+        number = sequence_number_of(node)()
         index = bisect_right(self._spans, number, key=lambda span: span.end)
         # The first span that ends behind the number is the innermost one that can hold it.
         for span in self._spans[index:]:
@@ -193,7 +199,7 @@ def _is_our_own() -> bool:
 
 
 def _next_node() -> int:
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no stub for it
+    return int(autograd_sequence_number())
 
 
 def user_line() -> str:

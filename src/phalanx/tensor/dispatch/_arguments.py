@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_functorch_wrapped_tensor, schema_of
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._copied_views import check_up_to_date, checked_local
 from phalanx.tensor.core._dtensor import DTensor, above, handlers, number_of, wrap
@@ -204,7 +205,7 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
     def lift(tensor: Tensor) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor if tensor._spec.mesh == mesh else _on_root(tensor, mesh)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_functorch_wrapped_tensor(tensor):
             raise NotImplementedError(
                 f"{op} inside torch.func or torch.vmap got a DTensor, at {user_line()}: that is not distributed. Use "
                 f"torch.autograd.grad and torch.autograd.functional, or d.full_tensor() outside of the function"
@@ -322,7 +323,7 @@ def _tensor_places(base: str) -> frozenset[int | str] | None:
         return None
     places: set[int | str] = set()
     for overload in packet.overloads():
-        for place, argument in enumerate(getattr(packet, overload)._schema.arguments):
+        for place, argument in enumerate(schema_of(getattr(packet, overload)).arguments):
             if "Tensor" in str(argument.type):
                 places |= {place, "input" if argument.name == "self" else argument.name}
     return frozenset(places)

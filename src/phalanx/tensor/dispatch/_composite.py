@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from phalanx._torch_private import nn_operations
 from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.dispatch._distribute import redistribute_input
@@ -76,7 +77,7 @@ def _counted(first: DTensor, target: DTensor, weight: Any, ignored: int) -> Any:
 
 
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
-_LOSS: Any = torch._C._nn.cross_entropy_loss
+_LOSS: Any = nn_operations.cross_entropy_loss
 _cross_entropy_body: Any = inlined(F.cross_entropy)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch_private import make_subclass, module_buffers, module_parameters
 from phalanx.comm import DeviceMesh
 from phalanx.comm.mesh._mesh import current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
@@ -217,7 +218,7 @@ def _look(tensor: Tensor) -> None:
 
 def _pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
     """A DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
-    result = torch.Tensor._make_subclass(_Pending, spec.template)
+    result: DTensor = make_subclass(_Pending, spec.template)
     result._spec = spec
     result._copied_view = None
     result.__dict__["_complete"] = complete
@@ -260,10 +261,10 @@ def distribute_module(
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate the parameters and buffers of ``module`` itself that are plain tensors still."""
-    for key, parameter in module._parameters.items():
+    for key, parameter in module_parameters(module).items():
         if parameter is not None and not isinstance(parameter, DTensor):
             distributed = distribute_tensor(parameter.detach(), mesh)
             module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
-    for key, buffer in module._buffers.items():
+    for key, buffer in module_buffers(module).items():
         if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[key] = distribute_tensor(buffer, mesh)
+            module_buffers(module)[key] = distribute_tensor(buffer, mesh)

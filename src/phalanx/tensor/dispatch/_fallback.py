@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_alias_of
 from phalanx.tensor.core._copied_views import check_writable, mark_copied_view, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
@@ -53,7 +54,7 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
         wrapped = wrap(tensor, Spec.of(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.dtype))
         for base, full in zip(tensors, gathered, strict=True):
             copied = full is not base._local or base._copied_view is not None
-            if copied and torch._C._is_alias_of(tensor, full):  # type: ignore[attr-defined]  # not in stubs
+            if copied and is_alias_of(tensor, full):
                 mark_copied_view(wrapped, base, name.base, () if kwargs else tuple(args))
         return wrapped
 

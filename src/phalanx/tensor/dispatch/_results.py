@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_alias_of
 from phalanx.tensor.core._copied_views import mark_copied_view, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._memory_order import say_order, telling_strides
@@ -53,7 +53,7 @@ def _finish_if_needed(
     kind, strides = aliasing.of(first)
     if kind is SELF and not (unsure and decision.name == "contiguous"):
         return first
-    if (kind is COPY or unsure) and torch._C._is_alias_of(result, first._local):  # type: ignore[attr-defined]  # not in stubs
+    if (kind is COPY or unsure) and is_alias_of(result, first._local):
         result = result.clone()
     spec = decision.outputs[0]
     if spec.has_thin_shard:

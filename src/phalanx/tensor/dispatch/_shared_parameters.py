@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from phalanx._torch_private import module_parameters
 from phalanx.tensor.core._dtensor import DTensor
 
 
@@ -20,18 +21,18 @@ def keeping_shared_parameters(module: nn.Module) -> Iterator[None]:
     """What shares a parameter before the block shares one after it; warns where layouts make that impossible."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, part in module.named_modules():
-        for key, parameter in part._parameters.items():
+        for key, parameter in module_parameters(part).items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((f"{path}.{key}".lstrip("."), part, key))
     yield
     for found in places.values():
-        made = [part._parameters.get(key) for _, part, key in found]
+        made = [module_parameters(part).get(key) for _, part, key in found]
         if all(one is made[0] for one in made):
             continue
         specs = [one._spec if isinstance(one, DTensor) else None for one in made]
         if specs[0] is not None and all(spec is specs[0] for spec in specs):
             for _, part, key in found:
-                part._parameters[key] = made[0]
+                module_parameters(part)[key] = made[0]
         else:
             laid_out = ", ".join(f"{name}: {spec!r}" for (name, _, _), spec in zip(found, specs, strict=True))
             warnings.warn(

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import _pop_mode_temporarily
+from phalanx._torch_private import DisableTorchFunction, num_dispatch_modes, pop_mode_temporarily
 
 
 @contextmanager
 def without_user_modes() -> Iterator[None]:
     """Neither dispatch modes nor function modes see what torch does in here."""
-    with torch._C.DisableTorchFunction(), ExitStack() as stack:
-        for _ in range(_len_torch_dispatch_stack()):
-            stack.enter_context(_pop_mode_temporarily())
+    with DisableTorchFunction(), ExitStack() as stack:
+        for _ in range(num_dispatch_modes()):
+            stack.enter_context(pop_mode_temporarily())
         yield

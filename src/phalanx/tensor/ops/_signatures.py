@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx._torch_private import schema_of
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import NUMPY_NAMES, torch_keywords
 
@@ -53,7 +54,7 @@ def _parameters(base: str) -> dict[str, int]:
     packet = getattr(torch.ops.aten, base, None)
     places: dict[str, int] = {}
     for overload in packet.overloads() if packet is not None else ():
-        for place, argument in enumerate(getattr(packet, overload)._schema.arguments):
+        for place, argument in enumerate(schema_of(getattr(packet, overload)).arguments):
             name = "input" if argument.name == "self" else argument.name
             places[name] = max(place, places.get(name, 0))
     return places

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx._torch_private import module_parameters
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.dispatch._distribute import distribute_tensor, replicate_rest
@@ -34,7 +35,7 @@ class ParallelStyle(ABC):
 
 def place_parameters(module: nn.Module, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None) -> None:
     """Distribute the module's own parameters as ``layout(name)`` says (None or unknown: replicated)."""
-    for name, parameter in list(module._parameters.items()):
+    for name, parameter in list(module_parameters(module).items()):
         placement = layout(name)
         if parameter is None or placement is None or isinstance(parameter, DTensor):
             continue

@@ -11,10 +11,10 @@ import threading
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx._torch_private import are_functorch_transforms_active
 from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, local_gradient, wrap
 from phalanx.tensor.layout._spec import Spec
@@ -69,9 +69,9 @@ class _Call:
         self.single = False
         self.context: Any = None
 
-    def node_of(self, node: Any) -> Node:
+    def node_of(self, node: Any) -> FunctionNode:
         """Wrap the ``grad_fn`` of a result, so that hooks on it see DTensors."""
-        return Node(node, self)
+        return FunctionNode(node, self)
 
 
 class _Lifted(Function):
@@ -146,7 +146,7 @@ def _named(function: Any) -> Any:
     return made
 
 
-class Node:
+class FunctionNode:
     """The ``grad_fn`` of a lifted Function's result: hooks on it see DTensors."""
 
     def __init__(self, node: Any, call: _Call) -> None:
@@ -186,7 +186,7 @@ def function_apply(plain: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for arg in args:
             if isinstance(arg, DTensor):  # also one whose data is still on its way
-                if torch._C._are_functorch_transforms_active():
+                if are_functorch_transforms_active():
                     raise RuntimeError(f"{cls.__name__} on a DTensor inside torch.func is not supported")
                 return _apply_lifted(cls, args)
         return plain(cls, *args, **kwargs)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 import torch.nn.functional as F
 
 from phalanx import comm
+from phalanx._torch_private import get_tracing_state
 from phalanx.tensor.core._dtensor import handlers
 from phalanx.tensor.dispatch import _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
@@ -126,7 +126,7 @@ def _unless_traced(handler: Handler) -> Handler:
     """Make what is called in place of ``handler`` while some thread is inside ``torch.jit.trace``."""
 
     def check(func: Any, args: Any, kwargs: Any) -> Any:
-        if torch._C._get_tracing_state() is not None:
+        if get_tracing_state() is not None:
             refuse_trace(f"{getattr(func, '__name__', func)} on a DTensor")
         return handler(func, args, kwargs)
 
@@ -141,7 +141,7 @@ def refuse_trace(what: str) -> NoReturn:
 
 
 def _refuse_collective(event: comm.CommEvent) -> None:
-    if torch._C._get_tracing_state() is not None:
+    if get_tracing_state() is not None:
         refuse_trace(f"{event.name} of {event.nbytes} B")
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import checkpoint
 
+from phalanx._torch_private import CheckpointFrame, FakeTensorMode, jit_recursive
 from phalanx.comm.mesh import _mesh
 from phalanx.comm.mesh._layout import Axis, MeshLayout
 from phalanx.comm.torch_interop import _dcp_state_dicts
@@ -48,14 +48,14 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.jit, "trace", tracer),
     (torch.jit, "trace_module", tracer),
     (torch.jit, "_get_trace_graph", tracer),  # torch.onnx
-    (torch.jit._recursive, "create_script_module", module_compiler),
+    (jit_recursive, "create_script_module", module_compiler),
     (FakeTensorMode, "from_tensor", faker),
     (torch.autograd.graph, "get_gradient_edge", edge_maker),
     (torch, "to_dlpack", packer),
     (torch.utils.dlpack, "to_dlpack", packer),
     # activation checkpoints
-    (checkpoint._CheckpointFrame, "save_inputs", input_saver),
-    (checkpoint._CheckpointFrame, "get_inputs", input_giver),
+    (CheckpointFrame, "save_inputs", input_saver),
+    (CheckpointFrame, "get_inputs", input_giver),
     (checkpoint.CheckpointFunction, "forward", reentrant_forward),
     # grouping of tensors by device and dtype; each of these modules has imported the function by name
     *(

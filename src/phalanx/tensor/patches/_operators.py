@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.core._dtensor import DTensor, _num_dispatch_modes, above, handlers
+from phalanx._torch_private import num_dispatch_modes, num_function_modes
+from phalanx.tensor.core._dtensor import DTensor, above, handlers
 from phalanx.tensor.dispatch._run import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
 from phalanx.tensor.ops._registry import OPERATORS
-
-_num_function_modes = torch._C._len_torch_function_stack
 
 
 def install() -> None:
@@ -39,8 +38,8 @@ def _operator(func: Any, inherited: Any) -> Any:
         if (
             type(other) is not DTensor
             or type(self) is not DTensor
-            or _num_function_modes()
-            or _num_dispatch_modes()
+            or num_function_modes()
+            or num_dispatch_modes()
         ):
             return inherited(self, other)
         try:
@@ -54,7 +53,7 @@ def _operator(func: Any, inherited: Any) -> Any:
 
 def _method(func: Any) -> Any:
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is not DTensor or _num_function_modes() or _num_dispatch_modes():
+        if type(self) is not DTensor or num_function_modes() or num_dispatch_modes():
             return func(self, *args, **kwargs)
         try:
             handler = handlers[func]

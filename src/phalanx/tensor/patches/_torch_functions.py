@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from phalanx._torch_private import tree_leaves
 from phalanx.comm.torch_interop._dcp import Spread
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._modes import under_these_modes

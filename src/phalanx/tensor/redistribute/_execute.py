@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_view
 from phalanx.comm.group._staging import settled
 from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement
 from phalanx.tensor.layout._spec import Spec
@@ -229,7 +230,7 @@ class Move(torch.autograd.Function):
         if moved is sent:
             return local.view_as(local)
         # Torch lets nobody write to a view that is made in here.
-        return moved.data if moved._is_view() else moved
+        return moved.data if is_view(moved) else moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

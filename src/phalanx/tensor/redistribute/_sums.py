@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import register_hook_dict
 from phalanx.comm import Group
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._log import listening, log_collectives
@@ -34,7 +35,7 @@ def hooked(local: Tensor, hooks: Hooks) -> Tensor:
     alias = local.view_as(local)
     # what register_hook does, without making a handle to remove the hook by
     alias._backward_hooks = hooks
-    alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # an alias of what requires grad has one
+    register_hook_dict(alias.grad_fn)(alias)
     return alias
 
 

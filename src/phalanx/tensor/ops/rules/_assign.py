@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import is_alias_of
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Sharding
@@ -141,7 +142,7 @@ def _assign(run: LocalRun, args: Any, kwargs: Any) -> None:
 
 def _apart(value: Any, x: Tensor) -> Any:
     """``value`` in memory of its own: ``x[i] += 1`` assigns a part of x to itself, which torch may not recognise."""
-    shared = isinstance(value, Tensor) and torch._C._is_alias_of(value, x)  # type: ignore[attr-defined]  # not in stubs
+    shared = isinstance(value, Tensor) and is_alias_of(value, x)
     return value.clone() if shared else value
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phalanx.elastic.tools._troubles import say
-
-if TYPE_CHECKING:
-    from phalanx.elastic._job import Job
-    from phalanx.elastic._step import Step
+from phalanx.events._troubles import say
+from phalanx.events._types import StepCommitted
 
 LINE_EVERY = 5.0
 """Seconds between plain lines."""
 
 
-class Progress:
+class StatusLine:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._live: Any = None
@@ -24,16 +21,17 @@ class Progress:
         self._last: tuple[float, int] = (0.0, -1)
         self._rate = 0.0
 
-    def show(self, job: Job, step: Step) -> None:
+    def show(self, step: StepCommitted, status: str) -> None:
+        """Show a committed step; ``status`` says what is in trouble."""
         if not self.enabled:
             return
         self._measure(step)
         loss = "-" if step.loss is None else f"{step.loss:.4f}"
         text = (
-            f"step {step.number}  epoch {step.epoch}  loss {loss}  {self._rate:.0f} samples/s  "
-            f"generation {job.generation}  {job.world_size} worker{'s' if job.world_size > 1 else ''}"
+            f"step {step.step}  epoch {step.epoch}  loss {loss}  {self._rate:.0f} samples/s  "
+            f"generation {step.generation}  {step.world_size} worker{'' if step.world_size == 1 else 's'}"
         )
-        if status := job.troubles.status:
+        if status:
             text += f"  {status}"
         if sys.stderr.isatty():
             self._show_live(text)
@@ -41,16 +39,16 @@ class Progress:
             self._last_line = time.monotonic()
             say(text)
 
-    def _measure(self, step: Step) -> None:
+    def _measure(self, step: StepCommitted) -> None:
         now = time.monotonic()
         before, number = self._last
-        if step.number == number + 1 and now > before:
-            rate = step.num_samples / (now - before)
+        if step.step == number + 1 and now > before:
+            rate = step.samples / (now - before)
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        self._last = (now, step.number)
+        self._last = (now, step.step)
 
     def _show_live(self, text: str) -> None:
-        from rich.console import Console
+        from rich.console import Console  # start-up: loaded when used
         from rich.live import Live
 
         try:

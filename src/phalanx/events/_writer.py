@@ -1,45 +1,65 @@
-"""Files of JSON lines that a worker appends to: its events, and the audit of the samples it computed.
+"""Appends lines of JSON to a file that a disk may not take just now: events of agents and workers, and audits.
 
 Every line reaches the operating system before the call returns, so what a killed process wrote before it died is
-there. A disk that does not take a line never fails a step: the lines wait in memory, up to ``MAX_PENDING`` bytes, and
-are tried again with growing pauses; those beyond are counted, and the file says so once it can be written again. A
-worker writes only its own files; ``phalanx.elastic.audit`` reads those of all workers together.
+there. A disk that does not take a line never fails a job: the lines wait in memory, up to ``MAX_PENDING`` bytes, and
+are tried again with growing pauses; those beyond are counted, and the file says so once it can be written again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import logging
 import os
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.elastic.tools._troubles import Backoff, Troubles
+from phalanx.events._lines import dump, to_record
+from phalanx.events._troubles import Backoff, Troubles
+from phalanx.events._types import AnyEvent, Event, EventsLost, TrainingEvent
+
+log = logging.getLogger(__name__)
 
 MAX_PENDING = 16 << 20
 """Bytes of lines that wait for a disk to take them; some hundred thousand steps of a worker with few slots."""
 
+EventHandler = Callable[[str], None]
+"""Takes one line of JSON."""
+
 
 class JsonLines:
-    """An append-only file of JSON objects; with ``path=None`` nothing is written. Any thread may write."""
+    """An append-only file of JSON objects; with ``path=None`` nothing is written. Any thread may write.
+
+    A file that only this process appends to never holds a torn line. In one that is ``shared``, a line that the disk
+    took a part of is written again as a whole: what others wrote in between would else be torn as well.
+    """
 
     what = "lines"
 
-    def __init__(self, path: Path | None, *, troubles: Troubles | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: str | Path | None, *, troubles: Troubles | None = None, is_shared: bool = False
+    ) -> None:
+        self.path = None if path is None else Path(path)
         self.num_lost = 0
         """Lines that were given up because too many waited already."""
         self._troubles = troubles or Troubles()
+        self._is_shared = is_shared
         self._backoff = Backoff()
         self._lock = threading.Lock()
         self._fd = -1
         self._pending = bytearray()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def append(self, record: dict[str, Any]) -> None:
+        """Write an object as one line."""
+        self._append(dump(record))
+
+    def _append(self, text: str) -> None:
         if self.path is None:
             return
-        line = _line(record)
+        line = text.encode() + b"\n"
         with self._lock:
             if len(self._pending) + len(line) > MAX_PENDING:
                 self.num_lost += 1
@@ -71,12 +91,11 @@ class JsonLines:
         return {"kind": "lost", "lines": count}
 
     def _flush(self) -> None:
-        """Append what waits. A write may take a part of it: the rest follows later, so no line is ever torn."""
         try:
             self._open()
             self._drain()
             if self.num_lost:
-                self._pending += _line(self.lost_record(self.num_lost))
+                self._pending += dump(self.lost_record(self.num_lost)).encode() + b"\n"
                 self.num_lost = 0
                 self._drain()
         except OSError as error:
@@ -91,8 +110,13 @@ class JsonLines:
             self._troubles.worked(self.what)
 
     def _drain(self) -> None:
+        """Append what waits. A write may take a part of it: the rest follows later."""
         while self._pending:
             count = os.write(self._fd, self._pending)
+            if self._is_shared and count < len(self._pending):
+                del self._pending[: self._pending.rfind(b"\n", 0, count) + 1]
+                self._pending[:0] = b"\n"
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             del self._pending[:count]
 
     def _open(self) -> None:
@@ -102,65 +126,56 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+        if size and not self._is_shared and os.pread(self._fd, 1, size - 1) != b"\n":
             self._pending[:0] = b"\n"  # a killed process of the same name left half a line
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+class EventLog(JsonLines):
+    """Appends events to a file and passes them on to one more handler.
 
+    With ``worker`` it is that worker's own file; else several agents of a machine may share it.
 
-class Audit(JsonLines):
-    """Which worker computed which samples for which step, and which steps it committed.
-
-    ``lineage`` is (attempt, generation, round). An *attempt* is a run of the job from its beginning or from a save; its
-    number grows with time. Of several commits of one step in one attempt, that of the largest lineage counts, because
-    the others were lost with the workers that made them.
+    >>> from phalanx.events._types import ShutDown
+    >>> EventLog(None).write(ShutDown(job="demo", reason="done", succeeded=True))
     """
-
-    what = "audit"
-
-    def begin(self, job: dict[str, Any]) -> None:
-        self.write({"kind": "job", **job})
-
-    def attempt(self, number: int, step: int, parent: int | None) -> None:
-        """An attempt begins at ``step``: with the state that attempt ``parent`` saved, or with none."""
-        self.write({"kind": "attempt", "attempt": number, "step": step, "parent": parent})
-
-    def computed(self, lineage: list[int], epoch: int, step: int, slot: int, indices: list[int]) -> None:
-        self.write(
-            {
-                "kind": "slot",
-                "lineage": lineage,
-                "epoch": epoch,
-                "step": step,
-                "slot": slot,
-                "indices": indices,
-            }
-        )
-
-    def committed(self, lineage: list[int], epoch: int, step: int) -> None:
-        self.write({"kind": "commit", "lineage": lineage, "epoch": epoch, "step": step})
-
-    def ended(self, lineage: list[int], step: int) -> None:
-        """The loop is over with ``step`` steps committed: a log that lacks its last lines can be told."""
-        self.write({"kind": "end", "lineage": lineage, "step": step})
-
-
-class Events(JsonLines):
-    """What happened to the job, with wall-clock times."""
 
     what = "events"
 
-    def __init__(self, path: Path | None, worker_id: str, *, troubles: Troubles | None = None) -> None:
-        super().__init__(path, troubles=troubles)
-        self.worker_id = worker_id
+    def __init__(
+        self,
+        path: str | Path | None,
+        handler: EventHandler | None = None,
+        *,
+        worker: str = "",
+        troubles: Troubles | None = None,
+    ) -> None:
+        says = troubles or Troubles(say=log.warning, consequence="the job goes on")
+        super().__init__(path, troubles=says, is_shared=not worker)
+        self._handler = handler
+        self._worker = worker
+        self._has_complained = False
 
-    def emit(self, event: str, **details: Any) -> None:
-        self.write({"time": time.time(), "event": event, "worker": self.worker_id, **details})
+    def write(self, event: AnyEvent) -> None:
+        """Never raises: what cannot be written waits, and is told."""
+        if self.path is None and self._handler is None:
+            return
+        if isinstance(event, TrainingEvent) and not event.worker:
+            event = dataclasses.replace(event, worker=self._worker)
+        line = dump(to_record(event))
+        self._append(line)
+        if self._handler is None:
+            return
+        try:
+            self._handler(line)
+        except Exception as error:  # a handler is the user's and may raise anything
+            if not self._has_complained:
+                log.warning("an event handler failed: %s; the job goes on", error)
+            self._has_complained = True
 
     def lost_record(self, count: int) -> dict[str, Any]:
-        return {"time": time.time(), "event": "lost_events", "worker": self.worker_id, "lines": count}
+        if not self._worker:
+            return to_record(Event(name="lost_events", metadata={"lines": count}))
+        return to_record(EventsLost(worker=self._worker, lines=count))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

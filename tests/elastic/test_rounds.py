@@ -1,4 +1,4 @@
-"""Who gets a seat: pure decisions, also under random declarations."""
+"""Who gets a place: pure decisions, also under random declarations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.elastic.membership._rounds import FRESH, Ready, Round, choose_round, choose_source
+from phalanx.elastic.membership._rounds import choose_round, choose_source
+from phalanx.protocol import FRESH, Ready, Round
 
 pytestmark = pytest.mark.fast
 

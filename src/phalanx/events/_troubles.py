@@ -1,8 +1,8 @@
-"""What cannot be written just now: said loudly, shown in the status line, and once more at the end.
+"""Tells what cannot be written just now: said loudly, shown in the status line, and once more at the end.
 
 A full or read-only disk must not end training. Whoever writes (saves, audit, events) tells here what failed and that it
-works again; this says it on stderr, when it begins, about every minute while it lasts, and when it is over. Nothing
-here raises, not even when stderr lies on the same full disk.
+works again; this says it (on stderr, if nothing else is given) when it begins, about every minute while it lasts, and
+when it is over. Nothing here raises, not even when stderr lies on the same full disk.
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class Backoff:
 
 
 class Troubles:
-    """By what is in trouble: "saves", "audit", "events"."""
+    """Remembers what is in trouble ("saves", "audit", "events"), and says so; ``consequence`` ends the sentence."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        say: Callable[[str], None] | None = None,
+        consequence: str = "training goes on",
+    ) -> None:
         self._clock = clock
+        self._say = say
+        self._consequence = consequence
         self._lock = threading.Lock()
         self._open: dict[str, _Trouble] = {}
         self._lost: dict[str, str] = {}
@@ -76,14 +84,16 @@ class Troubles:
                 if now - trouble.said < AGAIN:
                     return
                 trouble.said = now
-        say(f"{text}; training goes on")
+        self._tell(f"{text}; {self._consequence}")
 
     def worked(self, what: str) -> None:
         with self._lock:
             trouble = self._open.pop(what, None)
         if trouble is not None:
             seconds = self._clock() - trouble.since
-            say(f"{what} can be written again, after {trouble.count} failed attempts in {seconds:.0f} s")
+            self._tell(
+                f"{what} can be written again, after {trouble.count} failed attempts in {seconds:.0f} s"
+            )
 
     def lost(self, what: str, text: str) -> None:
         """Something will never be written; said at the end, whatever happens until then."""
@@ -103,7 +113,10 @@ class Troubles:
             words = [*self._lost.values(), *(t.text for w, t in self._open.items() if w not in self._lost)]
             self._lost, self._open = {}, {}
         for text in words:
-            say(f"AT THE END: {text}")
+            self._tell(f"AT THE END: {text}")
+
+    def _tell(self, text: str) -> None:
+        (self._say or say)(text)
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""How a worker finds the others: the interface, its errors, and the roster of workers that cannot change.
+"""Finds the other workers: the interface, its errors, and the coordinator of workers that cannot change.
 
-Two implementations: ``FixedRoster`` here, for one process or a group that is restarted as a whole, and ``StoreRoster``
-for workers under agents that heal. ``make_roster`` there picks by the environment.
+Two implementations: ``FixedCoordinator`` here, for one process or a group that is restarted as a whole, and
+``StoreCoordinator`` for workers under agents that heal. ``make_coordinator`` there picks by the environment.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.comm import Group
-from phalanx.elastic.membership._committed_steps import Ledger
-from phalanx.elastic.membership._finish import Finish
-from phalanx.elastic.membership._keys import Keys
-from phalanx.elastic.membership._rounds import Ready, Seat
+from phalanx.elastic.membership._committed_steps import CommittedSteps
+from phalanx.elastic.membership._finish import finish_of
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._store_monitor import Signals
 from phalanx.errors import CommError, JobStopped, PhalanxError
+from phalanx.protocol import Finish, JobKeys, Ready
 
 if TYPE_CHECKING:
-    from phalanx.elastic.membership._final_state import Encoded, Keeper, TakenOver
+    from phalanx.elastic.membership._final_state import Encoded, FinalStateServer, TakenOver
 
 
 class Ejected(PhalanxError):
@@ -45,7 +45,7 @@ class ResultLost(JobStopped):
 
 
 class ToldToLeave(PhalanxError):
-    """This worker was told to leave while it waited for a seat; it has told its agent that it goes."""
+    """This worker was told to leave while it waited for a place; it has told its agent that it goes."""
 
 
 class EvaluationKnown(PhalanxError):
@@ -60,48 +60,50 @@ class RegroupTimeout(PhalanxError, TimeoutError):
     """No generation with this worker in it was agreed on in time."""
 
 
-class Roster(Protocol):
+class Coordinator(Protocol):
     worker_id: str
     can_change: bool
     """Whether workers can come and go while the job runs."""
     signals: Signals
-    """What the outside world wants of this worker in its current seat."""
+    """What the outside world wants of this worker in its current place."""
     should_leave: Callable[[], bool]
-    """Asked while waiting for a seat: whether this worker was told to leave."""
-    ledger: Ledger
+    """Asked while waiting for a place: whether this worker was told to leave."""
+    committed_steps: CommittedSteps
 
-    def first_seat(self, mine: Ready) -> Seat: ...
+    def join(self, mine: Ready) -> Membership: ...
 
-    def seat_after_loss(self, seat: Seat, mine: Ready, cause: CommError) -> Seat:
-        """A seat in a later generation, after a worker of this one was lost."""
+    def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
+        """A place in a later generation, after a worker of this one was lost."""
 
-    def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
-        """The next seat when all workers of this one have agreed to regroup; the old group still works."""
+    def join_at_boundary(self, membership: Membership, mine: Ready) -> Membership:
+        """The next place when all workers of this one have agreed to regroup; the old group still works."""
 
-    def rejoin(self, generation: int, mine: Ready) -> Seat:
-        """A seat for one that has none, in this generation or a later one."""
+    def rejoin(self, generation: int, mine: Ready) -> Membership:
+        """A place for one that has none, in this generation or a later one."""
 
-    def announce_leaving(self, seat: Seat) -> None: ...
+    def announce_leaving(self, membership: Membership) -> None: ...
 
-    def step_aside(self, seat: Seat) -> None:
+    def step_aside(self, membership: Membership) -> None:
         """Called by a leaving worker at its last boundary: returns when the others have crossed it too.
 
         Were it to exit before, they would take it for dead and drop the step that they are just committing.
         """
 
-    def declare_done(self, seat: Seat, step: int) -> Finish:
-        """All workers of the seat's round have committed the last step."""
+    def declare_done(self, membership: Membership, step: int) -> Finish:
+        """All workers of the membership's round have committed the last step."""
 
-    def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
+    def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
         """The end, if a loss while waiting for it only means that the others got through."""
 
-    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
+    def keep(
+        self, finish: Finish, rank: int, generation: int, state: Encoded | None
+    ) -> FinalStateServer | None:
         """Keep the final state for whoever takes the place of another; None where nobody can."""
 
     def take_over(self, over: JobOver) -> TakenOver | None:
         """The place of a worker that was lost after the last step; None when the generation is over first."""
 
-    def note_commit(self, seat: Seat, step: int) -> None:
+    def note_commit(self, membership: Membership, step: int) -> None:
         """So many steps are committed."""
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
@@ -116,55 +118,61 @@ class Roster(Protocol):
     def close(self) -> None: ...
 
 
-class FixedRoster:
+class FixedCoordinator:
     """A set of workers that cannot change: one process, or a launcher that restarts all of them together."""
 
     can_change = False
 
-    def __init__(self, group: Group | None, worker_id: str, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, group: Group | None, worker_id: str, committed_steps: CommittedSteps | None = None
+    ) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
-        self.ledger = ledger or Ledger(None, Keys())
+        self.committed_steps = committed_steps or CommittedSteps(None, JobKeys())
         self.should_leave: Callable[[], bool] = lambda: False
         self._group = group
 
-    def first_seat(self, mine: Ready) -> Seat:
+    def join(self, mine: Ready) -> Membership:
         group = self._group
         if group is None or group.size == 1:
-            return Seat(0, 0, (self.worker_id,), 0, None)
-        return Seat(group.generation, 0, tuple(f"rank{r}" for r in range(group.size)), group.rank, group)
+            return Membership(0, 0, (self.worker_id,), 0, None)
+        return Membership(
+            group.generation, 0, tuple(f"rank{r}" for r in range(group.size)), group.rank, group
+        )
 
-    def seat_after_loss(self, seat: Seat, mine: Ready, cause: CommError) -> Seat:
+    def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
         raise cause  # nobody here can replace a worker: whoever started them restarts all
 
-    def seat_at_boundary(self, seat: Seat, mine: Ready) -> Seat:
-        return seat  # a polite leave of one worker of a fixed group is the end of it for all
+    def join_at_boundary(self, membership: Membership, mine: Ready) -> Membership:
+        return membership  # a polite leave of one worker of a fixed group is the end of it for all
 
-    def rejoin(self, generation: int, mine: Ready) -> Seat:
+    def rejoin(self, generation: int, mine: Ready) -> Membership:
         raise AssertionError("in a fixed group nobody is without a seat")
 
-    def announce_leaving(self, seat: Seat) -> None:
+    def announce_leaving(self, membership: Membership) -> None:
         pass
 
-    def step_aside(self, seat: Seat) -> None:
+    def step_aside(self, membership: Membership) -> None:
         pass
 
-    def declare_done(self, seat: Seat, step: int) -> Finish:
-        return Finish.of(seat, step, {})
+    def declare_done(self, membership: Membership, step: int) -> Finish:
+        return finish_of(membership, step, {})
 
-    def finish_after(self, seat: Seat, cause: CommError, step: int) -> Finish | None:
+    def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
         # This worker has committed all steps, and those of the others that have not are not helped by it.
-        return Finish.of(seat, step, {})
+        return finish_of(membership, step, {})
 
-    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> Keeper | None:
+    def keep(
+        self, finish: Finish, rank: int, generation: int, state: Encoded | None
+    ) -> FinalStateServer | None:
         return None
 
     def take_over(self, over: JobOver) -> TakenOver | None:
         raise AssertionError("nobody joins a fixed group")
 
-    def note_commit(self, seat: Seat, step: int) -> None:
-        if seat.rank == 0:
-            self.ledger.note(step)
+    def note_commit(self, membership: Membership, step: int) -> None:
+        if membership.rank == 0:
+            self.committed_steps.note(step)
 
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         pass

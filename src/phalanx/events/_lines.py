@@ -1,0 +1,89 @@
+"""Writes an event as one line of JSON and reads it back, each field as its type says.
+
+An agent's line is ``{"v":1,"kind":...}``, a worker's ``{"time":...,"event":...,"worker":...}``; both are read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx._fields import Fields, load_json, read_dataclass, short
+from phalanx.events._types import EVENT_TYPES, AnyEvent, Event, EventSource, TrainingEvent
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+
+def to_record(event: AnyEvent, *, now: float | None = None) -> dict[str, Any]:
+    """What a line says; an absent time or host is filled in."""
+    now = time.time() if now is None else now
+    if isinstance(event, TrainingEvent):
+        given = {
+            one.name: getattr(event, one.name)
+            for one in dataclasses.fields(event)
+            if one.name not in ("time", "worker")
+            and (one.default is not None or getattr(event, one.name) is not None)
+        }
+        return {"time": event.time or now, "event": event.kind, "worker": event.worker, **given}
+    record = {"v": VERSION, "kind": event.kind, **dataclasses.asdict(event)}
+    stamp = "timestamp" if isinstance(event, Event) else "time"
+    record[stamp] = record[stamp] or now
+    if record.get("host") == "":
+        record["host"] = socket.gethostname()
+    return record
+
+
+def dump(record: dict[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"))
+
+
+def to_json(event: AnyEvent, *, now: float | None = None) -> str:
+    """One line without its end; an absent time or host is filled in."""
+    return dump(to_record(event, now=now))
+
+
+def from_json(line: str | bytes) -> AnyEvent:
+    """The event of a line; ``ValueError`` when it is none."""
+    return from_record(load_json(line, "an event"))
+
+
+def from_record(record: Any) -> AnyEvent:
+    """The event of what a line says; ``ValueError`` when it is none."""
+    fields = Fields(record, "an event")
+    is_workers = fields.get("event") is not None
+    kind = fields.text("event" if is_workers else "kind")
+    made = EVENT_TYPES.get(kind)
+    if (
+        made is None
+        or issubclass(made, TrainingEvent) != is_workers
+        or not (is_workers or fields.get("v") == VERSION)
+    ):
+        raise ValueError(f"event {kind!r} of version {short(fields.get('v'))} is not known to this release")
+    if made is Event:
+        return Event(
+            name=fields.text("name"),
+            source=EventSource(fields.text("source")),
+            timestamp=fields.number("timestamp", default=0.0),
+            metadata=fields.mapping("metadata", default={}),
+        )
+    if is_workers:
+        fields.number("time"), fields.text("worker")  # without them it is no event
+    return read_dataclass(made, fields)
+
+
+def read_events(path: str | Path) -> Iterator[AnyEvent]:
+    """The events of a file, in order; a line that does not parse is logged and skipped."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield from_json(line)
+            except ValueError as error:
+                log.warning("%s, line %d: %s", path, number, error)
