@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, ReduceOp
-from phalanx.comm.transports._reduce import tree_reduce
+from phalanx.comm.transports._tree_reduce import tree_reduce
 
 DTYPES = [
     torch.float32,

@@ -57,7 +57,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "data": [
         "_permutation", "_order", "_wrapped_orders", "_source", "_partition", "_padding", "_cursor",
-        "_state", "_ranks", "_batches", "_sampler",
+        "_sampler_state", "_ranks", "_batches", "_sampler",
     ],
     "launch": [
         "system", "numa", "events", "metrics", "failures", "telemetry", "rendezvous", "config",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.mesh._layout import Axis, MeshLayout, is_in_root_order, merge_modes, split_modes
+from phalanx.comm.mesh._mesh_layout import Axis, MeshLayout, is_in_root_order, merge_modes, split_modes
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.ddp.buckets._layout import (
+from phalanx.ddp.buckets._assignment import (
     MIB,
     Caps,
     CommCost,

@@ -38,11 +38,11 @@ def test_the_files_of_one_backward_are_those_of_the_tour() -> None:
     walk = simulate(2).run(walk_of_one_backward)[-1]
     assert sorted({file for file in walk.files if file.startswith("ddp/")}) == [
         "ddp/buckets/_flat_buffer.py",
-        "ddp/reducer/_exchange.py",
+        "ddp/reducer/_arrivals.py",
+        "ddp/reducer/_bucket_exchange.py",
         "ddp/reducer/_pass.py",
         "ddp/reducer/_reducer.py",
         "ddp/reducer/_stats.py",
-        "ddp/reducer/_watch.py",
     ]
     assert walk.files[0] == "ddp/reducer/_reducer.py"
     assert "comm/group/_group.py" in walk.files

@@ -23,7 +23,7 @@ from phalanx.ddp import (
     _find_tensors,
     _MixedPrecision,
 )
-from phalanx.ddp.wrapper._attribution import fingerprint
+from phalanx.ddp.wrapper._replicas import fingerprint
 from phalanx.errors import RankFailed
 
 pytestmark = pytest.mark.fast
@@ -202,7 +202,7 @@ def test_containers_dataclasses_and_references_pass_untouched_and_synchronise(ki
 
 @alone
 def test_inputs_move_and_cast_inside_nested_containers(group):
-    from phalanx.ddp.wrapper import _values as values
+    from phalanx.ddp.wrapper import _nested_values as values
 
     inputs = {"a": [torch.zeros(1), (torch.zeros(1, dtype=torch.int64), "text")], "b": Frozen(torch.zeros(1))}
     cast = values.cast_floating(torch.float16, inputs)

@@ -7,7 +7,7 @@ import torch
 
 from elastic.test_exchange import SHAPES, reduce, reference
 from phalanx.comm import Group
-from phalanx.comm.transports.shm import _memory
+from phalanx.comm.transports.shm import _shared_tensors
 from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._partials import Partials, Pool
 from phalanx.elastic.reduce._reduction import Reduction
@@ -40,7 +40,9 @@ def count_copies(worker, count: int) -> tuple[int, bool]:
     exchange, partials = Reduction(group, group.size, pool), Partials(pool, group.size)
     partials.push(worker.rank, [torch.full((count,), worker.rank + 1.0)], {})
     tensor = partials.pieces[0][1].tensors[0]
-    assert _memory.find(tensor.data_ptr(), 4 * count) is not None, "a copy in private memory was used again"
+    assert _shared_tensors.find(tensor.data_ptr(), 4 * count) is not None, (
+        "a copy in private memory was used again"
+    )
     window = group._transport._window
     copied = []
     put = window.put

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -67,8 +68,9 @@ class PretendZygote:
 def pool_of(tmp_path, *processes: StuckProcess) -> tuple[WorkerPool, list[str]]:
     told: list[str] = []
     config = LaunchConfig(
-        1, 1, 2, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=0.1, hang_timeout=10, start_timeout=0
-    )
+        1, 1, 2, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=0.1, hang_timeout=10, start_timeout=0,
+        monitor_interval=math.inf,
+    )  # fmt: skip
     start = WorkerStart(entrypoint="cmd", args=(), method="exec")
     pool = WorkerPool(config, start, PretendZygote(*processes), lambda member: told.append(member.id))
     for process in processes:

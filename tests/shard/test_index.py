@@ -178,7 +178,7 @@ def test_ten_thousand_crafted_shards_are_refused(case) -> None:
 def test_ten_thousand_good_shards_are_read() -> None:
     rows = [Box((i, j), (1, 1)) for i, j in product(range(100), range(100))]
     assert len(parse_index(index_of(rows, (100, 100)), b"", "").tensors["w"].shards) == COUNT
-    cut = random_cut(random.Random(3), Box.whole((300, 300, 300)), COUNT)
+    cut = random_cut(random.Random(3), Box.of_size((300, 300, 300)), COUNT)
     assert len(parse_index(index_of(cut, (300, 300, 300)), b"", "").tensors["w"].shards) == len(cut)
 
 
@@ -213,7 +213,7 @@ def boxes(draw):
 def test_a_fault_is_found_exactly_where_a_point_is_not_held_once(extra, seed, count) -> None:
     """Against counting every element: a random tiling, with some boxes added or left out."""
     rng = random.Random(seed)
-    several = [*random_cut(rng, Box.whole(SIZES), count), *extra][: rng.randrange(1, 20)]
+    several = [*random_cut(rng, Box.of_size(SIZES), count), *extra][: rng.randrange(1, 20)]
     held = {
         point: [i for i, box in enumerate(several) if _tiling._holds(box, point)]
         for point in product(*map(range, SIZES))
@@ -239,7 +239,7 @@ def test_a_cut_that_would_take_for_ever_to_check_is_refused(monkeypatch) -> None
     monkeypatch.setattr(_tiling, "LEAST_WORK", 10)
     monkeypatch.setattr(_tiling, "WORK_PER_BOX", 1)
     with pytest.raises(Intricate):
-        find_fault(random_cut(random.Random(1), Box.whole((9, 9, 9)), 9), (9, 9, 9))
+        find_fault(random_cut(random.Random(1), Box.of_size((9, 9, 9)), 9), (9, 9, 9))
 
 
 @pytest.mark.fast

@@ -19,6 +19,7 @@ from phalanx._signature import sign
 from phalanx.comm import init_device_mesh, observe, simulate
 from phalanx.errors import RankFailed
 from phalanx.shard.checkpoint._load import runs
+from phalanx.shard.files import _safetensors
 from phalanx.shard.files._index import BLOCK, digest
 from phalanx.shard.layout._boxes import Box
 from phalanx.tensor import Replicate, Shard, distribute_tensor
@@ -368,9 +369,7 @@ def test_large_shards_are_handed_to_the_disk_early_and_come_back(tmp_path, monke
 
 
 def test_saving_works_where_the_disk_cannot_be_told_early(tmp_path, monkeypatch) -> None:
-    from phalanx.shard.files import _file
-
-    monkeypatch.setattr(_file, "_sync_file_range", lambda: None)
+    monkeypatch.setattr(_safetensors, "_sync_file_range", lambda: None)
     whole = torch.arange(5 << 20, dtype=torch.uint8).view(5, -1)
     save_one(tmp_path / "one", whole, chunk(1), 1)
     assert torch.equal(shard.Checkpoint(tmp_path / "one").read("layer.weight"), whole)

@@ -19,7 +19,7 @@ from phalanx.shard import (
     ShardMetadata,
     TensorProperties,
 )
-from phalanx.shard.tensor._spec import check_cover, check_no_overlap, infer_spec
+from phalanx.shard.tensor._sharding_spec import check_cover, check_no_overlap, infer_spec
 from shard.layouts import chunk, random_specs
 
 pytestmark = pytest.mark.fast

@@ -23,8 +23,8 @@ from phalanx.data import _ranks
 from phalanx.data._order import Order
 from phalanx.data._padding import draw
 from phalanx.data._partition import Timeline, checked_tail, slots_of
+from phalanx.data._sampler_state import SamplerState, integer_of
 from phalanx.data._source import Shuffle, checked_seed, length_of, order_over
-from phalanx.data._state import SamplerState, integer_of
 from phalanx.data._wrapped_orders import OrderLike
 
 if TYPE_CHECKING:

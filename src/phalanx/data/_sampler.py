@@ -1,7 +1,7 @@
 """ElasticDistributedSampler: each replica's indices of an epoch, exactly once at any world size.
 
 Owns the position in the training run: (epoch, start) where the current pass began, and a cursor over
-it. Everything else is pure: the order (``_order``), the split (``_partition``), the format (``_state``).
+it. Everything else is pure: the order (``_order``), the split (``_partition``), the format (``_sampler_state``).
 
 Assumption: replicas are in step. Then one number, how many positions of the epoch are done, is the
 whole state, the same on all ranks, and valid for every other number of replicas.
@@ -23,8 +23,8 @@ from phalanx.data._cursor import Cursor
 from phalanx.data._order import Sequential
 from phalanx.data._padding import draw
 from phalanx.data._partition import Share, checked_tail
+from phalanx.data._sampler_state import SamplerState
 from phalanx.data._source import Shuffle, checked_seed, length_of, order_over
-from phalanx.data._state import SamplerState
 from phalanx.data._wrapped_orders import OrderLike
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Sharded tensors: cut by a spec, spread over the ranks of a group; sharding of modules by plans."""
+"""Shards tensors by specs over the ranks of a group; sharding of modules by plans."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from phalanx.shard.exchange._groups import _get_current_process_group, load_with
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.files._index import CheckpointError
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 from phalanx.shard.ops._convert import from_dtensor, to_dtensor
-from phalanx.shard.ops._ops import dispatch
+from phalanx.shard.ops._custom_ops import custom_sharded_op_impl, custom_sharding_spec_op
+from phalanx.shard.ops._dispatch import dispatch
 from phalanx.shard.ops._plain import plain_inputs
-from phalanx.shard.ops._registry import custom_sharded_op_impl, custom_sharding_spec_op
-from phalanx.shard.plan._api import (
+from phalanx.shard.plan._auto_plan import AutoPlan, PlanReport, auto_plan
+from phalanx.shard.plan._optim import ShardedOptimizer, named_params_with_sharded_tensor
+from phalanx.shard.plan._shard_module import (
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
@@ -23,12 +25,10 @@ from phalanx.shard.plan._api import (
     shard_parameter,
     state_dict_hook,
 )
-from phalanx.shard.plan._auto_plan import AutoPlan, PlanReport, auto_plan
-from phalanx.shard.plan._optim import ShardedOptimizer, named_params_with_sharded_tensor
-from phalanx.shard.plan._plan import Sharder, ShardingPlan, ShardingPlanner
-from phalanx.shard.tensor._distribute import distribute_one
+from phalanx.shard.plan._sharding_plan import Sharder, ShardingPlan, ShardingPlanner
 from phalanx.shard.tensor._factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
-from phalanx.shard.tensor._spec import (
+from phalanx.shard.tensor._from_one_rank import distribute_one
+from phalanx.shard.tensor._sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.comm.transports.shm import _engine
-from phalanx.comm.transports.shm import _layout as L
+from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.errors import CollectiveMismatch, GroupAborted, PeerLost, PeerTimeout
 from processes import run_processes
 

@@ -10,7 +10,7 @@ import torch
 
 from comm.shm.test_random import TINY, on_threads
 from phalanx.comm import Group
-from phalanx.comm.transports.shm import _channel, _engine, _memory, _syscalls, _window
+from phalanx.comm.transports.shm import _engine, _rings, _shared_tensors, _syscalls, _window
 from phalanx.ddp import DistributedDataParallel
 from processes import run_processes
 from shm_random import run_random
@@ -146,7 +146,7 @@ def train_with_large_buckets(worker) -> tuple[int, bool, bool]:
     model(inputs).sum().backward()
     del window.put
     gradient = net.weight.grad
-    in_place = _memory.find(gradient.data_ptr(), 4 * gradient.numel()) is not None
+    in_place = _shared_tensors.find(gradient.data_ptr(), 4 * gradient.numel()) is not None
     group.barrier()
     return sum(sizes), in_place, bool(gradient.eq(4.0 * (group.size + 1) / 2).all())
 
@@ -162,7 +162,7 @@ def test_buckets_of_ddp_are_reduced_in_place() -> None:
 @pytest.mark.fast
 def test_the_way_with_fences_is_right_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arm64 runs, on whatever this is: it shows that the calls are there and work, not the ordering."""
-    modules = (_engine, _window, _channel)
+    modules = (_engine, _window, _rings)
     taken = dict.fromkeys(modules, 0)
     for module in modules:
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from phalanx.comm import ReduceOp
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports._reduce import tree_reduce
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm import _memory
+from phalanx.comm.transports._tree_reduce import tree_reduce
+from phalanx.comm.transports.shm import _segment_layout as L
+from phalanx.comm.transports.shm import _shared_tensors
 from phalanx.comm.transports.shm._calls import KINDS, describe, record
 from phalanx.comm.transports.shm._collectives import shares
 from phalanx.comm.transports.shm._engine import nap_length
 from phalanx.comm.transports.shm._fold import Fold
-from phalanx.comm.transports.shm._join import obstacle
-from phalanx.comm.transports.shm._layout import Layout
 from phalanx.comm.transports.shm._regions import span
+from phalanx.comm.transports.shm._segment_join import obstacle
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._transport import ShmTransport
 from phalanx.errors import PeerLost
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.fast
 
 @given(size=st.integers(1, 16), slots=st.integers(4, 8), slot_kb=st.integers(1, 64))
 def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: int) -> None:
-    layout = Layout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
+    layout = SegmentLayout(size=size, slots=slots, slot_bytes=slot_kb * 1024, ring_bytes=4096)
     spans = [(0, L.HEADER_WORDS * 8)]
     for rank in range(size):
         block = layout.block(rank) * 8
@@ -52,7 +52,7 @@ def test_no_two_things_overlap_in_the_segment(size: int, slots: int, slot_kb: in
 
 
 def test_eight_ranks_need_less_than_a_containers_shared_memory() -> None:
-    assert Layout(size=8).total_bytes < 64 * 1024 * 1024
+    assert SegmentLayout(size=8).total_bytes < 64 * 1024 * 1024
 
 
 @given(
@@ -120,19 +120,19 @@ def test_ranks_of_other_machines_and_users_cannot_share_memory() -> None:
 
 
 def test_shared_tensors_are_found_by_any_part_of_them_and_freed_with_the_last() -> None:
-    tensor = _memory.shared_empty((4, 100), torch.float32)
+    tensor = _shared_tensors.shared_empty((4, 100), torch.float32)
     assert tensor.shape == (4, 100)
     assert tensor.eq(0).all()
     part = tensor[1:3]
-    allocation = _memory.find(part.data_ptr(), part.numel() * 4)
+    allocation = _shared_tensors.find(part.data_ptr(), part.numel() * 4)
     assert allocation is not None
     assert os.fstat(allocation.fd).st_mode & 0o777 == 0o600
-    assert _memory.find(part.data_ptr(), 4 * 400) is None, "beyond its end"
-    assert _memory.find(torch.ones(4).data_ptr(), 16) is None
+    assert _shared_tensors.find(part.data_ptr(), 4 * 400) is None, "beyond its end"
+    assert _shared_tensors.find(torch.ones(4).data_ptr(), 16) is None
     freed: list[int] = []
 
     class User:
-        def freed(self, allocation: _memory.Allocation) -> None:
+        def freed(self, allocation: _shared_tensors.Allocation) -> None:
             freed.append(allocation.serial)
 
     user = User()
@@ -158,7 +158,7 @@ def test_only_the_first_error_counts() -> None:
 
 
 def test_empty_shared_tensors_are_plain() -> None:
-    assert _memory.shared_empty((0, 3), torch.int64).shape == (0, 3)
+    assert _shared_tensors.shared_empty((0, 3), torch.int64).shape == (0, 3)
 
 
 def test_parts_of_one_tensor_are_one_span() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.comm import Group
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._transport import ShmTransport
 from processes import run_processes
 from shm_random import run_random
@@ -24,7 +24,7 @@ def on_threads(size: int, main, *, progress: str = "thread", **layout: int) -> l
 
     def run(rank: int) -> None:
         transport = ShmTransport.create(
-            store, rank, size, timeout=60.0, progress=progress, layout=Layout(size=size, **layout)
+            store, rank, size, timeout=60.0, progress=progress, layout=SegmentLayout(size=size, **layout)
         )
         group = Group(transport, ranks=range(size), make_subgroup=lambda ranks, key: transport)
         try:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from phalanx.comm.transports import _auto
-from phalanx.comm.transports.shm import _join
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm import _segment_join
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.errors import PeerLost
 from phalanx.launch.cli import _doctor
 from processes import run_processes
@@ -165,9 +165,9 @@ def do_without(worker, what: str) -> tuple[str, float, list[str]]:
         raise OSError(38, "Function not implemented")
 
     if what == "memfd" and worker.rank == 0:
-        _join.new_file = fail
+        _segment_join.new_file = fail
     if what == "proc" and worker.rank == 1:
-        _join.open_file_of = fail
+        _segment_join.open_file_of = fail
     group = worker.group(backend="auto")
     tensor = torch.ones(3)
     group.all_reduce(tensor)
@@ -225,7 +225,7 @@ def test_the_doctor_foresees_what_workers_here_will_get(monkeypatch: pytest.Monk
     def fail(*_: object) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(_join, "new_file", fail)
+    monkeypatch.setattr(_segment_join, "new_file", fail)
     choice = _auto.foresee()
     assert choice.kind == "gloo"
     assert "Function not implemented" in choice.why
@@ -240,12 +240,12 @@ def test_the_doctor_says_what_carries_tensors_and_why() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_group_needs_far_less_than_a_container_offers(size: int) -> None:
-    assert Layout(size=size).total_bytes <= 32 * 1024 * 1024
+    assert SegmentLayout(size=size).total_bytes <= 32 * 1024 * 1024
 
 
 def die_while_the_group_forms(worker) -> bool:
     if worker.rank == 1:
-        _join._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        _segment_join._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost):
         worker.group(backend="auto", timeout=60.0)
     return True

@@ -15,7 +15,7 @@ from phalanx.comm.failure import _liveness
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.transports._auto import choose
 from phalanx.comm.transports._two_level import PAYS_UP_TO
-from phalanx.comm.transports.shm import _join
+from phalanx.comm.transports.shm import _segment_join
 from phalanx.errors import PeerLost
 from processes import run_processes
 
@@ -94,7 +94,7 @@ def do_without_on_one_host(worker) -> tuple[str, float, list[str]]:
         def fail(*_: object) -> int:
             raise OSError(1, "Operation not permitted")
 
-        _join.open_file_of = fail
+        _segment_join.open_file_of = fail
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda item: lines.append(item.getMessage())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phalanx.comm.stores import FileStore, MemoryStore, _torch_lease, connect, wrap_c10d_store
 from phalanx.comm.stores._etcd_gateway import range_end
 from phalanx.comm.stores._polling import LONGEST, SHORTEST, changes_between, pause_after
-from phalanx.comm.stores._record import Writer, decode
+from phalanx.comm.stores._stored_value import Writer, decode
 from phalanx.comm.stores._torch_lease import LOOK, LeaseTable, Reaper
 from phalanx.errors import StoreError, StoreTimeout
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from phalanx._fields import Fields, load_json
-from phalanx.comm.failure._addresses import rank_named
 from phalanx.comm.failure._liveness import Identity, forget_deaths, watch_deaths
+from phalanx.comm.failure._peer_addresses import rank_named
 from phalanx.errors import CommError, PeerLost, PeerTimeout, StoreError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.failure._mismatch import CallChecker
-from phalanx.comm.group import _context, _observe, _values
+from phalanx.comm.group import _context, _json_values, _observe
 from phalanx.comm.group._checks import (
     MOVED,
     PLAIN,
@@ -415,11 +415,11 @@ class Group:
 
     def broadcast_value(self, value: Any, src: int = 0) -> Any:
         """``src``'s value on every rank. The value is JSON: None, bool, numbers, text, lists, dicts with text keys."""
-        return _values.broadcast_value(self, value, src)
+        return _json_values.broadcast_value(self, value, src)
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Every rank's value (JSON), in the order of the ranks."""
-        return _values.all_gather_values(self, value)
+        return _json_values.all_gather_values(self, value)
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor in memory that collectives of this group can use without copying it first."""

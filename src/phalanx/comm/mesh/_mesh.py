@@ -26,8 +26,8 @@ from torch import Tensor
 
 from phalanx.comm.group._group import Group
 from phalanx.comm.group._init import current_group
-from phalanx.comm.mesh._layout import MeshLayout, is_in_root_order
-from phalanx.comm.mesh._root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
+from phalanx.comm.mesh._mesh_layout import MeshLayout, is_in_root_order
+from phalanx.comm.mesh._mesh_root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
 
 _entered = (
     threading.local()

@@ -46,7 +46,7 @@ class Simulation:
         results: list[Any] = [None] * self.world_size
 
         def main(rank: int) -> None:
-            _context.enter_rank(_RankToken(rank, scheduler))
+            _context.enter_rank(_SimulatedRank(rank, scheduler))
             error: BaseException | None = None
             try:
                 scheduler.begin(rank)
@@ -94,7 +94,7 @@ class Simulation:
         )
 
 
-class _RankToken:
+class _SimulatedRank:
     """Stands for one simulated rank; fault scripts stop it through this."""
 
     def __init__(self, rank: int, scheduler: Scheduler) -> None:

@@ -1,7 +1,7 @@
 """The transport between ranks in threads of one process: whoever comes last does the work for all.
 
 Owns the meeting points (``Board``, one per group) and what each collective computes there; reductions follow the
-fixed tree of ``_reduce``. Since the last rank sees everybody's arguments, mismatched calls are found for free and
+fixed tree of ``_tree_reduce``. Since the last rank sees everybody's arguments, mismatched calls are found for free and
 reported as ``CollectiveMismatch``. A dead rank gives ``PeerLost``, a hung one ``PeerTimeout``, as real ones do.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.comm.failure._mismatch import signature
 from phalanx.comm.simulation._scheduler import Scheduler
 from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
-from phalanx.comm.transports._reduce import tree_reduce
+from phalanx.comm.transports._tree_reduce import tree_reduce
 from phalanx.errors import CollectiveMismatch, PeerLost, PeerTimeout
 
 _DONE = Done()
@@ -26,7 +26,7 @@ Meet = Callable[[list[Any]], None]
 
 
 @dataclass
-class _Meeting:
+class _SimulatedCall:
     """One collective: what each rank brought, and whether it is done."""
 
     brought: dict[int, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Board:
     ranks: tuple[int, ...]
     """The ranks of the simulation that belong to the group."""
     generation: int = 0
-    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    meetings: dict[int, _SimulatedCall] = field(default_factory=dict)
     mail: dict[tuple[int, int, int], deque[Tensor]] = field(default_factory=dict)
 
     def fault(self, rank: int) -> BaseException | None:
@@ -204,7 +204,7 @@ class ThreadTransport(Transport):
         self._check_alive()
         board, number = self._board, self._count
         self._count += 1
-        meeting = board.meetings.setdefault(number, _Meeting())
+        meeting = board.meetings.setdefault(number, _SimulatedCall())
         meeting.brought[self.rank], meeting.calls[self.rank] = bring, call
         if len(meeting.brought) == self.size:
             del board.meetings[number]
@@ -219,7 +219,7 @@ class ThreadTransport(Transport):
             work.wait()
         return work
 
-    def _hold(self, meeting: _Meeting, meet: Meet) -> None:
+    def _hold(self, meeting: _SimulatedCall, meet: Meet) -> None:
         meeting.done = True
         if len(set(meeting.calls.values())) > 1:
             table = "\n".join(f"  rank {rank}: {call}" for rank, call in sorted(meeting.calls.items()))
@@ -251,7 +251,7 @@ class _ThreadWork(Work):
         ready: Callable[[], bool],
         what: str,
         finish: Callable[[], None] | None,
-        meeting: _Meeting | None = None,
+        meeting: _SimulatedCall | None = None,
     ) -> None:
         self._transport = transport
         self._ready = ready

@@ -103,7 +103,7 @@ class EtcdStore(Store):
 
     def add(self, key: str, amount: int = 1) -> int:
         answer = self._gateway.call("/v3/kv/range", {"key": self._key(key)})
-        entry = _Entry.of(answer)
+        entry = _Revision.of(answer)
         while True:
             now = counter_value(key, None if entry is None else entry.value, self.address)
             condition = {"target": "MOD", "mod_revision": str(0 if entry is None else entry.revision)}
@@ -174,7 +174,7 @@ class EtcdStore(Store):
         return EtcdStore(gateway.endpoints, timeout=_etcd_gateway.PATIENCE, root=root, gateway=gateway)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import for_torch  # start-up: it imports torch
+        from phalanx.comm.stores._for_torch import for_torch  # start-up: it imports torch
 
         with self._writing:
             if self._torch is None:
@@ -196,7 +196,7 @@ class EtcdStore(Store):
     def _key(self, key: str) -> str:
         return b64((self._values + key).encode())
 
-    def _write_if(self, key: str, condition: dict[str, str], value: bytes) -> tuple[bool, _Entry | None]:
+    def _write_if(self, key: str, condition: dict[str, str], value: bytes) -> tuple[bool, _Revision | None]:
         """Write if ``condition`` holds, once; otherwise the entry as it is."""
         name, marker = self._key(key), b64(self._marker)
         with self._writing:
@@ -228,7 +228,7 @@ class EtcdStore(Store):
             return False, entry
 
 
-class _Entry:
+class _Revision:
     """A key's value and the revision that wrote it."""
 
     def __init__(self, kv: dict[str, Any]) -> None:
@@ -236,13 +236,13 @@ class _Entry:
         self.revision = int(kv["mod_revision"])
 
     @classmethod
-    def of(cls, answer: dict[str, Any]) -> _Entry | None:
+    def of(cls, answer: dict[str, Any]) -> _Revision | None:
         entries = answer.get("kvs", [])
         return cls(entries[0]) if entries else None
 
 
-def _entry(response: dict[str, Any]) -> _Entry | None:
-    return _Entry.of(response["response_range"])
+def _entry(response: dict[str, Any]) -> _Revision | None:
+    return _Revision.of(response["response_range"])
 
 
 class EtcdLease(Lease):

@@ -16,7 +16,7 @@ from phalanx.comm.stores._file_directory import Directory
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import PollingWatch, wait_for_keys
-from phalanx.comm.stores._record import ABSENT, decode
+from phalanx.comm.stores._stored_value import ABSENT, decode
 from phalanx.errors import StoreError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class FileStore(Store):
         return FileStore(self._files.root, timeout=self._files.timeout)
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import for_torch  # start-up: it imports torch
+        from phalanx.comm.stores._for_torch import for_torch  # start-up: it imports torch
 
         return for_torch(FileStore(self._files.root / "c10d", timeout=self._files.timeout), prefix)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from phalanx.comm.stores._complaints import Complaints, clipped
-from phalanx.comm.stores._record import ABSENT, Record, Writer, decode
+from phalanx.comm.stores._stored_value import ABSENT, StoredValue, Writer, decode
 from phalanx.errors import StoreLost
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Directory:
             )
         return self._keys / f"k{name}"
 
-    def read(self, key: str) -> Record:
+    def read(self, key: str) -> StoredValue:
         try:
             return decode(self._path(key).read_bytes())
         except IsADirectoryError:
@@ -117,7 +117,7 @@ class Directory:
                 raise
             return ABSENT
 
-    def records(self, prefix: str) -> dict[str, Record]:
+    def records(self, prefix: str) -> dict[str, StoredValue]:
         """The live entries under ``prefix``, in the order of the keys."""
         with self.reporting_loss():
             start = "k" + quote(prefix, safe="")
@@ -194,7 +194,7 @@ class Directory:
             return 0.0
         return ttl
 
-    def live(self, record: Record, ended: dict[int, bool]) -> Record:
+    def live(self, record: StoredValue, ended: dict[int, bool]) -> StoredValue:
         """The record, or ABSENT if its lease has run out. ``ended`` remembers answers within one call."""
         if record.lease is None:
             return record

@@ -195,7 +195,7 @@ class MemoryStore(Store):
             return other
 
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        from phalanx.comm.stores._c10d import for_torch  # start-up: it imports torch
+        from phalanx.comm.stores._for_torch import for_torch  # start-up: it imports torch
 
         other = self.clone()
         with self._map.lock:

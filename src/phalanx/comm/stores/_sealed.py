@@ -144,7 +144,7 @@ class SealedStore(Store):
         native = self._below.as_c10d(prefix)
         if not self._signer.has_secret:
             return native
-        from phalanx.comm.stores._c10d import StoreForTorch, for_torch  # start-up: it imports torch
+        from phalanx.comm.stores._for_torch import StoreForTorch, for_torch  # start-up: it imports torch
 
         assert isinstance(native, StoreForTorch), "every store of ours makes one"
         return for_torch(SealedStore(native.store, self._signer), native.prefix)

@@ -2,7 +2,7 @@
 
 Owns the mapping of our operations to native ones. Entries of ours live under ``v/``, book-keeping under ``p/`` and
 what torch's process groups write under ``t/``, so that none can be mistaken for another. The rest is in
-``_torch_link`` (one client), ``_record`` (entries) and ``_torch_lease`` (leases).
+``_torch_link`` (one client), ``_stored_value`` (entries) and ``_torch_lease`` (leases).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from torch.distributed import PrefixStore
 from torch.distributed import Store as C10dStore
 
-from phalanx.comm.stores._c10d import StoreForTorch, for_torch
 from phalanx.comm.stores._counter import counter_value
+from phalanx.comm.stores._for_torch import StoreForTorch, for_torch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import PollingWatch, wait_for_keys
-from phalanx.comm.stores._record import Record, Writer, decode
+from phalanx.comm.stores._stored_value import StoredValue, Writer, decode
 from phalanx.comm.stores._torch_lease import VALUES, TorchLease
 from phalanx.comm.stores._torch_link import Link
 
@@ -52,7 +52,7 @@ class TorchStore(Store):
         self._writer = Writer()
         self.address = link.address
 
-    def _record(self, key: str) -> Record:
+    def _record(self, key: str) -> StoredValue:
         return decode(self._link.read(self._space + key))
 
     def get(self, key: str) -> bytes | None:

@@ -4,7 +4,7 @@ Guarantees: a lease ends ``ttl`` seconds (plus one look, ``LOOK``) after its las
 for a reader that arrives later, because the keys are really gone; no clock of another host takes part. A
 lease that ended never comes back: beat and end are compare-and-sets of the same entry, so exactly one of
 them wins. The owner of a key that changed hands in between keeps it: entries are distinct (see
-``_record``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
+``_stored_value``). Assumptions: the process that hosts the server runs the ``Reaper`` (``TCPStore.serve``
 starts it). A pause of that process (SIGSTOP, a swapped-out host) is not held against the owners, who could
 not reach it meanwhile. What strangers write into the book-keeping is named, ignored and put right; they can end a lease
 (its owner then takes another one), and keep one alive for as long as they write.
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from phalanx.comm._background import Background
 from phalanx.comm.stores._complaints import Complaints, clipped
 from phalanx.comm.stores._interface import Lease
-from phalanx.comm.stores._record import Writer, decode
+from phalanx.comm.stores._stored_value import Writer, decode
 from phalanx.comm.stores._torch_link import Link
 from phalanx.errors import StoreError, StoreLost
 
@@ -55,7 +55,7 @@ def _keys_key(lease: int) -> str:
 
 
 @dataclass
-class _Entry:
+class _HeldLease:
     ttl: float
     beat: bytes | None
     deadline: float
@@ -65,14 +65,14 @@ class LeaseTable:
     """Which leases have run out: pure bookkeeping over observed heartbeats and a clock that is passed in."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _HeldLease] = {}
         self._looked: float | None = None
 
     def ids(self) -> list[int]:
         return list(self._entries)
 
     def start(self, lease: int, ttl: float, now: float) -> None:
-        self._entries[lease] = _Entry(ttl, None, now + ttl)
+        self._entries[lease] = _HeldLease(ttl, None, now + ttl)
 
     def forget(self, lease: int) -> None:
         del self._entries[lease]

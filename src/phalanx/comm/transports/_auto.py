@@ -16,7 +16,7 @@ import torch
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.transports._interface import GroupSpec, Interrupt, ReduceOp, Transport
 from phalanx.comm.transports._two_level import Hosts, TwoLevelTransport
-from phalanx.comm.transports.shm._join import ShmUnavailable, trial
+from phalanx.comm.transports.shm._segment_join import ShmUnavailable, trial
 from phalanx.comm.transports.shm._transport import ShmTransport
 
 log = logging.getLogger("phalanx.comm")
@@ -27,7 +27,7 @@ MakeC10d = Callable[[GroupSpec, dict[int, Identity]], Transport]
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """The kind of transport (``shm``, ``two_level`` or ``gloo``) and the reason in words."""
 
     kind: str
@@ -43,22 +43,28 @@ def hosts_of(identities: Mapping[int, Identity]) -> Hosts:
     return Hosts.group([host_key(identities[rank]) for rank in range(len(identities))])
 
 
-def choose(identities: Mapping[int, Identity]) -> Choice:
+def choose(identities: Mapping[int, Identity]) -> TransportChoice:
     """What carries CPU tensors between these ranks."""
     hosts = hosts_of(identities)
     if len(hosts.ranks) == 1:
-        return Choice("shm", f"all {len(identities)} ranks share host {identities[0].host}")
+        return TransportChoice("shm", f"all {len(identities)} ranks share host {identities[0].host}")
     if hosts.pays:
         sizes = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
-        return Choice("two_level", f"{len(hosts.ranks)} hosts have {sizes} ranks")
-    return Choice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
+        return TransportChoice("two_level", f"{len(hosts.ranks)} hosts have {sizes} ranks")
+    return TransportChoice(
+        "gloo", f"each of {len(identities)} ranks is on a host, container or user of its own"
+    )
 
 
-def choose_for(device_type: str, nccl: bool) -> Choice:
+def choose_for(device_type: str, nccl: bool) -> TransportChoice:
     """What carries an accelerator's tensors."""
     if device_type != "cuda":
-        return Choice("gloo", f"tensors on {device_type} have no backend of their own here")
-    return Choice("nccl", "it is made for cuda") if nccl else Choice("gloo", "this torch has no nccl")
+        return TransportChoice("gloo", f"tensors on {device_type} have no backend of their own here")
+    return (
+        TransportChoice("nccl", "it is made for cuda")
+        if nccl
+        else TransportChoice("gloo", "this torch has no nccl")
+    )
 
 
 def accelerator() -> str | None:
@@ -67,11 +73,11 @@ def accelerator() -> str | None:
     return None if device is None else device.type
 
 
-def foresee() -> Choice:
+def foresee() -> TransportChoice:
     """What would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
     trouble = trial()
     if trouble is not None:
-        return Choice("gloo", trouble)
+        return TransportChoice("gloo", trouble)
     return choose({0: own_identity(), 1: own_identity()})
 
 

@@ -33,7 +33,7 @@ from phalanx._torch_private import (
     set_default_timeout,
 )
 from phalanx.comm import _background as background
-from phalanx.comm.failure import _addresses
+from phalanx.comm.failure import _peer_addresses
 from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
@@ -156,7 +156,7 @@ def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrup
     store = spec.store.as_c10d()
     engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store))
     if backend == "gloo":
-        _addresses.publish(spec.store, spec.rank)
+        _peer_addresses.publish(spec.store, spec.rank)
     failures = FailureDetector(
         rank=spec.rank,
         size=spec.size,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx._torch_private import module_children, module_parameters
-from phalanx.ddp.buckets._layout import ParamInfo
+from phalanx.ddp.buckets._assignment import ParamInfo
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import future_of
-from phalanx.ddp.hooks._group import resolve
+from phalanx.ddp.hooks._hook_group import resolve
 
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import future_of
-from phalanx.ddp.hooks._group import resolve
+from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import Hook
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx._torch_faults import check_fused
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import finished
-from phalanx.ddp.hooks._group import resolve
+from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import mean_over
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import LazyFuture, future_of
-from phalanx.ddp.hooks._group import resolve
+from phalanx.ddp.hooks._hook_group import resolve
 
 LEVELS = 255
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.ddp.buckets._assignment import Caps, assign_buckets, complete_order
 from phalanx.ddp.buckets._flat_buffer import FlatBufferPool
-from phalanx.ddp.buckets._layout import Caps, assign_buckets, complete_order
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer._pass import LARGE_BYTES
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from phalanx.ddp.buckets._layout import Caps, CommCost, ParamInfo, choose_caps, complete_order
+from phalanx.ddp.buckets._assignment import Caps, CommCost, ParamInfo, choose_caps, complete_order
 from phalanx.ddp.buckets._parameters import NamedParameter
 
 if TYPE_CHECKING:

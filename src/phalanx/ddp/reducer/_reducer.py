@@ -26,21 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._torch_private import current_graph_task_id, execution_engine, will_engine_execute_node
-from phalanx.ddp.buckets._layout import Caps
+from phalanx.ddp.buckets._assignment import Caps
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
-from phalanx.ddp.reducer._bucket_plan import BucketPlan
-from phalanx.ddp.reducer._exchange import (
+from phalanx.ddp.reducer._arrivals import ArrivalWatch
+from phalanx.ddp.reducer._bucket_exchange import (
     BucketExchange,
     CommHook,
     StepMetadata,
     StepTotals,
     metadata_length,
 )
+from phalanx.ddp.reducer._bucket_plan import BucketPlan
 from phalanx.ddp.reducer._pass import BackwardPass
 from phalanx.ddp.reducer._rebuild import REBUILD_AFTER, TUNE_AFTER, Agreement
 from phalanx.ddp.reducer._stats import Stats
-from phalanx.ddp.reducer._watch import ArrivalWatch
 
 if TYPE_CHECKING:
     from phalanx.comm import Group

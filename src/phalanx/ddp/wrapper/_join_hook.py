@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.ddp.wrapper._buffers import sync_module_states
 from phalanx.ddp.wrapper._join import JoinHook
+from phalanx.ddp.wrapper._module_buffers import sync_module_states
 
 if TYPE_CHECKING:
     from phalanx.ddp.wrapper._wrapper import DistributedDataParallel

@@ -18,8 +18,8 @@ from phalanx import comm
 from phalanx._torch_faults import check_fused_tensors
 from phalanx.ddp.hooks import optimizer_overlap
 from phalanx.ddp.hooks._builtin import builtin_hook
-from phalanx.ddp.hooks._signature import check_comm_hook
-from phalanx.ddp.wrapper import _values as values
+from phalanx.ddp.hooks._hook_signature import check_comm_hook
+from phalanx.ddp.wrapper import _nested_values as values
 
 if TYPE_CHECKING:
     from phalanx.ddp.wrapper._wrapper import DistributedDataParallel

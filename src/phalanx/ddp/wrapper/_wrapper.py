@@ -1,8 +1,8 @@
 """DistributedDataParallel: a module whose gradients are shared by all ranks.
 
 Owns construction, forward, and the user's interface; gradients are the reducer's. Methods that synchronise buffers are
-functions of ``_buffers``, those that ``Join`` needs of ``_join_hook``, those that only PyTorch's trainers call of
-``_torch_names``.
+functions of ``_module_buffers``, those that ``Join`` needs of ``_join_hook``, those that only PyTorch's trainers call
+of ``_torch_names``.
 
 Per forward: notice changed parameters, announce to a join context, synchronise buffers, move and cast inputs, run the
 module, register a hook on every output so that backward's beginning is known.
@@ -19,22 +19,22 @@ import torch
 from torch import nn
 
 from phalanx import comm
-from phalanx.ddp.buckets._layout import Caps
+from phalanx.ddp.buckets._assignment import Caps
 from phalanx.ddp.buckets._parameters import NamedParameter, ParameterScanner
 from phalanx.ddp.hooks import mixed_precision as mixed_precision_hooks
-from phalanx.ddp.hooks._signature import check_comm_hook
+from phalanx.ddp.hooks._hook_signature import check_comm_hook
 from phalanx.ddp.reducer._reducer import Reducer, ReducerOptions
 from phalanx.ddp.reducer._stats import Stats
-from phalanx.ddp.wrapper import _arguments as arguments
-from phalanx.ddp.wrapper import _buffers as buffers
+from phalanx.ddp.wrapper import _constructor_arguments as arguments
 from phalanx.ddp.wrapper import _join_hook as joining
+from phalanx.ddp.wrapper import _module_buffers as buffers
+from phalanx.ddp.wrapper import _nested_values as values
 from phalanx.ddp.wrapper import _torch_names as torch_names
-from phalanx.ddp.wrapper import _values as values
-from phalanx.ddp.wrapper._arguments import MixedPrecision
-from phalanx.ddp.wrapper._attribution import CollectiveLog, compare_replicas, desync_report, verify_replicas
+from phalanx.ddp.wrapper._constructor_arguments import MixedPrecision
 from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp.wrapper._logging import log_environment, logging_data
 from phalanx.ddp.wrapper._mixed import cast_buffers, cast_parameters
+from phalanx.ddp.wrapper._replicas import CollectiveLog, compare_replicas, desync_report, verify_replicas
 
 if TYPE_CHECKING:
     from phalanx.comm import Group

@@ -51,7 +51,7 @@ from phalanx.launch.rendezvous._interface import (
 )
 from phalanx.launch.system._signals import SignalException
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
-from phalanx.protocol import Action, Broken, Recovery, Setbacks, timeouts
+from phalanx.protocol import Action, Broken, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class Agent:
         self._wish = -1
         self._has_told_anew = False
         """Whether it was said that all workers start anew because they cannot regroup."""
-        self._interval = max(config.monitor_interval, timeouts.REQUEST_INTERVAL)
-        self._hang = HangWatch(config, pool, self._interval)
+        self._hang = HangWatch(config, pool)
         self._result: RunResult | None = None
 
     def run(self) -> RunResult:
@@ -178,7 +177,7 @@ class Agent:
             self._pool.members[assignment.worker_id].assignment = assignment
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
-        self._sources.follow(info, self._interval, self._hang.watched_ids)
+        self._sources.follow(info, self.config.request_interval, self._hang.watched_ids)
         self._judge_early_exits()
 
     def _on_port_taken(self, reason: str) -> None:

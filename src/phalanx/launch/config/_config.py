@@ -142,6 +142,11 @@ class LaunchConfig:
             raise ValueError(f"standby is {self.standby}; expected 0 or more processes")
         parse_signals(self.signals_to_handle)
 
+    @property
+    def request_interval(self) -> float:
+        """Seconds between two looks at what the store asks of an agent."""
+        return max(self.monitor_interval, timeouts.REQUEST_INTERVAL)
+
     def resolved(self, environ: Mapping[str, str] | None = None) -> LaunchConfig:
         """Return a copy with every default that depends on something else filled in."""
         import uuid  # start-up: the command line reads its flags from this module

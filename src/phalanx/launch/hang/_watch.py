@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import threading
 import time
@@ -49,15 +48,12 @@ class _Dump:
 
 
 class HangWatch:
-    """Finds the worker of this node that hangs. ``hang_timeout`` 0: it never looks, but answers another node.
+    """Finds the worker of this node that hangs. ``hang_timeout`` 0: it never looks, but answers another node."""
 
-    ``interval``: how often ``check`` is called.
-    """
-
-    def __init__(self, config: LaunchConfig, pool: WorkerPool, interval: float = math.inf) -> None:
+    def __init__(self, config: LaunchConfig, pool: WorkerPool) -> None:
         self.timeout = config.hang_timeout
         self._pool = pool
-        self._detector = HangDetector(config.hang_timeout, config.start_timeout, interval)
+        self._detector = HangDetector(config.hang_timeout, config.start_timeout, config.request_interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
         self._has_answered = False

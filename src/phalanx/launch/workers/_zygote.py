@@ -133,9 +133,9 @@ class _Server:
                     pass
             self._reap()
             if self._sock in ready:
-                self._apply()
+                self._handle()
 
-    def _apply(self) -> None:
+    def _handle(self) -> None:
         received = receive_message(self._sock)
         if received is None:
             self.end()

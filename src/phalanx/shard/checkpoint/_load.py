@@ -19,7 +19,6 @@ from torch import Tensor
 
 from phalanx._signature import resolve_secret
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.files._file import DTYPES
 from phalanx.shard.files._index import (
     BLOCK,
     CheckpointError,
@@ -28,9 +27,10 @@ from phalanx.shard.files._index import (
     digest,
     read_index,
 )
+from phalanx.shard.files._safetensors import DTYPES
 from phalanx.shard.layout._boxes import Box, intersect, view_of
 from phalanx.shard.ops._convert import box_at
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor
 
@@ -74,7 +74,7 @@ class Checkpoint:
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """One tensor, or a box of it, as a plain tensor."""
-        box = Box.whole(self.size(name)) if box is None else box
+        box = Box.of_size(self.size(name)) if box is None else box
         out = torch.empty(box.sizes, dtype=self.dtype(name))
         self._fill(name, out, box)
         return out
@@ -92,7 +92,7 @@ class Checkpoint:
                 for shard in target.local_shards():
                     self._fill(name, shard.tensor.detach(), shard.metadata.box)
             else:
-                self._fill(name, target.detach(), Box.whole(target.shape))
+                self._fill(name, target.detach(), Box.of_size(target.shape))
 
     def _read_dtensor(self, name: str, target: DTensor) -> None:
         coordinate = target.device_mesh.get_coordinate()
@@ -127,7 +127,7 @@ class Checkpoint:
                 wanted.copy_(view_of(self._map(name, shard, dtype, common), common, shard.offsets))
 
     def _read_whole(self, name: str, shard: StoredShard, out: Tensor) -> None:
-        """A whole stored shard, straight from the file into the tensor, block by block."""
+        """Read a complete stored shard, straight from the file into the tensor, block by block."""
         data = out.view(-1).view(torch.uint8).numpy().data
         self._check_place(name, shard, len(data))
         with self._opened(name, shard.file) as file:
@@ -206,22 +206,22 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / file} cannot be read: {error}; {name!r} needs it") from error
 
 
-def runs(part: Box, whole: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """The byte ranges of ``part`` in a row-major array that is ``whole``; one wide range if very many."""
-    starts = [begin - first for begin, first in zip(part.offsets, whole.offsets, strict=True)]
-    strides = [prod(whole.sizes[dim + 1 :]) for dim in range(len(whole.sizes))]
-    dim = len(whole.sizes)
-    while dim > 0 and part.sizes[dim - 1] == whole.sizes[dim - 1]:
+def runs(inner: Box, stored: Box, itemsize: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of ``inner`` in a row-major array that is ``stored``; one wide range if very many."""
+    starts = [begin - first for begin, first in zip(inner.offsets, stored.offsets, strict=True)]
+    strides = [prod(stored.sizes[dim + 1 :]) for dim in range(len(stored.sizes))]
+    dim = len(stored.sizes)
+    while dim > 0 and inner.sizes[dim - 1] == stored.sizes[dim - 1]:
         dim -= 1
-    # Dims from ``dim`` on are complete: one run spans part.sizes[dim - 1] steps of the dim before.
+    # Dims from ``dim`` on are complete: one run spans inner.sizes[dim - 1] steps of the dim before.
     outer = max(dim - 1, 0)
-    length = (part.sizes[outer] * strides[outer] if part.sizes else 1) * itemsize
+    length = (inner.sizes[outer] * strides[outer] if inner.sizes else 1) * itemsize
     base = sum(start * stride for start, stride in zip(starts, strides, strict=True)) * itemsize
-    if prod(part.sizes[:outer]) > _MANY_RUNS:
-        last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)) * itemsize
+    if prod(inner.sizes[:outer]) > _MANY_RUNS:
+        last = sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) * itemsize
         yield base, base + last + itemsize
         return
-    for position in product(*(range(size) for size in part.sizes[:outer])):
+    for position in product(*(range(size) for size in inner.sizes[:outer])):
         begin = base + sum(at * stride for at, stride in zip(position, strides, strict=False)) * itemsize
         yield begin, begin + length
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from phalanx._signature import resolve_secret
 from phalanx.comm import Group
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.files._file import NAMES, layout, start_writing, sync_folder
 from phalanx.shard.files._index import (
     BLOCK,
     INDEX,
@@ -31,6 +30,7 @@ from phalanx.shard.files._index import (
     digest,
     dump_index,
 )
+from phalanx.shard.files._safetensors import NAMES, layout, start_writing, sync_folder
 from phalanx.shard.ops._convert import box_at, is_first_replica
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor
@@ -38,7 +38,7 @@ from phalanx.tensor import DTensor
 _AHEAD = 4 << 20  # bytes after which the disk is told to begin
 
 
-class _Piece(NamedTuple):
+class _SavedBox(NamedTuple):
     """A local tensor to store, and the box that it is."""
 
     name: str
@@ -94,7 +94,7 @@ def _try(action: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _pieces(state: Mapping[str, Any], rank: int) -> list[_Piece]:
+def _pieces(state: Mapping[str, Any], rank: int) -> list[_SavedBox]:
     pieces = []
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -102,11 +102,11 @@ def _pieces(state: Mapping[str, Any], rank: int) -> list[_Piece]:
         if isinstance(value, DTensor):
             coordinate = value.device_mesh.get_coordinate()
             if coordinate is not None and is_first_replica(value, coordinate):
-                pieces.append(_Piece(name, list(box_at(value, coordinate).offsets), value.to_local()))
+                pieces.append(_SavedBox(name, list(box_at(value, coordinate).offsets), value.to_local()))
         elif isinstance(value, ShardedTensor):
-            pieces += [_Piece(name, s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+            pieces += [_SavedBox(name, s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
         elif rank == 0:
-            pieces.append(_Piece(name, [0] * value.dim(), value))
+            pieces.append(_SavedBox(name, [0] * value.dim(), value))
     return pieces
 
 

@@ -38,7 +38,7 @@ _kept: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
 _ALIGNMENT = 16  # bytes of the widest element
 
 
-class Piece(NamedTuple):
+class RankBox(NamedTuple):
     """A box that a rank (of the group) holds."""
 
     rank: int
@@ -54,15 +54,15 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Move:
+class TensorMove:
     """What happens to one tensor; ``local_*`` hold the tensors of the pieces that are this rank's, by position.
 
     What comes for a target without a tensor is dropped.
     """
 
     dtype: torch.dtype
-    sources: Sequence[Piece]
-    targets: Sequence[Piece]
+    sources: Sequence[RankBox]
+    targets: Sequence[RankBox]
     copies: Sequence[Copy]
     local_sources: dict[int, Tensor] = field(default_factory=dict)
     local_targets: dict[int, Tensor] = field(default_factory=dict)
@@ -76,11 +76,11 @@ class Move:
         )
 
 
-def pieces_of(shards: Iterable[ShardMetadata], group: Group) -> list[Piece]:
-    return [Piece(owner_of(shard, group), shard.box) for shard in shards]
+def pieces_of(shards: Iterable[ShardMetadata], group: Group) -> list[RankBox]:
+    return [RankBox(owner_of(shard, group), shard.box) for shard in shards]
 
 
-def plan_copies(sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Copy]:
+def plan_copies(sources: Sequence[RankBox], targets: Sequence[RankBox]) -> list[Copy]:
     """Every overlap of a source with a target. Each element of a target has one source if sources do not overlap."""
     copies = []
     for t, target in enumerate(targets):
@@ -105,7 +105,7 @@ def split_copies(copies: Sequence[Copy], max_volume: int) -> list[list[Copy]]:
     return rounds
 
 
-def exchange(group: Group, moves: Sequence[Move]) -> None:
+def exchange(group: Group, moves: Sequence[TensorMove]) -> None:
     """Do the moves. Collective: every rank passes the same plan with its own local tensors."""
     outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(group.size)]
@@ -138,7 +138,7 @@ def exchange(group: Group, moves: Sequence[Move]) -> None:
             finish()
 
 
-def _room(move: Move, copy: Copy) -> Tensor:
+def _room(move: TensorMove, copy: Copy) -> Tensor:
     """Where a copy goes on this rank; if its piece has no tensor, memory that is dropped after the exchange."""
     tensor = move.local_targets.get(copy.target)
     if tensor is None:
@@ -209,41 +209,44 @@ def _nbytes(views: Sequence[Tensor]) -> int:
     return sum(view.numel() * view.element_size() for view in views)
 
 
-def _buffers(parts: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+def _buffers(views_by_rank: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
     """A run of bytes per peer: the memory of the views where it can be, else end to end in one buffer.
 
     With several peers that is one buffer, which a transport can carry as it is, if every run then begins aligned.
     """
-    if sum(bool(views) for views in parts) == 1 and any(_direct(views, device) for views in parts):
+    if sum(bool(views) for views in views_by_rank) == 1 and any(
+        _direct(views, device) for views in views_by_rank
+    ):
         return [
-            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device) for views in parts
+            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device)
+            for views in views_by_rank
         ]
-    sizes = [_nbytes(views) for views in parts]
+    sizes = [_nbytes(views) for views in views_by_rank]
     if any(size % _ALIGNMENT for size in sizes):
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    return _split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), parts)
+    return _split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), views_by_rank)
 
 
-def _take_scratch(group: Group, parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
+def _take_scratch(group: Group, views_by_rank: Sequence[Sequence[Tensor]]) -> Tensor | None:
     """Shared memory for all that this rank sends, if there is some and every run begins aligned in it."""
-    sizes = [_nbytes(views) for views in parts]
+    sizes = [_nbytes(views) for views in views_by_rank]
     return None if any(size % _ALIGNMENT for size in sizes) else take_buffer(group, sum(sizes))
 
 
-def _split(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    sizes = [_nbytes(views) for views in parts]
+def _split(buffer: Tensor, views_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    sizes = [_nbytes(views) for views in views_by_rank]
     return list(buffer[: sum(sizes)].split(sizes))
 
 
 def _copy_parts(buffer: Tensor, views: Sequence[Tensor], *, pack: bool) -> None:
     """Between the views and their buffer, unless that is their own memory."""
-    for view, part in _parts(buffer, views):
-        if view.data_ptr() != part.data_ptr():
-            part.copy_(view) if pack else view.copy_(part)
+    for view, room in _rooms(buffer, views):
+        if view.data_ptr() != room.data_ptr():
+            room.copy_(view) if pack else view.copy_(room)
 
 
-def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Each view with its part of the buffer, in its dtype and shape."""
+def _rooms(buffer: Tensor, views: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pair each view with its room in the buffer, in its dtype and shape."""
     begin = 0
     for view in views:
         end = begin + view.numel() * view.element_size()

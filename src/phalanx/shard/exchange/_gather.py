@@ -1,4 +1,4 @@
-"""Gathering whole tensors on one rank: any number of them, in rounds of bounded size, into memory or into a file.
+"""Gathers full tensors on one rank: any number of them, in rounds of bounded size, into memory or into a file.
 
 No metadata travels: every rank knows every layout. A round moves at most ``max_bytes`` (or one element).
 """
@@ -13,16 +13,24 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.shard.exchange._exchange import Copy, Move, Piece, exchange, pieces_of, plan_copies, split_copies
+from phalanx.shard.exchange._exchange import (
+    Copy,
+    RankBox,
+    TensorMove,
+    exchange,
+    pieces_of,
+    plan_copies,
+    split_copies,
+)
 from phalanx.shard.exchange._shard import Shard
-from phalanx.shard.files._file import mapped_file
+from phalanx.shard.files._safetensors import mapped_file
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._metadata import ShardedTensorMetadata
 
 ROUND_BYTES = 64 << 20
 
 
-class Whole(NamedTuple):
+class GatheredTensor(NamedTuple):
     """A tensor to gather: its layout, this rank's shards, and on the destination where to put it (None: nowhere)."""
 
     metadata: ShardedTensorMetadata
@@ -30,22 +38,24 @@ class Whole(NamedTuple):
     out: Tensor | None
 
 
-def gather_tensors(group: Group, wholes: Sequence[Whole], dst: int, max_bytes: int | None = None) -> None:
-    """Fill ``out`` of every whole on rank ``dst`` of the group."""
+def gather_tensors(
+    group: Group, tensors: Sequence[GatheredTensor], dst: int, max_bytes: int | None = None
+) -> None:
+    """Fill ``out`` of every tensor on rank ``dst`` of the group."""
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"rank {group.rank}: gather with max_bytes={max_bytes}; expected at least 1")
     cap = max_bytes or ROUND_BYTES
-    moves: list[Move] = []
+    moves: list[TensorMove] = []
     pending = 0
-    for whole in wholes:
-        move = _move(group, whole, dst)
+    for tensor in tensors:
+        move = _move(group, tensor, dst)
         itemsize = move.dtype.itemsize
         for copies in split_copies(move.copies, max(1, cap // itemsize)):
             nbytes = itemsize * sum(copy.box.volume for copy in copies)
             if moves and pending + nbytes > cap:
                 exchange(group, moves)
                 moves, pending = [], 0
-            moves.append(_part(move, copies))
+            moves.append(_some_of(move, copies))
             pending += nbytes
     exchange(group, moves)
 
@@ -66,23 +76,23 @@ def gather_to_file(
         try:
             mapped = stack.enter_context(mapped_file(path, metadata))
         except Exception:
-            gather_tensors(group, [Whole(metadata, shards, None)], group.rank, max_bytes)
+            gather_tensors(group, [GatheredTensor(metadata, shards, None)], group.rank, max_bytes)
             raise
-        gather_tensors(group, [Whole(metadata, shards, mapped)], group.rank, max_bytes)
+        gather_tensors(group, [GatheredTensor(metadata, shards, mapped)], group.rank, max_bytes)
 
 
-def _part(move: Move, copies: Sequence[Copy]) -> Move:
-    return Move(move.dtype, move.sources, move.targets, copies, move.local_sources, move.local_targets)
+def _some_of(move: TensorMove, copies: Sequence[Copy]) -> TensorMove:
+    return TensorMove(move.dtype, move.sources, move.targets, copies, move.local_sources, move.local_targets)
 
 
-def _move(group: Group, whole: Whole, dst: int) -> Move:
-    sources = pieces_of(whole.metadata.shards_metadata, group)
-    targets = [Piece(dst, Box.whole(whole.metadata.size))]
+def _move(group: Group, tensor: GatheredTensor, dst: int) -> TensorMove:
+    sources = pieces_of(tensor.metadata.shards_metadata, group)
+    targets = [RankBox(dst, Box.of_size(tensor.metadata.size))]
     mine = [position for position, piece in enumerate(sources) if piece.rank == group.rank]
-    local_sources = {p: shard.tensor for p, shard in zip(mine, whole.shards, strict=True)}
-    local_targets = {} if whole.out is None else {0: whole.out}
-    dtype = whole.metadata.tensor_properties.dtype
-    return Move(dtype, sources, targets, plan_copies(sources, targets), local_sources, local_targets)
+    local_sources = {p: shard.tensor for p, shard in zip(mine, tensor.shards, strict=True)}
+    local_targets = {} if tensor.out is None else {0: tensor.out}
+    dtype = tensor.metadata.tensor_properties.dtype
+    return TensorMove(dtype, sources, targets, plan_copies(sources, targets), local_sources, local_targets)
 
 
 def check_out(rank: int, dst: int, size: Sequence[int], out: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.shard.exchange._exchange import Copy, Move, Piece, exchange, pieces_of, plan_copies
+from phalanx.shard.exchange._exchange import Copy, RankBox, TensorMove, exchange, pieces_of, plan_copies
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata
 
@@ -20,8 +20,8 @@ from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata
 class ReshardPlan(NamedTuple):
     """Who holds what before and after, and the copies between."""
 
-    sources: list[Piece]
-    targets: list[Piece]
+    sources: list[RankBox]
+    targets: list[RankBox]
     copies: list[Copy]
 
     def reversed(self) -> ReshardPlan:
@@ -32,7 +32,7 @@ class ReshardPlan(NamedTuple):
         self, group: Group, given: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
         """``given`` and ``wanted``: this rank's tensors, in the order of its pieces."""
-        move = Move(
+        move = TensorMove(
             dtype,
             self.sources,
             self.targets,
@@ -43,7 +43,7 @@ class ReshardPlan(NamedTuple):
         exchange(group, [move])
 
 
-def _by_position(pieces: Sequence[Piece], tensors: Sequence[Tensor], rank: int) -> dict[int, Tensor]:
+def _by_position(pieces: Sequence[RankBox], tensors: Sequence[Tensor], rank: int) -> dict[int, Tensor]:
     mine = [position for position, piece in enumerate(pieces) if piece.rank == rank]
     return dict(zip(mine, tensors, strict=True))
 
@@ -99,7 +99,7 @@ def _empty(metadata: ShardMetadata, dtype: torch.dtype) -> Tensor:
     return torch.empty(metadata.shard_sizes, dtype=dtype, device=metadata.placement.device())
 
 
-def _check_busy(group: Group, when: str, pieces: Sequence[Piece]) -> None:
+def _check_busy(group: Group, when: str, pieces: Sequence[RankBox]) -> None:
     idle = set(range(group.size)) - {piece.rank for piece in pieces}
     if idle:
         raise ValueError(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.shard.layout._metadata import ShardMetadata
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 
 
 @dataclass(slots=True)
 class Shard:
-    """A local tensor and where it belongs in the whole."""
+    """A local tensor and where it belongs in the global tensor."""
 
     tensor: Tensor
     metadata: ShardMetadata

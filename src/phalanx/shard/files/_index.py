@@ -17,7 +17,7 @@ from typing import Any
 from phalanx._fields import MAX_INTEGER, Fields, load_json, short
 from phalanx._signature import sign, signature_problem
 from phalanx.errors import PhalanxError
-from phalanx.shard.files._file import DTYPES
+from phalanx.shard.files._safetensors import DTYPES
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._tiling import MAX_DIMS, find_fault
 

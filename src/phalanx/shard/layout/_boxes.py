@@ -20,7 +20,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, sizes: Sequence[int]) -> Box:
+    def of_size(cls, sizes: Sequence[int]) -> Box:
         return cls((0,) * len(sizes), tuple(sizes))
 
     @property
@@ -62,13 +62,13 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def chunk_lengths(length: int, num_chunks: int) -> tuple[int, list[int]]:
-    """The step between chunks and each chunk's length, as ``torch.chunk`` cuts, with empty chunks at the end."""
+    """The step between chunks and each chunk's length, as ``torch.chunk`` has it, with empty chunks at the end."""
     step = -(-length // num_chunks)
     return step, [max(0, min(length, step * (index + 1)) - step * index) for index in range(num_chunks)]
 
 
 def view_of(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
-    """The part of ``tensor`` that is ``box``, where ``tensor`` itself begins at ``origin``."""
+    """View the region of ``tensor`` that is ``box``, where ``tensor`` itself begins at ``origin``."""
     for dim, (begin, size, first) in enumerate(zip(box.offsets, box.sizes, origin, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin - first if size else 0, size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.shard.layout._boxes import Box
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 
 _FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -100,7 +100,7 @@ class TensorProperties:
 
 @dataclass
 class ShardedTensorMetadata:
-    """The whole tensor: its shards, its size, its properties."""
+    """Describes the global tensor: its shards, its size, its properties."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))

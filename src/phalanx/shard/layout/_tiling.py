@@ -1,10 +1,10 @@
 """Whether boxes fill a tensor exactly, in time that grows with their number and not with its square.
 
 A function on a grid with finite support is known by its mixed differences, which for a box are non-zero at its corners
-only (plus where an even number of upper ends meet, minus else). So boxes tile the whole if, and only if, their corners
-cancel against those of the whole. Where they do not, the first corner in lexicographic order is a point that is held
+only (plus where an even number of upper ends meet, minus else). So boxes tile the tensor if, and only if, their corners
+cancel against those of the tensor. Where they do not, the first corner in lexicographic order is a point that is held
 too often or not at all, since nothing before it is wrong. Corners are taken dim by dim, and what cancels in the dims
-that are left (most does, in any cut that people make) goes no further.
+that are left (most does, in any layout that people make) goes no further.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORK_PER_BOX, LEAST_WORK = 64, 1_000_000
 
 
 class Intricate(ValueError):
-    """A cut that no saved tensor has: to check it would take very long."""
+    """Boxes that no saved tensor has: to check it would take very long."""
 
 
 def find_fault(boxes: Sequence[Box], sizes: Sequence[int]) -> tuple[tuple[int, ...], list[int]] | None:

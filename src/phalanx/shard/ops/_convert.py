@@ -1,8 +1,8 @@
-"""Between sharded tensors and DTensors, and through DTensors to every operation.
+"""Converts between sharded tensors and DTensors, and runs every operation as one on DTensors.
 
-A tensor cut along one dim over the ranks of its group, in their order, converts without moving a byte; any other layout
-is resharded to that first. Conversions are differentiable. In operations, plain tensors stand for the same values on
-every rank, and results that are not cut come back as plain tensors.
+A tensor sharded along one dim over the ranks of its group, in their order, converts without moving a byte; any other
+layout is resharded to that first. Conversions are differentiable. In operations, plain tensors stand for the same
+values on every rank, and results that are not sharded come back as plain tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx.shard.exchange._reshard import reshard_shards
 from phalanx.shard.exchange._shard import Shard as LocalShard
 from phalanx.shard.layout._boxes import Box, chunk_lengths
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.ops._pointwise import is_in_place
-from phalanx.shard.tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from phalanx.shard.ops._shard_by_shard import is_in_place
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor, Shard, implicit_replication
 
@@ -32,7 +32,7 @@ def to_dtensor(tensor: ShardedTensor) -> DTensor:
     """
     group, metadata = tensor._process_group, tensor.metadata()
     if not metadata.size:
-        raise ValueError("a 0-dim ShardedTensor has no dim to cut; gather() it")
+        raise ValueError("a 0-dim ShardedTensor has no dim to shard; gather() it")
     dim = _cut_dim(metadata)
     spec = _in_order(dim, group, tensor.device)
     wanted = spec.build_metadata(metadata.size, metadata.tensor_properties)
@@ -49,7 +49,7 @@ def to_dtensor(tensor: ShardedTensor) -> DTensor:
 
 
 def _cut_dim(metadata: ShardedTensorMetadata) -> int:
-    """The dim with the most cuts."""
+    """Find the dim with the most shards."""
     shards = metadata.shards_metadata
     return max(range(len(metadata.size)), key=lambda dim: len({shard.shard_offsets[dim] for shard in shards}))
 
@@ -62,7 +62,7 @@ def from_dtensor(tensor: DTensor) -> ShardedTensor:
     """The same values as a ShardedTensor that shares the local memory; of replicas, the first rank's count.
 
     Raises:
-        ValueError: the DTensor is partial somewhere, or cut by something other than ``Shard``: redistribute it first.
+        ValueError: the DTensor is partial somewhere, or has placements other than ``Shard``: redistribute it first.
     """
     mesh, local = tensor.device_mesh, tensor.to_local()
     group = _mesh_group(mesh)
@@ -89,12 +89,12 @@ def _mesh_group(mesh: DeviceMesh) -> Group:
     """A group of all ranks of the mesh, in its order."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    ranks, whole = mesh.mesh.flatten().tolist(), mesh._get_root_mesh()._root.parent or current_group()
-    if ranks == list(range(whole.size)):
-        return whole
-    part = whole.subgroup(ranks)
-    assert part is not None, "a rank outside the mesh holds no local tensor"
-    return part
+    ranks, parent = mesh.mesh.flatten().tolist(), mesh._get_root_mesh()._root.parent or current_group()
+    if ranks == list(range(parent.size)):
+        return parent
+    group = parent.subgroup(ranks)
+    assert group is not None, "a rank outside the mesh holds no local tensor"
+    return group
 
 
 def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
@@ -103,7 +103,7 @@ def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """The part of the global tensor that the rank at this coordinate of the mesh holds."""
+    """Return the box of the global tensor that the rank at this coordinate of the mesh holds."""
     offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
     for index, num_ranks, placement in zip(
         coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
@@ -120,7 +120,7 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def run_through_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:
+def run_as_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:
     """Convert, run, convert back."""
     name = getattr(func, "__name__", str(func))
     if is_in_place(func) or kwargs.get("out") is not None:

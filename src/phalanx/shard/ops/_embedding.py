@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from phalanx.comm import Group
-from phalanx.shard.exchange._exchange import Copy, Move, Piece, exchange, pieces_of
+from phalanx.shard.exchange._exchange import Copy, RankBox, TensorMove, exchange, pieces_of
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.tensor._tensor import ShardedTensor
 
@@ -124,8 +124,8 @@ class _Lookup:
     """Who sends which rows to whom. ``picks[i]`` are the rows of this rank's shard that source ``i`` consists of."""
 
     group: Group
-    sources: list[Piece]
-    targets: list[Piece]
+    sources: list[RankBox]
+    targets: list[RankBox]
     copies: list[Copy]
     picks: dict[int, tuple[int, Tensor]]
     dtype: torch.dtype
@@ -134,8 +134,8 @@ class _Lookup:
     @classmethod
     def plan(cls, weight: ShardedTensor, wanted: Sequence[Tensor]) -> _Lookup:
         group, width = weight._process_group, weight.shape[1]
-        targets = [Piece(rank, Box((0, 0), (len(rows), width))) for rank, rows in enumerate(wanted)]
-        sources: list[Piece] = []
+        targets = [RankBox(rank, Box((0, 0), (len(rows), width))) for rank, rows in enumerate(wanted)]
+        sources: list[RankBox] = []
         copies: list[Copy] = []
         picks: dict[int, tuple[int, Tensor]] = {}
         num_mine = 0
@@ -145,18 +145,20 @@ class _Lookup:
                 low, high = torch.searchsorted(rows, torch.tensor([row, row + height])).tolist()
                 if low == high or not wide:
                     continue
-                part = Box((low, column), (high - low, wide))
+                box = Box((low, column), (high - low, wide))
                 if owner == group.rank:
                     picks[len(sources)] = (num_mine, rows[low:high] - row)
-                copies.append(Copy(len(sources), asker, part))
-                sources.append(Piece(owner, part))
+                copies.append(Copy(len(sources), asker, box))
+                sources.append(RankBox(owner, box))
             num_mine += owner == group.rank
         return cls(group, sources, targets, copies, picks, weight.dtype, weight.device)
 
     def forward(self, shards: Sequence[Tensor]) -> Tensor:
         picked = {i: shards[k].detach().index_select(0, rows) for i, (k, rows) in self.picks.items()}
         result = torch.empty(self.targets[self.group.rank].box.sizes, dtype=self.dtype, device=self.device)
-        move = Move(self.dtype, self.sources, self.targets, self.copies, picked, {self.group.rank: result})
+        move = TensorMove(
+            self.dtype, self.sources, self.targets, self.copies, picked, {self.group.rank: result}
+        )
         exchange(self.group, [move])
         return result
 
@@ -166,7 +168,7 @@ class _Lookup:
             for i in self.picks
         }
         back = [Copy(copy.target, copy.source, copy.box) for copy in self.copies]
-        move = Move(grad.dtype, self.targets, self.sources, back, {self.group.rank: grad}, arrived)
+        move = TensorMove(grad.dtype, self.targets, self.sources, back, {self.group.rank: grad}, arrived)
         exchange(self.group, [move])
         grads = [torch.zeros(shape, dtype=grad.dtype, device=device) for shape, device in shards]
         for i, (k, rows) in self.picks.items():
@@ -208,5 +210,5 @@ def _limit_norms(weight: ShardedTensor, rows: Tensor, max_norm: float, norm_type
     lengths = norms if infinite else norms.pow(1 / norm_type)
     scales = torch.where(lengths > max_norm, max_norm / (lengths + 1e-7), 1.0)
     with torch.no_grad():
-        for tensor, picked, part in mine:
-            tensor[picked] *= scales[part].to(tensor.dtype)[:, None]
+        for tensor, picked, positions in mine:
+            tensor[picked] *= scales[positions].to(tensor.dtype)[:, None]

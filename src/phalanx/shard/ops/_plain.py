@@ -34,7 +34,7 @@ def plain_inputs(policy: Policy) -> Iterator[None]:
     """What plain tensors mean in operations with sharded tensors inside the block; all ranks must choose the same.
 
     ``verify`` (the default): equal on all ranks, and compared. ``equal``: equal, taken on trust, which saves a small
-    collective per operation. ``per_rank``: each rank's own; the operation runs on the whole tensor and gives each rank
+    collective per operation. ``per_rank``: each rank's own; the operation runs on the full tensor and gives each rank
     its own plain result, and backward sums the ranks' gradients at the owners of the shards.
 
     >>> with plain_inputs("per_rank"):                  # doctest: +SKIP

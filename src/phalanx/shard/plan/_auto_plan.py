@@ -1,8 +1,8 @@
 """A plan that balances bytes: which parameters to shard, and how, so that every rank stays under a budget.
 
 Owns the decisions, as pure functions of names, sizes and kinds. Embedding tables that are large beside a rank's fair
-share are cut by rows over all ranks, smaller ones go whole to the rank with the least; weights of linear layers are cut
-along their longer dim; everything else stays on every rank.
+share are sharded by rows over all ranks, smaller ones go undivided to the rank with the least; weights of linear layers
+are sharded along their longer dim; everything else stays on every rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 
 from phalanx.comm import DeviceMesh
 from phalanx.shard.layout._boxes import chunk_lengths
-from phalanx.shard.plan._plan import ShardingPlan
-from phalanx.shard.tensor._spec import ChunkShardingSpec
+from phalanx.shard.plan._sharding_plan import ShardingPlan
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec
 
 
 class Candidate(NamedTuple):
@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
         return self.shape[0] * self.shape[1] * self.itemsize
 
 
-class Choice(NamedTuple):
+class ShardingChoice(NamedTuple):
     """How a parameter is sharded: ``way`` in words, along ``dim``, chunk ``i`` on ``positions[i]``."""
 
     name: str
@@ -48,7 +48,7 @@ class PlanReport:
 
     bytes_per_rank: tuple[int, ...]
     replicated_bytes: int
-    choices: tuple[Choice, ...]
+    choices: tuple[ShardingChoice, ...]
 
     @property
     def imbalance(self) -> float:
@@ -126,7 +126,7 @@ def _names_of(module: nn.Module, tensor: torch.Tensor) -> set[str]:
 
 def choose(
     candidates: Sequence[Candidate], total: int, num_ranks: int, budget: int | None
-) -> tuple[tuple[Choice, ...], PlanReport]:
+) -> tuple[tuple[ShardingChoice, ...], PlanReport]:
     """The decisions. Every rank starts with all bytes; sharding one takes it off the ranks without it."""
     fair = sum(candidate.nbytes for candidate in candidates) / num_ranks
     replicated, sharded = total, [0] * num_ranks
@@ -149,20 +149,22 @@ def choose(
     return tuple(choices), report
 
 
-def _choose_one(candidate: Candidate, fair: float, sharded: Sequence[int]) -> Choice:
+def _choose_one(candidate: Candidate, fair: float, sharded: Sequence[int]) -> ShardingChoice:
     num_ranks = len(sharded)
     emptiest = tuple(sorted(range(num_ranks), key=lambda position: (sharded[position], position)))
     if candidate.kind == "linear":
         dim = 0 if candidate.shape[0] >= candidate.shape[1] else 1
         way = "by columns (outputs)" if dim == 0 else "by rows (inputs)"
-        return Choice(
+        return ShardingChoice(
             candidate.name, way, dim, tuple(range(num_ranks))
         )  # in order: converts to a DTensor for free
     if candidate.nbytes * 2 > fair and candidate.shape[0] >= num_ranks:
-        return Choice(candidate.name, "by rows", 0, emptiest)  # the emptiest ranks get the fuller chunks
-    return Choice(candidate.name, "whole table on one rank", 0, emptiest[:1])
+        return ShardingChoice(
+            candidate.name, "by rows", 0, emptiest
+        )  # the emptiest ranks get the fuller chunks
+    return ShardingChoice(candidate.name, "whole table on one rank", 0, emptiest[:1])
 
 
-def _held(candidate: Candidate, choice: Choice) -> list[int]:
+def _held(candidate: Candidate, choice: ShardingChoice) -> list[int]:
     _, lengths = chunk_lengths(candidate.shape[choice.dim], len(choice.positions))
     return [length * candidate.shape[1 - choice.dim] * candidate.itemsize for length in lengths]

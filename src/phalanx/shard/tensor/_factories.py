@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.shard.exchange._shard import Shard
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 

@@ -15,7 +15,7 @@ from phalanx.comm import Group
 from phalanx.shard.exchange._groups import owner_of
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.tensor._spec import check_cover, check_no_overlap
+from phalanx.shard.tensor._sharding_spec import check_cover, check_no_overlap
 
 
 def flatten_size(size: Sequence[Any]) -> torch.Size:
@@ -72,7 +72,7 @@ def describe_local(shards: Sequence[Shard], size: torch.Size, group: Group) -> d
 
 
 def agree(described: Sequence[dict[str, Any]]) -> ShardedTensorMetadata:
-    """The whole from what all ranks told, in the order of the ranks; ValueError naming the ranks that differ."""
+    """Put the metadata together from what all ranks told, in their order; ValueError naming the ranks that differ."""
     holders = [(rank, told) for rank, told in enumerate(described) if told["traits"] is not None]
     if not holders:
         raise ValueError("ShardedTensor have no local shards on all ranks!")

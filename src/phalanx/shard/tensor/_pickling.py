@@ -14,7 +14,7 @@ from phalanx.comm import Group
 from phalanx.shard.exchange._groups import _get_current_process_group, as_group, owner_of
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 
 if TYPE_CHECKING:
     from phalanx.shard.tensor._tensor import ShardedTensor

@@ -1,8 +1,8 @@
 """ShardedTensor: a global shape whose pieces live on the ranks of a group; each rank holds its own shards.
 
 Owns the wrapper class: what it tells about itself, making and copying, pickling, gradients. Operations come in through
-``__torch_function__`` and are looked up in ``_ops``. Autograd runs on the local tensors; the wrapper has no data, and
-what slips past the interception is refused.
+``__torch_function__`` and are looked up in ``ops._dispatch``. Autograd runs on the local tensors; the wrapper has no
+data, and what slips past the interception is refused.
 
 Invariants: ``_metadata`` is the same on all ranks; ``_local_shards`` are this rank's entries of it, in its order.
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 from phalanx._torch_private import make_wrapper_subclass
 from phalanx.comm import Group
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
-from phalanx.shard.exchange._gather import Whole, check_out, gather_tensors, gather_to_file
+from phalanx.shard.exchange._gather import GatheredTensor, check_out, gather_tensors, gather_to_file
 from phalanx.shard.exchange._groups import as_group, check_rank_in_group, owner_of
 from phalanx.shard.exchange._reshard import reshard_shards
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from phalanx.shard.tensor import _local
 from phalanx.shard.tensor._pickling import ProcessGroupState, rebuild
-from phalanx.shard.tensor._spec import ShardingSpec, infer_spec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec, infer_spec
 
 _NO_RPC = (
     "ShardedTensor: no RRefs to remote shards (init_rrefs): RPC unpickles what comes from the network, which nothing "
@@ -37,7 +37,7 @@ _NO_RPC = (
 
 
 class ShardedTensor(torch.Tensor, Spread):
-    """A tensor cut by a ``ShardingSpec``.
+    """A tensor sharded by a ``ShardingSpec``.
 
     >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])        # doctest: +SKIP
     >>> weight = ShardedTensor(spec, 10, 4)                              # doctest: +SKIP
@@ -90,7 +90,7 @@ class ShardedTensor(torch.Tensor, Spread):
     def _wrap(
         cls, shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec, group: Group
     ) -> ShardedTensor:
-        """From parts that are known to fit."""
+        """Wrap what is known to fit."""
         properties = metadata.tensor_properties
         tensor = make_wrapper_subclass(cls, metadata.size, dtype=properties.dtype, requires_grad=False)
         tensor._local_shards, tensor._metadata = shards, metadata
@@ -251,7 +251,7 @@ class ShardedTensor(torch.Tensor, Spread):
         *,
         max_bytes: int | None = None,
     ) -> None:
-        """The whole tensor on rank ``dst`` of the group, in ``out``: a tensor, or the path of a safetensors file.
+        """Gather the full tensor on rank ``dst`` of the group, in ``out``: a tensor, or the path of a safetensors file.
 
         Moves in rounds of at most ``max_bytes`` (default 64 MB), which bounds the memory beside ``out``. With ``dtype``
         the values pass through that dtype; ``enforce_dtype`` is accepted, values are always converted to ``out``'s.
@@ -265,7 +265,7 @@ class ShardedTensor(torch.Tensor, Spread):
                 return
             out = None
         check_out(group.rank, dst, self._metadata.size, out)
-        gather_tensors(group, [Whole(source._metadata, source._local_shards, out)], dst, max_bytes)
+        gather_tensors(group, [GatheredTensor(source._metadata, source._local_shards, out)], dst, max_bytes)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Move this tensor to another layout, in place; any spec to any spec, one collective. Returns self."""
@@ -372,11 +372,11 @@ class ShardedTensor(torch.Tensor, Spread):
 
     def _whole(self) -> Tensor:
         group = self._process_group
-        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.gather(0, whole if group.rank == 0 else None)
-        if whole.numel():
-            group.broadcast(whole, 0)
-        return whole
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.gather(0, full if group.rank == 0 else None)
+        if full.numel():
+            group.broadcast(full, 0)
+        return full
 
     def _cut_from(self, whole: Tensor) -> Tensor:
         for box in self._held_boxes("load"):
@@ -400,7 +400,7 @@ class ShardedTensor(torch.Tensor, Spread):
         return f"ShardedTensor({self._metadata})"
 
     _dispatch: ClassVar[Callable[..., Any]]
-    """``ops._ops.dispatch``, put here by ``phalanx.shard``: operations make tensors."""
+    """``ops._dispatch.dispatch``, put here by ``phalanx.shard``: operations make tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

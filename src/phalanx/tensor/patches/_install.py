@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from phalanx._torch_private import CheckpointFrame, FakeTensorMode, jit_recursive
 from phalanx.comm.mesh import _mesh
-from phalanx.comm.mesh._layout import Axis, MeshLayout
+from phalanx.comm.mesh._mesh_layout import Axis, MeshLayout
 from phalanx.comm.torch_interop import _dcp_state_dicts
 from phalanx.tensor.core import _dtensor
 from phalanx.tensor.layout import _spec

@@ -24,7 +24,7 @@ from phalanx.comm.transports.shm._calls import record
 from phalanx.comm.transports.shm._collectives import flat, nbytes_of, shares
 from phalanx.comm.transports.shm._engine import Steps
 from phalanx.comm.transports.shm._fold import Fold
-from phalanx.comm.transports.shm._regions import NOWHERE, Place, Regions, span
+from phalanx.comm.transports.shm._regions import NOWHERE, RegionAddress, Regions, span
 from phalanx.comm.transports.shm._syscalls import copy_bytes
 from phalanx.comm.transports.shm._window import Window
 
@@ -32,11 +32,11 @@ PIECE_BYTES = 256 * 1024
 """What is reduced at a time: the pieces of two ranks fit a core's second-level cache."""
 
 
-def _place_of(w: Window, n: int, rank: int) -> Place:
-    return Place(*(w.detail(n, rank, i) for i in range(1, 1 + len(NOWHERE))))
+def _place_of(w: Window, n: int, rank: int) -> RegionAddress:
+    return RegionAddress(*(w.detail(n, rank, i) for i in range(1, 1 + len(NOWHERE))))
 
 
-def _meet(w: Window, call: int, place: Place) -> Generator[int, None, list[Place] | None]:
+def _meet(w: Window, call: int, place: RegionAddress) -> Generator[int, None, list[RegionAddress] | None]:
     """Phase 1: everybody's place, or None when a tensor is not in shared memory."""
     n = w.claim()
     while token := w.busy(n):
@@ -185,7 +185,7 @@ def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:
     yield from _part(w)
 
 
-def _copy(regions: Regions, rank: int, place: Place, output: Tensor, offset: int = 0) -> None:
+def _copy(regions: Regions, rank: int, place: RegionAddress, output: Tensor, offset: int = 0) -> None:
     nbytes = nbytes_of(output)
     if nbytes:
         view = regions.view(rank, place, torch.uint8, nbytes, offset)

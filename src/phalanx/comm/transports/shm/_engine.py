@@ -27,10 +27,10 @@ from collections.abc import Generator
 
 from phalanx.comm._background import Background
 from phalanx.comm.transports._interface import Work
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm._layout import TOKEN_MASK, TOKEN_SHIFT
+from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._segment import Segment
+from phalanx.comm.transports.shm._segment_layout import TOKEN_MASK, TOKEN_SHIFT
 from phalanx.comm.transports.shm._syscalls import fence, futex_wait, futex_wake
 from phalanx.errors import CommError, GroupAborted, PeerTimeout
 

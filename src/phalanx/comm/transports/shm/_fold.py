@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.transports._interface import ReduceOp
-from phalanx.comm.transports._reduce import _COMBINE
+from phalanx.comm.transports._tree_reduce import _COMBINE
 
 
 @lru_cache

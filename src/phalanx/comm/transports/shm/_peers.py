@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.comm.failure._liveness import Identity, forget_deaths, watch_deaths
-from phalanx.comm.transports.shm import _layout as L
+from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._segment import Segment
 from phalanx.errors import PeerLost
 

@@ -1,6 +1,6 @@
 """Shared tensors in the collectives of one group: naming this rank's, mapping the peers'.
 
-A rank names the memory of its tensor in the call record (``Place``). A number in the rank's table of the segment says
+A rank names the memory of its tensor in the call record (``RegionAddress``). A number in its table of the segment says
 that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time
 they map something new, so that memory is given back.
 """
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm import _memory
-from phalanx.comm.transports.shm._memory import Allocation
+from phalanx.comm.transports.shm import _segment_layout as L
+from phalanx.comm.transports.shm import _shared_tensors
 from phalanx.comm.transports.shm._segment import Mapping, Segment, open_file_of
+from phalanx.comm.transports.shm._shared_tensors import Allocation
 from phalanx.errors import CommError
 
 
-class Place(NamedTuple):
+class RegionAddress(NamedTuple):
     """Where a tensor lies in its rank's shared memory, as words of the call record. ``entry`` 0: nowhere."""
 
     entry: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     offset: int
 
 
-NOWHERE = Place(0, 0, 0, 0, 0, 0)
+NOWHERE = RegionAddress(0, 0, 0, 0, 0, 0)
 
 
 class Regions:
@@ -47,9 +47,9 @@ class Regions:
         self._entries: dict[Allocation, int] = {}
         self._mapped: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
-    def place(self, address: int, nbytes: int) -> Place:
+    def place(self, address: int, nbytes: int) -> RegionAddress:
         """Name these bytes of this process, if they are in shared memory and the table has room."""
-        allocation = _memory.find(address, nbytes)
+        allocation = _shared_tensors.find(address, nbytes)
         if allocation is None:
             return NOWHERE
         entry = self._entries.get(allocation)
@@ -58,7 +58,7 @@ class Regions:
             if not entry:
                 return NOWHERE
         a = allocation
-        return Place(entry, a.serial, a.fd, a.inode & (1 << 62) - 1, a.nbytes, address - a.address)
+        return RegionAddress(entry, a.serial, a.fd, a.inode & (1 << 62) - 1, a.nbytes, address - a.address)
 
     def _enter(self, allocation: Allocation) -> int:
         used = set(self._entries.values())
@@ -74,7 +74,9 @@ class Regions:
         if entry:
             self._words[self._tables[self._rank] + entry] = 0
 
-    def view(self, rank: int, place: Place, dtype: torch.dtype, nbytes: int, offset: int = 0) -> Tensor:
+    def view(
+        self, rank: int, place: RegionAddress, dtype: torch.dtype, nbytes: int, offset: int = 0
+    ) -> Tensor:
         """``nbytes`` of a peer's tensor from byte ``offset`` of it, as a flat tensor."""
         key = (rank, place.entry)
         found = self._mapped.get(key)
@@ -84,7 +86,7 @@ class Regions:
         start = place.offset + offset
         return found[1][start : start + nbytes].view(dtype)
 
-    def _map(self, rank: int, place: Place) -> Tensor:
+    def _map(self, rank: int, place: RegionAddress) -> Tensor:
         try:
             fd = open_file_of(self._pids[rank], place.fd)
             try:

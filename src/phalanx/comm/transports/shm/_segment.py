@@ -13,8 +13,8 @@ import fcntl
 import os
 import weakref
 
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm._layout import Layout
+from phalanx.comm.transports.shm import _segment_layout as L
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._syscalls import map_file, unmap
 
 
@@ -51,7 +51,7 @@ def open_file_of(pid: int, fd: int) -> int:
 class Segment:
     """The mapped control words, bells and slots of one group."""
 
-    def __init__(self, fd: int, layout: Layout, rank: int) -> None:
+    def __init__(self, fd: int, layout: SegmentLayout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self.mapping = Mapping(fd, layout.total_bytes)

@@ -3,7 +3,7 @@
 Owns every use of ctypes of this transport. Linux only; importing it elsewhere is harmless, ``unavailable`` then says
 why the transport cannot be used.
 
-Memory ordering (what the flags of ``_layout`` rest on):
+Memory ordering (what the flags of ``_segment_layout`` rest on):
 
 - Flags are aligned 64-bit words in a mapping that all ranks share, read and written through a ``memoryview`` of format
   ``q``: CPython moves the 8 bytes with one fixed-size ``memcpy``, which is one plain load or store on x86-64 and arm64.

@@ -1,11 +1,11 @@
 """ShmTransport: the collectives of ``Group`` through memory that the ranks of one host share.
 
 Owns the life of one group's segment and the mapping from the ``Transport`` interface to the generators that move bytes.
-What happens when a rank dies, by where it is: while the group forms, see ``_join``; while others wait for it, they
-raise ``PeerLost`` within some milliseconds; after it put its part, the others finish that collective and lose it in the
-next; in the middle of writing a slot, its READY flag was never raised, so nobody reads the half-written slot. In every
-case the survivors' transport is dead, its memory is freed with the last mapping, and they form the next generation's
-group.
+What happens when a rank dies, by where it is: while the group forms, see ``_segment_join``; while others wait for it,
+they raise ``PeerLost`` within some milliseconds; after it put its part, the others finish that collective and lose it
+in the next; in the middle of writing a slot, its READY flag was never raised, so nobody reads the half-written slot. In
+every case the survivors' transport is dead, its memory is freed with the last mapping, and they form the next
+generation's group.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from phalanx.comm.stores._interface import Store
 from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
 from phalanx.comm.transports.shm import _collectives as through_slots
 from phalanx.comm.transports.shm import _direct as direct
-from phalanx.comm.transports.shm import _layout as L
-from phalanx.comm.transports.shm._channel import Channel
+from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._collectives import nbytes_of
 from phalanx.comm.transports.shm._engine import Engine, Lane, Steps
 from phalanx.comm.transports.shm._fold import Fold
-from phalanx.comm.transports.shm._join import Interrupt, ShmUnavailable, exchange_identities, join, obstacle
-from phalanx.comm.transports.shm._layout import Layout
-from phalanx.comm.transports.shm._memory import shared_empty
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._regions import Regions
+from phalanx.comm.transports.shm._rings import Channel
 from phalanx.comm.transports.shm._segment import Segment
+from phalanx.comm.transports.shm._segment_join import (
+    Interrupt,
+    ShmUnavailable,
+    exchange_identities,
+    join,
+    obstacle,
+)
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
+from phalanx.comm.transports.shm._shared_tensors import shared_empty
 from phalanx.comm.transports.shm._window import Window
 from phalanx.errors import GroupAborted
 
@@ -74,7 +80,7 @@ class ShmTransport(Transport):
         identities: Mapping[int, Identity] | None = None,
         interrupt: Interrupt | None = None,
         progress: str = "thread",
-        layout: Layout | None = None,
+        layout: SegmentLayout | None = None,
     ) -> ShmTransport:
         """Form the transport among ``size`` ranks that all call this with the same ``store`` namespace.
 
@@ -96,7 +102,7 @@ class ShmTransport(Transport):
         peers = Peers(identities, rank, generation)
         try:
             segment = join(
-                store, rank, layout or Layout(size=size), peers, timeout=timeout, interrupt=interrupt
+                store, rank, layout or SegmentLayout(size=size), peers, timeout=timeout, interrupt=interrupt
             )
         except BaseException:
             peers.close()

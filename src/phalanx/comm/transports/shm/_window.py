@@ -1,6 +1,6 @@
 """This rank's end of the slots: put a piece, say so, see that the others' pieces are there, say they are read.
 
-The order of every step, on every rank (see ``_layout`` for the flags)::
+The order of every step, on every rank (see ``_segment_layout`` for the flags)::
 
     while token := window.busy(n): yield token       # my slot of step n is still being read
     window.put(n, address, nbytes)                   # or write the slot's views directly
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.comm.transports.shm import _layout as L
+from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._calls import describe
 from phalanx.comm.transports.shm._engine import Engine
-from phalanx.comm.transports.shm._layout import TOKEN_SHIFT
+from phalanx.comm.transports.shm._segment_layout import TOKEN_SHIFT
 from phalanx.comm.transports.shm._syscalls import copy_bytes, fence
 from phalanx.errors import CollectiveMismatch
 

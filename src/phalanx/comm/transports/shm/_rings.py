@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.transports.shm._collectives import nbytes_of
 from phalanx.comm.transports.shm._engine import Engine, Lane, Steps
-from phalanx.comm.transports.shm._layout import token
+from phalanx.comm.transports.shm._segment_layout import token
 from phalanx.comm.transports.shm._syscalls import copy_bytes, fence
 from phalanx.errors import CollectiveMismatch
 

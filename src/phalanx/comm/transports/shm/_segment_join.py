@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.stores._interface import Store
-from phalanx.comm.transports.shm._layout import Layout
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._segment import Segment, new_file, open_file_of
+from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._syscalls import unavailable
 from phalanx.errors import CommError, PeerTimeout, StoreTimeout
 
@@ -54,7 +54,7 @@ def exchange_identities(store: Store, rank: int, size: int, timeout: float) -> d
     return {peer: Identity(**json.loads(record)) for peer, record in enumerate(records)}
 
 
-class _Meeting:
+class _JoinRounds:
     """The store as the ranks of one forming group use it."""
 
     def __init__(
@@ -102,14 +102,14 @@ class _Meeting:
 def join(
     store: Store,
     rank: int,
-    layout: Layout,
+    layout: SegmentLayout,
     peers: Peers,
     *,
     timeout: float,
     interrupt: Interrupt | None = None,
 ) -> Segment:
     """Share a segment; collective. ``ShmUnavailable``, ``PeerLost`` or ``PeerTimeout`` when it comes to nothing."""
-    meeting = _Meeting(store, peers, rank, timeout, interrupt)
+    meeting = _JoinRounds(store, peers, rank, timeout, interrupt)
     fd = -1
     try:
         if rank == 0:
@@ -132,7 +132,7 @@ def join(
 
 def trial() -> str | None:
     """Why a segment cannot be made, opened by its process and mapped here, or None; nothing is left of it."""
-    layout = Layout(size=2)
+    layout = SegmentLayout(size=2)
     fd, where = _make(layout)
     try:
         return _map(where, layout, 1)[1] or None
@@ -141,7 +141,7 @@ def trial() -> str | None:
             os.close(fd)
 
 
-def _make(layout: Layout) -> tuple[int, dict[str, object]]:
+def _make(layout: SegmentLayout) -> tuple[int, dict[str, object]]:
     """A fresh segment: the descriptor to close in the end, and the record that tells the others where it is."""
     trouble = unavailable()
     if trouble is not None:
@@ -155,7 +155,7 @@ def _make(layout: Layout) -> tuple[int, dict[str, object]]:
     return fd, {"pid": os.getpid(), "fd": fd, "nonce": nonce}
 
 
-def _map(where: dict[str, object], layout: Layout, rank: int) -> tuple[Segment | None, str]:
+def _map(where: dict[str, object], layout: SegmentLayout, rank: int) -> tuple[Segment | None, str]:
     """Map rank 0's segment; the second value says what went wrong, empty when nothing did."""
     trouble = unavailable() or str(where.get("trouble", ""))
     if trouble:

@@ -1,8 +1,8 @@
 """Element by element on the local shards: no communication when the layouts agree.
 
-Owns how their arguments are cut; which operations work this way the table of operators says. A plain tensor among the
-arguments stands for the same values on every rank: each shard sees its part of it. If such a tensor needs a gradient,
-every shard has a part of that too: then the operation is left to DTensors, which sum the parts.
+Owns how their arguments are sharded; which operations work this way the table of operators says. A plain tensor among
+the arguments stands for the same values on every rank: each shard sees its slice of it. If such a tensor needs a
+gradient, every shard has a share of that too: then the operation is left to DTensors, which sum the shares.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _local(tree: Any, first: ShardedTensor, index: int, box: Box) -> Any:
     """The arguments as shard ``index`` sees them."""
 
-    def part(tensor: Tensor) -> Tensor:
+    def local_slice(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedTensor):
             return tensor.local_shards()[index].tensor
         if tensor.dim() == 0:
             return tensor
         return view_of(tensor.expand(first.shape), box, (0,) * len(box.offsets))
 
-    return tree_map_only(Tensor, part, tree)
+    return tree_map_only(Tensor, local_slice, tree)
 
 
 def _templates(tree: Any, first: ShardedTensor) -> Any:

@@ -40,7 +40,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor in a file: ``begin`` is counted from the start of the file."""
 
     dtype: torch.dtype
@@ -52,7 +52,9 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, Entry], int]:
+def layout(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+) -> tuple[bytes, dict[str, TensorEntry], int]:
     """The head of a file with these tensors, where each will be, and the size of the file. Wide elements come first."""
     described: dict[str, Any] = {}
     ends: dict[str, tuple[int, int]] = {}
@@ -68,7 +70,7 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[by
     text += b" " * (-(8 + len(text)) % 64)  # the data begins aligned
     head = len(text).to_bytes(8, "little") + text
     entries = {
-        name: Entry(dtype, tuple(shape), len(head) + ends[name][0])
+        name: TensorEntry(dtype, tuple(shape), len(head) + ends[name][0])
         for name, (dtype, shape) in tensors.items()
     }
     return head, entries, len(head) + position

@@ -1,4 +1,4 @@
-"""From whole tensors on one rank to shards on all: any number of tensors, checked and sent together.
+"""Distributes tensors of one rank as shards to all: any number of tensors, checked and sent together.
 
 Phases: (1) every rank builds the layouts; (2) one exchange of a digest shows that all mean the same, and only if not,
 a second one finds the first difference; (3) the data goes out from the source rank in rounds of bounded size.
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.shard.exchange._exchange import Move, Piece, exchange, pieces_of, plan_copies
+from phalanx.shard.exchange._exchange import RankBox, TensorMove, exchange, pieces_of, plan_copies
 from phalanx.shard.exchange._gather import ROUND_BYTES
 from phalanx.shard.exchange._groups import as_group, check_rank_in_group
 from phalanx.shard.exchange._shard import Shard
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, TensorProperties
-from phalanx.shard.tensor._spec import ShardingSpec, spec_key
+from phalanx.shard.tensor._sharding_spec import ShardingSpec, spec_key
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 
@@ -49,7 +49,7 @@ def distribute_many(
     if verify:
         _check_same(group, src_rank, requests, metadatas)
     made: list[ShardedTensor] = []
-    moves: list[Move] = []
+    moves: list[TensorMove] = []
     pending = 0
     for request, metadata in zip(requests, metadatas, strict=True):
         tensor, move = _plan(request, metadata, src_rank, group)
@@ -80,21 +80,21 @@ def _metadata(request: Request) -> ShardedTensorMetadata:
 
 def _plan(
     request: Request, metadata: ShardedTensorMetadata, src_rank: int, group: Group
-) -> tuple[ShardedTensor, Move]:
-    sources = [Piece(src_rank, Box.whole(metadata.size))]
+) -> tuple[ShardedTensor, TensorMove]:
+    sources = [RankBox(src_rank, Box.of_size(metadata.size))]
     targets = pieces_of(metadata.shards_metadata, group)
     dtype = metadata.tensor_properties.dtype
     shards, local_targets = [], {}
     for position, (piece, entry) in enumerate(zip(targets, metadata.shards_metadata, strict=True)):
         if piece.rank == group.rank:
             assert entry.placement is not None, "pieces_of has asked for it"
-            part = torch.empty(entry.shard_sizes, dtype=dtype, device=entry.placement.device())
-            shards.append(Shard(part, entry))
-            local_targets[position] = part
+            local = torch.empty(entry.shard_sizes, dtype=dtype, device=entry.placement.device())
+            shards.append(Shard(local, entry))
+            local_targets[position] = local
     local_sources = {0: request.tensor} if group.rank == src_rank else {}
     copies = plan_copies(sources, targets)
     tensor = ShardedTensor._wrap(shards, metadata, request.spec, group)
-    return tensor, Move(dtype, sources, targets, copies, local_sources, local_targets)
+    return tensor, TensorMove(dtype, sources, targets, copies, local_sources, local_targets)
 
 
 def _check_same(

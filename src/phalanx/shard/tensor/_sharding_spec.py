@@ -1,7 +1,7 @@
-"""Sharding specs: how a tensor of any size is cut and where the pieces live.
+"""Sharding specs: how a tensor of any size is sharded and where the shards live.
 
 Owns ``ShardingSpec``, ``ChunkShardingSpec``, ``EnumerableShardingSpec`` and their checks. Specs are values: they are
-compared, sent as JSON, and never communicate, except through ``shard``, which hands over to ``_distribute``.
+compared, sent as JSON, and never communicate, except through ``shard``, which hands over to ``_from_one_rank``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.shard.layout._boxes import chunk_lengths, find_overlap
 from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from phalanx.shard.layout._placement import RemoteDevice
+from phalanx.shard.layout._remote_device import RemoteDevice
 from phalanx.shard.layout._tiling import find_fault
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """How to cut a tensor. Derive from it for a layout of your own: ``build_metadata`` is all that it needs."""
+    """Says how to shard a tensor. Derive from it for a layout of your own: ``build_metadata`` is all that it needs."""
 
     @abstractmethod
     def build_metadata(
@@ -52,12 +52,12 @@ class ShardingSpec(ABC):
         return ShardingSpec._distribute(tensor, self, src_rank, process_group)
 
     _distribute: ClassVar[Callable[..., ShardedTensor]]
-    """``_distribute.distribute_one``, put here by ``phalanx.shard``: it makes tensors, which are made of specs."""
+    """``_from_one_rank.distribute_one``, put here by ``phalanx.shard``: it makes tensors, which are made of specs."""
 
 
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
-    """Chunks along one dim, one per placement, cut as ``torch.chunk`` does.
+    """Chunks along one dim, one per placement, as ``torch.chunk`` does.
 
     >>> ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     ChunkShardingSpec(dim=0, placements=[rank:0/cpu, rank:1/cpu])
@@ -100,7 +100,7 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Any cut: every shard is listed."""
+    """Any layout: every shard is listed."""
 
     shards: list[ShardMetadata]
 
@@ -153,7 +153,7 @@ def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
 
 
 def infer_spec(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> ShardingSpec:
-    """A ``ChunkShardingSpec`` if it cuts exactly like this, else an ``EnumerableShardingSpec``."""
+    """A ``ChunkShardingSpec`` if it shards exactly like this, else an ``EnumerableShardingSpec``."""
     placed = len(shards) > 1 and all(shard.placement is not None for shard in shards)
     for dim in range(len(sizes)) if placed else ():
         if len({shard.shard_offsets[dim] for shard in shards}) == len(shards):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 
 
 class Sharder(ABC):

@@ -23,7 +23,7 @@ _TOMBSTONE = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredValue:
     """A decoded entry. ``value`` is None for an absent key and for a tombstone."""
 
     raw: bytes | None
@@ -31,20 +31,20 @@ class Record:
     lease: int | None = None
 
 
-ABSENT = Record(None, None)
+ABSENT = StoredValue(None, None)
 
 
-def decode(raw: bytes | None) -> Record:
+def decode(raw: bytes | None) -> StoredValue:
     """What a raw entry means."""
     if raw is None:
         return ABSENT
     cut = len(raw) - _TRAILER.size
     if cut < 0 or raw[cut : cut + 1] != _MARK:
-        return Record(raw, raw)  # written by the server's own add
+        return StoredValue(raw, raw)  # written by the server's own add
     lease = _TRAILER.unpack_from(raw, cut)[1]
     if lease == _TOMBSTONE:
-        return Record(raw, None)
-    return Record(raw, raw[:cut], lease or None)
+        return StoredValue(raw, None)
+    return StoredValue(raw, raw[:cut], lease or None)
 
 
 class Writer:

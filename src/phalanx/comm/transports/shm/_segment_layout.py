@@ -62,7 +62,7 @@ def _up(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SegmentLayout:
     """Offsets of one segment for ``size`` ranks."""
 
     size: int

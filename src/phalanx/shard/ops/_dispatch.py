@@ -1,8 +1,8 @@
 """What happens when a torch function meets a sharded tensor, as the table of operators says, in a fixed order.
 
 Order: what users registered; what only reads metadata; handlers; with plain tensors that are each rank's own,
-whole on every rank (``_per_rank``); element by element on the shards (``_pointwise``); everything else as a DTensor
-(``_convert``). Before the last two, plain tensors among the arguments are compared across the ranks (``_plain``).
+in full on every rank (``_per_rank``); element by element on the shards (``_shard_by_shard``); everything else as a
+DTensor (``_convert``). Before the last two, plain tensors among the arguments are compared across ranks (``_plain``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from phalanx._torch_private import DisableTorchFunctionSubclass, calculate_correct_fan, tree_leaves
-from phalanx.shard.ops import _pointwise
-from phalanx.shard.ops._convert import run_through_dtensor
+from phalanx.shard.ops import _shard_by_shard
+from phalanx.shard.ops._convert import run_as_dtensor
+from phalanx.shard.ops._custom_ops import custom_implementation
 from phalanx.shard.ops._embedding import embedding, embedding_bag
 from phalanx.shard.ops._per_rank import run_per_rank
 from phalanx.shard.ops._plain import check_equal, current_policy, plain_tensors
-from phalanx.shard.ops._registry import custom_implementation
 from phalanx.shard.tensor._tensor import ShardedTensor, check_format, same_layout
 from phalanx.tensor.ops._registry import OPERATORS, op_name
 
@@ -52,10 +52,10 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if plain and current_policy() == "verify":
         check_equal(first._process_group, name, plain)
     if sharded == "shards":
-        result = _pointwise.run_pointwise(func, args, kwargs, first)
+        result = _shard_by_shard.run_pointwise(func, args, kwargs, first)
         if result is not NotImplemented:
             return result
-    return run_through_dtensor(func, args, kwargs, first)
+    return run_as_dtensor(func, args, kwargs, first)
 
 
 def _name(func: Any) -> str:
@@ -101,7 +101,7 @@ def _copy(tensor: Any, other: Any, non_blocking: bool = False) -> Any:
                 "inplace copy can only happen between ShardedTensors whose layouts can be made the same"
             )
     if (
-        _pointwise.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor)
+        _shard_by_shard.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor)
         is NotImplemented
     ):
         raise RuntimeError(

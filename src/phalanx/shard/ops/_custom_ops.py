@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.shard.tensor._spec import ShardingSpec
+from phalanx.shard.tensor._sharding_spec import ShardingSpec
 
 Implementation = Callable[..., Any]
 
@@ -28,7 +28,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Implementation], Implementati
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Any
 ) -> Callable[[Implementation], Implementation]:
-    """Like ``custom_sharded_op_impl``, for tensors cut by this class of spec only."""
+    """Like ``custom_sharded_op_impl``, for tensors sharded by this class of spec only."""
     return _register(_for_spec.setdefault(sharding_spec_class, {}), func)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.plan._plan import Sharder, ShardingPlan, check_plan
-from phalanx.shard.tensor._distribute import Request, distribute_many, distribute_one
-from phalanx.shard.tensor._spec import ChunkShardingSpec, ShardingSpec
+from phalanx.shard.plan._sharding_plan import Sharder, ShardingPlan, check_plan
+from phalanx.shard.tensor._from_one_rank import Request, distribute_many, distribute_one
+from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec, ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 
 
@@ -200,7 +200,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 def _collect_local_shard(module: nn.Module) -> nn.Module:
     """Return the local tensor of the module's sharded output.
 
-    If it was cut by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed:
+    If it was sharded by a ``ChunkShardingSpec`` and the local tensor has size 1 there, that dim is removed:
     a [4, 16] tensor on 4 ranks comes out as [16] on each.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from phalanx.comm.group._group import Group
-from phalanx.comm.mesh._layout import MeshLayout, Positions
+from phalanx.comm.mesh._mesh_layout import MeshLayout, Positions
 
 MeshRanks = Union[Tensor, Sequence[Any], "np.typing.NDArray[Any]", int]
 
