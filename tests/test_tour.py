@@ -136,3 +136,37 @@ def test_argv_to_the_first_user_line(tmp_path: Path) -> None:
         stops("From argv to the first line of the user's script"),
         [(file, name) for _, _, file, name in recorded],
     )
+
+
+KILLED = """
+import os, signal, torch
+from phalanx.elastic import Job, RunOptions
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+data = torch.utils.data.TensorDataset(torch.randn(400, 3), torch.randn(400, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = Job(model, optimizer, data, num_slots=4, slot_batch_size=4, run=RunOptions(progress=False))
+mark = os.environ["RECORD_AFTER"]
+for step in job.steps(max_steps=10):
+    for micro in step:
+        micro.backward(torch.nn.functional.mse_loss(model(micro.inputs), micro.targets))
+    if step.number == 5 and job.rank == 1 and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step.commit() and os.path.exists(mark) and job.rank == 0:
+        with open("survivor", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+"""
+
+
+def test_kill_until_the_next_commit(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--on-failure", "heal"]
+    recorded = run_recorded(tmp_path, flags, KILLED, RECORD_AFTER=str(tmp_path / "mark"))
+    survivor = int((tmp_path / "survivor").read_text().split()[0])
+    agents = {
+        pid for _, pid, file, _ in recorded if file in ("launch/agent/_agent.py", "launch/workers/_zygote.py")
+    }
+    heading = "`kill -9` until the next commit"
+    check_walk(stops(heading, 0), [(file, name) for _, pid, file, name in recorded if pid in agents])
+    check_walk(stops(heading, 1), [(file, name) for _, pid, file, name in recorded if pid == survivor])
