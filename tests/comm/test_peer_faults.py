@@ -14,7 +14,7 @@ import torch
 from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.faults import kill_at, play
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports import _connect
+from phalanx.comm.transports import _creation
 from phalanx.comm.transports._interface import GroupSpec
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, StoreTimeout
 from processes import run_processes
@@ -245,7 +245,7 @@ def test_an_address_that_never_comes_while_the_group_forms_is_a_fault_of_a_peer(
     with pytest.raises(
         PeerTimeout, match="did not say within 4 s how it is reached in generation 7"
     ) as caught:
-        _connect._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
+        _creation._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
     assert caught.value.generation == 7
 
 
