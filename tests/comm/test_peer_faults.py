@@ -223,9 +223,9 @@ def die_while_forming(worker):
     store = worker.store()
     if worker.rank == 1:
         # The identity is written, then the process dies before it connects.
-        from phalanx.comm.transports import _connect
+        from phalanx.comm.transports import _creation
 
-        _connect.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        _creation.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost, match="while generation 0 formed"):
         worker.group(timeout=60)
     store.close()
