@@ -1,4 +1,4 @@
-"""The buffers of a module (BatchNorm's running statistics and the like) under slots.
+"""Restores the buffers of a module (BatchNorm's running statistics and the like) for every slot.
 
 Every slot of a step starts from the buffers that the step began with, so its result does not depend on which slots
 ran before it in the same process; slot 0's buffers become those of the next step. Owns that restoring; how slot 0's
@@ -19,7 +19,7 @@ class Buffers:
         self._start: list[Tensor] = []
 
     def live(self) -> list[Tensor]:
-        """The buffers now; a module may replace one by assignment, so they are looked up each time."""
+        """Return the buffers now; a module may replace one by assignment, so they are looked up each time."""
         found = dict(self.module.named_buffers())
         if list(found) != self.names:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The sum of gradients inside one worker: finished subtrees of the slot tree, kept like a binary counter.
+"""Sums the gradients inside one worker: finished subtrees of the slot tree, kept like a binary counter.
 
 A finished slot is pushed; as long as the two topmost pieces are siblings, the right one is added to the left one.
 So at most log2(num_slots) + 1 copies of the gradients exist, and what remains at the end is exactly ``cover`` of the
