@@ -1,4 +1,4 @@
-"""``phalanx`` and ``python -m phalanx``: one command, its subcommands loaded only when asked for.
+"""Runs ``phalanx`` and ``python -m phalanx``: one command, its subcommands loaded only when asked for.
 
 Owns the table of subcommands. Each is a module with ``main(argv) -> exit code``.
 """

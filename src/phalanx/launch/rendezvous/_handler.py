@@ -189,8 +189,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._start_thread()
         while True:
             self._raise_if_over()
-            if (seat := participant.seat(wants)) is not None:
-                return seat
+            if (found := participant.membership(wants)) is not None:
+                return found
             waited = time.monotonic() - since
             self._check_fixed_rank(waited)
             if facts.evicted:
