@@ -378,20 +378,16 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_every_stop_of_the_tour_is_there() -> None:
-    """Rows of a walk name a file and the functions that it enters there; ``name()`` is a function anywhere in src."""
+    """A stop is a file and functions in it; ``name()`` is a function anywhere in the repository."""
     wrong = []
-    stops = re.findall(r"^\| (?:\d+ \| )?`([\w/]+\.py)` \| (.*?) \|", TOUR.read_text(), re.MULTILINE)
-    for file, functions in stops:
+    for file, functions in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", TOUR.read_text()):
         path = ROOT / "src" / "phalanx" / file
-        if not path.exists():
-            wrong.append(f"no {file}")
-            continue
+        known = names_in(path) if path.exists() else set()
         wrong += [
-            f"{file} has no {name}"
-            for name in re.findall(r"`([\w.]+)`", functions)
-            if name not in names_in(path)
+            f"{file} has no {name}" for name in re.findall(r"`([\w.]+)`", functions) if name not in known
         ]
-    known = set().union(*(names_in(path) for path in (ROOT / "src").rglob("*.py")))
+    code = [path for folder in ("src", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    known = set().union(*map(names_in, code))
     wrong += [
         f"no function {name}" for name in re.findall(r"`([\w.]+)\(\)`", TOUR.read_text()) if name not in known
     ]

@@ -20,7 +20,7 @@ from phalanx.elastic.membership._store_coordinator import StoreCoordinator, make
 from phalanx.launch import LaunchConfig
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
-from phalanx.launch.workers._environment import worker_environment
+from phalanx.launch.workers._worker_environment import worker_environment
 from phalanx.protocol import (
     Action,
     Broken,

@@ -11,7 +11,7 @@ from importlib import import_module
 
 # Subcommand -> (module, what it does).
 COMMANDS = {
-    "run": ("phalanx.launch.cli._run", "run a script on the workers of a job"),
+    "run": ("phalanx.launch.cli._run_command", "run a script on the workers of a job"),
     "scale": ("phalanx.launch.cli._scale", "change the number of workers of a running job"),
     "doctor": ("phalanx.launch.cli._doctor", "check this machine and say in plain words what is wrong"),
 }

@@ -29,6 +29,7 @@ class RecordError(ValueError):
 class StoreRecord:
     """The base of the dataclasses that lie in a store.
 
+    >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Greeting(StoreRecord):
     ...     what: ClassVar[str] = "greeting"

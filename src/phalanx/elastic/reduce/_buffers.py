@@ -7,8 +7,9 @@ buffers reach the other workers is ``_layout``'s raw part.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from phalanx._torch_private import foreach_copy_
 
 
 class Buffers:
@@ -33,10 +34,10 @@ class Buffers:
         if not self._start:
             self._start = [buffer.detach().clone() for buffer in live]
         elif live:
-            torch._foreach_copy_(self._start, [buffer.detach() for buffer in live])
+            foreach_copy_(self._start, [buffer.detach() for buffer in live])
 
     def restore(self) -> None:
         """Put the step's buffers back. All of them: BatchNorm's kernel changes its statistics without a trace."""
         live = [buffer.detach() for buffer in self.live()]
         if live and self._start:
-            torch._foreach_copy_(live, self._start)
+            foreach_copy_(live, self._start)

@@ -121,6 +121,7 @@ def on_leave(now: Situation, *, reason: str) -> Recovery | None:
 def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -> Recovery:
     """Workers lost contact although none has died. ``hosts_culprit``: those to be replaced run on this node.
 
+    >>> from phalanx.protocol import ContactLosses
     >>> now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=1, min_nodes=1, survivors=3)
     >>> on_lost_contact(now, Judgement(reason="", row=ContactLosses(count=1, step=4)), False).action.value
     'regroup'

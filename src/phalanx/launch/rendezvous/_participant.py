@@ -30,7 +30,7 @@ from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Facts, Leader
+from phalanx.launch.rendezvous._leader import Leader, NodeView
 from phalanx.launch.rendezvous._store_records import END_KEYS, open_record, read_record, ring
 from phalanx.protocol import (
     BELLS,
@@ -78,7 +78,7 @@ class Participant:
         self.signer = signer
         self.rules = rules
         self.node = node
-        self.facts = Facts()
+        self.facts = NodeView()
         self._ttl = lease / 2
         self._lease: Lease | None = None
         self._refresh_at = 0.0
