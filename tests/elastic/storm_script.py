@@ -38,7 +38,7 @@ def main() -> None:
     num_steps, pace = int(sys.argv[2]), float(sys.argv[3])
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     if "--gloo" in options:
-        _auto.choose = lambda identities: _auto.Choice("gloo", "the test says so")
+        _auto.choose = lambda identities: _auto.TransportChoice("gloo", "the test says so")
     if "--machine" in options:
         _liveness._machine = lambda: options["--machine"]
     if "--over" in options:

@@ -32,7 +32,7 @@ def main() -> None:
         time.sleep(0.01)
     saves = Saves(directory=directory / "saves", every=5) if "--save" in sys.argv else None
     if "--gloo" in sys.argv:
-        _auto.choose = lambda identities: _auto.Choice("gloo", "the test says so")
+        _auto.choose = lambda identities: _auto.TransportChoice("gloo", "the test says so")
     timeout = next((float(w.partition("=")[2]) for w in sys.argv if w.startswith("--timeout=")), 120.0)
     job = make_job(
         run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=timeout),
