@@ -24,14 +24,13 @@ from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.protocol import timeouts
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 20.0
 """Seconds for workers to write their stacks; one that does not catch the signal is not waited for."""
 
-_OTHERS_PATIENCE = 30.0
-"""Seconds for the other nodes to write theirs."""
 
 _FRAME = re.compile(r'^ +File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _COLLECTIVES = ("/torch/distributed/", "/phalanx/comm/")
@@ -119,7 +118,7 @@ class HangWatch:
                     dump.stacks = dump_stacks(workers, reason)
                     channel.say_done(number, info.rank, "stacks")
                     if everywhere:
-                        channel.wait_done(number, info.world_size, "stacks", _OTHERS_PATIENCE)
+                        channel.wait_done(number, info.world_size, "stacks", timeouts.OTHER_AGENTS)
             except StoreError as error:
                 log.warning("not every node has written its stacks: %s", error)
             dump.is_written.set()
