@@ -64,7 +64,7 @@ SUBLAYERS: dict[str, list[str]] = {
         "workers", "recovery", "hang", "agent", "cli",
     ],
     "launch.rendezvous": [
-        "_interface", "_settings", "_store_records", "_runs", "_own_secret", "_order", "_decide",
+        "_interface", "_settings", "_store_records", "_runs", "_own_secret", "_rank_order", "_decide",
         "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
     ],
     "tensor": [
@@ -75,9 +75,9 @@ SUBLAYERS: dict[str, list[str]] = {
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
-        "_environment", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_rounds",
+        "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",
     ],
-    "events": ["_troubles", "_types", "_lines", "_writer"],
+    "events": ["_troubles", "_event_types", "_lines", "_writer"],
 }  # fmt: skip
 # (importer, imported) that the rules below leave alone: five at most.
 EXCEPTIONS: set[tuple[str, str]] = set()

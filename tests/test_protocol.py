@@ -20,7 +20,7 @@ from phalanx.elastic.membership._store_coordinator import StoreCoordinator, make
 from phalanx.launch import LaunchConfig
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
-from phalanx.launch.workers._environment import worker_environment
+from phalanx.launch.workers._worker_environment import worker_environment
 from phalanx.protocol import (
     Action,
     Broken,
@@ -36,12 +36,12 @@ from phalanx.protocol import (
     NodeRecord,
     ProgressReport,
     Ready,
-    Record,
     RecordError,
     Recovery,
     Round,
     Setbacks,
     StacksRequest,
+    StoreRecord,
     Streak,
     parse_count,
     timeouts,
@@ -49,7 +49,7 @@ from phalanx.protocol import (
 
 SOURCE = Path(phalanx.__file__).parent
 NODE = NodeRecord(id="n", ticket=3, host="h", addr="a", port=1, local_size=2, worker_ids=("n.0", "n.1"))
-RECORDS: list[Record] = [
+RECORDS: list[StoreRecord] = [
     NODE,
     Members(3, (MemberNode.of(NODE),)),
     LeaderRecord("n", 3, 1, 4),
@@ -81,14 +81,14 @@ def test_every_record_is_tried_here() -> None:
     kinds = {
         kind
         for kind in exported
-        if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
+        if isinstance(kind, type) and issubclass(kind, StoreRecord) and kind is not StoreRecord
     }
     assert kinds == {type(record) for record in RECORDS}
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_records_come_back_as_they_were_and_have_a_version(record: Record) -> None:
+def test_records_come_back_as_they_were_and_have_a_version(record: StoreRecord) -> None:
     data = record.to_json()
     assert type(record).from_json(data) == record
     assert json.loads(data)["v"] == protocol.VERSION
@@ -100,7 +100,7 @@ def fuzz(given_settings):
     @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
     @given_settings
     @given(st.data())
-    def test(record: Record, data: st.DataObject) -> None:
+    def test(record: StoreRecord, data: st.DataObject) -> None:
         good = record.to_json()
         bad = data.draw(
             st.one_of(

@@ -1,4 +1,4 @@
-"""``phalanx`` and ``python -m phalanx``: one command, its subcommands loaded only when asked for.
+"""Runs ``phalanx`` and ``python -m phalanx``: one command, its subcommands loaded only when asked for.
 
 Owns the table of subcommands. Each is a module with ``main(argv) -> exit code``.
 """
@@ -11,7 +11,7 @@ from importlib import import_module
 
 # Subcommand -> (module, what it does).
 COMMANDS = {
-    "run": ("phalanx.launch.cli._run", "run a script on the workers of a job"),
+    "run": ("phalanx.launch.cli._run_command", "run a script on the workers of a job"),
     "scale": ("phalanx.launch.cli._scale", "change the number of workers of a running job"),
     "doctor": ("phalanx.launch.cli._doctor", "check this machine and say in plain words what is wrong"),
 }

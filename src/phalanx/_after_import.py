@@ -1,4 +1,4 @@
-"""Doing something right after a module of somebody else's has been imported, without importing it.
+"""Does something right after a module of somebody else's has been imported, without importing it.
 
 Owns the finder that waits for one module, once. Nothing here knows what is waited for, nor imports torch.
 """

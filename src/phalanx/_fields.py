@@ -1,4 +1,4 @@
-"""Reading JSON that anybody may have written: every field is asked for by its name and type.
+"""Reads JSON that anybody may have written: every field is asked for by its name and type.
 
 Owns the checks between ``json.loads`` and a value of ours: records in a store, lines of a log, an index on disk. What
 is not as it should be raises the error that the caller documents, and no other: not ``KeyError``, ``TypeError`` or

@@ -1,4 +1,4 @@
-"""Signatures of what is kept on disk: sharded checkpoints and the saves of elastic jobs.
+"""Signs what is kept on disk: sharded checkpoints and the saves of elastic jobs.
 
 Owns the secret's source and the HMAC over the text that describes a checkpoint (with the digests of its bytes). Not the
 job's secret: a checkpoint outlives the job that wrote it. Someone with the secret finds whatever was changed by someone

@@ -1,4 +1,4 @@
-"""Faults of torch itself that would pass unnoticed through what we run: found by trying, and refused by name.
+"""Finds faults of torch itself that would pass unnoticed through what we run, by trying, and refuses them by name.
 
 Owns ``check_fused``. In torch 2.13.0 the fused SGD kernel for CPUs writes nothing back for bfloat16 and float16 but
 what is left over after full vectors, so that most elements never change; fused Adam, AdamW and Adagrad and all other

@@ -44,10 +44,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_copy_": ("torch._foreach_copy_", "one copy per gradient in place of one for all"),
     "foreach_mul_": ("torch._foreach_mul_", "one multiplication per gradient in place of one for all"),
     "foreach_add_": ("torch._foreach_add_", "one addition per gradient in place of one for all"),
-    "foreach_utils": (
-        "torch.utils._foreach_utils",
-        "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
-    ),
     # ---- tensors
     "make_wrapper_subclass": ("torch.Tensor._make_wrapper_subclass", "no ShardedTensor can be made"),
     "make_subclass": ("torch.Tensor._make_subclass", "no DTensor can be made"),
@@ -218,8 +214,18 @@ ATTRIBUTES: dict[str, tuple[str, str, str]] = {
     ),
 }
 
-# What is said where it is used: (the class, its attribute): what breaks without it.
+# What is said where it is used: (the class or module, its attribute): what breaks without it.
 IN_PLACE: dict[tuple[str, str], str] = {
+    (
+        "torch.utils._foreach_utils",
+        "_group_tensors_by_device_and_dtype",
+    ): "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
+    ("torch.jit", "_get_trace_graph"): "torch.onnx records this rank's part where it should be refused",
+    ("torch.distributed", "_state_dict_utils"): "torch's state-dict helpers take a shard for the full tensor",
+    (
+        "torch.distributed.checkpoint",
+        "_state_dict_stager",
+    ): "async_save copies a shard as if it had the global shape",
     ("torch.Tensor", "_version"): "views of DTensors that are copies do not notice that they are out of date",
     ("torch.Tensor", "_backward_hooks"): "gradients of DTensors are not reduced",
     (

@@ -1,4 +1,4 @@
-"""Every error that Phalanx raises on purpose, in one tree.
+"""Defines every error that Phalanx raises on purpose, in one tree.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Who am I among the workers: one immutable value, read from the environment in one place.
+"""Says who this process is among the workers: one immutable value, read from the environment in one place.
 
 Owns the environment contract between launcher and worker. Does not talk to anyone.
 """

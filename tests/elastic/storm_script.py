@@ -26,7 +26,7 @@ from worker_script import hold, put
 from phalanx.comm.failure import _liveness
 from phalanx.comm.transports import _auto
 from phalanx.elastic import Job, RunOptions, Saves
-from phalanx.elastic.checkpoint import _writer
+from phalanx.elastic.checkpoint import _save_writer
 from phalanx.elastic.membership import _sync
 
 TIMEOUT = 4.0
@@ -92,7 +92,7 @@ def watch(job: Job) -> None:
 
     _sync.send_state = before("send", _sync.send_state)
     _sync.receive_state = before("receive", _sync.receive_state)
-    _writer.write_save = before("save", _writer.write_save)
+    _save_writer.write_save = before("save", _save_writer.write_save)
 
 
 def point(name: str, step: int) -> None:

@@ -198,18 +198,18 @@ class Storm:
         self.cluster.wait_until(are_there, f"a round of {self.num_workers} workers", STRIKE_LIMIT)
 
     def strike(self, strike: Strike) -> None:
-        """Let it happen soon, and wait until all of it has, all workers are there again, and a step was committed."""
+        """Let it happen soon, and wait until all of it has, a step was committed since, and all workers are there."""
         step = self.cluster.step()
         with self.hurt_network(strike):
             self.lay_out(strike, step)
             self.cluster.hold(step + AHEAD)
         self.cluster.wait_until(self.has_struck, f"{strike} at step {step}", STRIKE_LIMIT)
-        self.wait_all_there()
         step = self.cluster.step()
         self.cluster.hold(step + 2)
         self.cluster.wait_until(
             lambda: self.cluster.step() > step, f"a step after {strike} at {step}", STRIKE_LIMIT
         )
+        self.wait_all_there()
 
     @contextlib.contextmanager
     def hurt_network(self, strike: Strike) -> Iterator[None]:

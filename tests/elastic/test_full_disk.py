@@ -19,14 +19,14 @@ from elastic_training import make_job, train
 from phalanx.comm import simulate
 from phalanx.elastic import NotSaved, RunOptions, Saves
 from phalanx.elastic.audit import check_directory
-from phalanx.elastic.checkpoint import _save_folder, _saves, _writer
+from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
 from phalanx.elastic.checkpoint._save_folder import find_save, write_save
-from phalanx.elastic.checkpoint._writer import SaveWriter
+from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.tools._audit_log import Audit
 from phalanx.errors import JobStopped
 from phalanx.events import _troubles
+from phalanx.events._event_types import TrainingStarted
 from phalanx.events._troubles import Backoff, Troubles
-from phalanx.events._types import TrainingStarted
 from phalanx.events._writer import EventLog, JsonLines, parse_lines, read_lines
 
 SCRIPT = Path(__file__).parent / "full_disk_script.py"
@@ -103,7 +103,7 @@ def test_a_polite_leave_that_could_not_save_is_no_success(disks):
 
 @pytest.mark.fast
 def test_all_workers_hear_that_the_save_at_their_leave_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(_writer, "write_save", lambda *a, **k: (_ for _ in ()).throw(FULL))
+    monkeypatch.setattr(_save_writer, "write_save", lambda *a, **k: (_ for _ in ()).throw(FULL))
 
     def run(group):
         job = make_job(saves=Saves(directory=tmp_path), run=RunOptions(progress=False, group=group))
@@ -149,7 +149,7 @@ def test_an_explicit_save_raises_and_one_in_the_background_does_not(tmp_path, mo
     def fail(*args, **keywords):
         raise FULL
 
-    monkeypatch.setattr(_writer, "write_save", fail)
+    monkeypatch.setattr(_save_writer, "write_save", fail)
     job = make_job(saves=Saves(directory=tmp_path, every=1), run=RunOptions(progress=False))
     assert len(train(job, max_steps=3)) == 3
     with pytest.raises(OSError, match="No space left"):
@@ -172,7 +172,7 @@ def test_the_writer_tries_again_by_itself_with_the_newest_snapshot(tmp_path, mon
         saved.set()
         return directory
 
-    monkeypatch.setattr(_writer, "write_save", write)
+    monkeypatch.setattr(_save_writer, "write_save", write)
     writer = SaveWriter(
         tmp_path, keep=1, on_saved=lambda step, path: None, on_failed=lambda *told: tick(*told)
     )
@@ -194,7 +194,7 @@ def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):
     def fail(*args, **keywords):
         raise ValueError("a fault of ours")
 
-    monkeypatch.setattr(_writer, "write_save", fail)
+    monkeypatch.setattr(_save_writer, "write_save", fail)
     writer = SaveWriter(tmp_path, keep=1, on_saved=lambda step, path: None)
     writer.submit((1, {}, []))
     with pytest.raises(ValueError, match="a fault of ours"):

@@ -468,7 +468,7 @@ def test_progress_is_one_live_line_on_a_terminal(monkeypatch):
 
 
 def test_an_optimizer_state_wider_than_its_parameter_survives(tmp_path):
-    from phalanx.elastic.checkpoint._state import Parts
+    from phalanx.elastic.checkpoint._state import StatefulObjects
 
     model = nn.Linear(2, 1, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -476,7 +476,7 @@ def test_an_optimizer_state_wider_than_its_parameter_survives(tmp_path):
     optimizer.step()
     for state in optimizer.state.values():
         state["momentum_buffer"] = torch.full_like(state["momentum_buffer"], 1 / 3, dtype=torch.float32)
-    parts = Parts(model, optimizer, {})
+    parts = StatefulObjects(model, optimizer, {})
     parts.apply(parts.capture())
     found = {state["momentum_buffer"].dtype for state in optimizer.state.values()}
     assert found == {torch.float32}

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.comm import simulate
 from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOptions, Saves
-from phalanx.elastic._guard import BAD_GRADIENT, Facts, Reaction, SlotReport, decide, explain
+from phalanx.elastic._guard import BAD_GRADIENT, Reaction, SlotReport, StepFacts, decide, explain
 from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
@@ -113,21 +113,21 @@ def stopped(job, spoil, **commit):
 @pytest.mark.parametrize(
     ("facts", "wanted"),
     [
-        (Facts(loss=1.0), Reaction.GO_ON),
-        (Facts(loss=None), Reaction.GO_ON),
-        (Facts(loss=NAN), Reaction.STOP),
-        (Facts(loss=-INF), Reaction.STOP),
-        (Facts(loss=NAN, grads=("w",)), Reaction.STOP),
-        (Facts(loss=1.0, grads=("w",)), Reaction.COMPUTE_AGAIN),
-        (Facts(loss=1.0, grads=("w",), is_again=True), Reaction.STOP),
-        (Facts(loss=1.0, is_again=True), Reaction.GO_ON),
-        (Facts(loss=1.0, buffers=("b",)), Reaction.STOP),
-        (Facts(loss=1.0, grad_norm=INF), Reaction.STOP),
-        (Facts(loss=NAN, grads=("w",), scale=1024.0), Reaction.LEAVE_TO_SCALER),
-        (Facts(loss=NAN, grads=("w",), buffers=("b",), scale=1.0), Reaction.LEAVE_TO_SCALER),
-        (Facts(loss=NAN, scale=1024.0), Reaction.STOP),
-        (Facts(loss=1.0, buffers=("b",), scale=1024.0), Reaction.STOP),
-        (Facts(loss=NAN, grads=("w",), scale=1e-9), Reaction.STOP),
+        (StepFacts(loss=1.0), Reaction.GO_ON),
+        (StepFacts(loss=None), Reaction.GO_ON),
+        (StepFacts(loss=NAN), Reaction.STOP),
+        (StepFacts(loss=-INF), Reaction.STOP),
+        (StepFacts(loss=NAN, grads=("w",)), Reaction.STOP),
+        (StepFacts(loss=1.0, grads=("w",)), Reaction.COMPUTE_AGAIN),
+        (StepFacts(loss=1.0, grads=("w",), is_again=True), Reaction.STOP),
+        (StepFacts(loss=1.0, is_again=True), Reaction.GO_ON),
+        (StepFacts(loss=1.0, buffers=("b",)), Reaction.STOP),
+        (StepFacts(loss=1.0, grad_norm=INF), Reaction.STOP),
+        (StepFacts(loss=NAN, grads=("w",), scale=1024.0), Reaction.LEAVE_TO_SCALER),
+        (StepFacts(loss=NAN, grads=("w",), buffers=("b",), scale=1.0), Reaction.LEAVE_TO_SCALER),
+        (StepFacts(loss=NAN, scale=1024.0), Reaction.STOP),
+        (StepFacts(loss=1.0, buffers=("b",), scale=1024.0), Reaction.STOP),
+        (StepFacts(loss=NAN, grads=("w",), scale=1e-9), Reaction.STOP),
     ],
 )
 def test_the_decision_is_a_function_of_facts_that_all_workers_have(facts, wanted):
@@ -140,7 +140,7 @@ def test_mistakes_in_the_guard_are_named_and_long_lists_are_cut():
     with pytest.raises(ValueError, match="nonfinite is 'maybe'; expected 'stop' or 'ignore'"):
         Guard(nonfinite="maybe")
     reports = [SlotReport(slot, "w", tuple(range(20)), BAD_GRADIENT) for slot in range(12)]
-    text = explain(1, 0, Facts(loss=1.0, grads=tuple("abcdefghijkl")), reports, ())
+    text = explain(1, 0, StepFacts(loss=1.0, grads=tuple("abcdefghijkl")), reports, ())
     assert "a, b, c, d, e, f, g, h and 4 more" in text
     assert "and 4 more slots" in text
     assert "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more" in text

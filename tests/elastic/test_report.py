@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.elastic.tools._history import read_history
 from phalanx.elastic.tools._report import main, render
-from phalanx.events._types import (
+from phalanx.events._event_types import (
     RoundFormed,
     StepCommitted,
     TrainingFinished,

@@ -14,10 +14,10 @@ from elastic_training import make_job, train
 
 from phalanx.comm import simulate
 from phalanx.elastic import NoReadableSave, RunOptions, SaveError, Saves
-from phalanx.elastic.checkpoint import _save_folder, _saves, _writer
+from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
 from phalanx.elastic.checkpoint._save_folder import _put_in_place, find_save, write_save
+from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import read_save
-from phalanx.elastic.checkpoint._writer import SaveWriter
 from phalanx.errors import JobStopped
 
 pytestmark = pytest.mark.fast
@@ -233,7 +233,7 @@ def test_the_writer_does_not_make_the_step_wait_and_skips_to_the_newest(tmp_path
         written.append(step)
         return directory
 
-    monkeypatch.setattr(_writer, "write_save", slow)
+    monkeypatch.setattr(_save_writer, "write_save", slow)
     writer = SaveWriter(tmp_path, keep=1, on_saved=lambda step, path: None)
     writer.submit((1, {}, []))
     assert begun.wait(60)

@@ -23,7 +23,7 @@ from phalanx.launch.workers._processes import WorkerProcess, Zygote
 WORKERS = Path(__file__).parent / "workers"
 PATIENCE = 100.0
 
-# A name server that loses packets must not make tests slow; see phalanx.launch.workers._environment.resolver_defaults.
+# A name server that loses packets must not make tests slow; see ``resolver_defaults`` of ``_worker_environment``.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
@@ -56,7 +56,7 @@ class Nursery:
     """The zygote that agents of all tests are forked from."""
 
     def __init__(self) -> None:
-        self.zygote = Zygote.execute(("torch", "torch.distributed", "phalanx.launch.agent._api"))
+        self.zygote = Zygote.execute(("torch", "torch.distributed", "phalanx.launch.agent._launch"))
         self.ended: dict[int, threading.Event] = {}
         self.zygote.start(lambda process: self.ended[process.pid].set())
         self.zygote.wait_ready()

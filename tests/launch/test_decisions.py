@@ -17,11 +17,11 @@ from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
 from phalanx.launch.hang._detector import HangDetector
 from phalanx.launch.recovery import _policy
-from phalanx.launch.recovery._channel import AgentChannel, parse_wish
+from phalanx.launch.recovery._agent_channel import AgentChannel, parse_wish
 from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.recovery._streak import Death, after, is_loop
 from phalanx.launch.system._signals import parse_signals
-from phalanx.launch.workers._environment import (
+from phalanx.launch.workers._worker_environment import (
     JobFacts,
     RankAssignment,
     resolver_defaults,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events import _event_types as types
 from phalanx.events import _lines, _writer
-from phalanx.events import _types as types
 from phalanx.launch import events
 from phalanx.launch.events import EventLog, from_json, read_events, to_json
 

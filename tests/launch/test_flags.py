@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.launch.cli._flags import FLAGS, UsageError, parse
 from phalanx.launch.cli._from_flags import config_from_args, parse_nodes, parse_settings
-from phalanx.launch.cli._run import local_world_size, main
+from phalanx.launch.cli._run_command import local_world_size, main
 from phalanx.launch.config._flag import words
 from phalanx.launch.numa import AffinityMode
 from phalanx.launch.rendezvous import _settings
@@ -250,8 +250,8 @@ def test_unknown_commands_get_the_nearest(capsys):
 
 def test_the_number_of_workers_is_a_number_or_what_the_machine_has(monkeypatch):
     devices = {"auto": 0, "gpu": 0, "xpu": 2}
-    monkeypatch.setattr("phalanx.launch.cli._run._usable_cpus", lambda: 6)
-    monkeypatch.setattr("phalanx.launch.cli._run._count_devices", devices.__getitem__)
+    monkeypatch.setattr("phalanx.launch.cli._run_command._usable_cpus", lambda: 6)
+    monkeypatch.setattr("phalanx.launch.cli._run_command._count_devices", devices.__getitem__)
     assert [local_world_size(text) for text in ("3", "cpu", "auto", "xpu")] == [3, 6, 6, 2]
     with pytest.raises(UsageError, match=r"^--nproc-per-node gpu: this machine has no such device"):
         local_world_size("gpu")

@@ -17,9 +17,9 @@ from phalanx.launch import DefaultLogsSpecs, Std
 from phalanx.launch.events import EventLog, ShutDown, read_events
 from phalanx.launch.failures._error_file import EXIT_INCURABLE, write_error_file
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.launch.failures._record import record_exception
+from phalanx.launch.failures._recording import record_exception
 from phalanx.launch.telemetry._pump import Sinks, deliver, finish
-from phalanx.launch.workers._fresh import Output
+from phalanx.launch.workers._after_fork import Output
 from phalanx.launch.workers._pool import _open_log
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

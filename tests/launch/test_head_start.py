@@ -29,7 +29,7 @@ def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_everything_that_an_agent_imports_can_do_without_torch():
     code = (
-        "import sys, phalanx.launch.cli._run, phalanx.launch.cli._from_flags, phalanx.launch.agent._api, "
+        "import sys, phalanx.launch.cli._run_command, phalanx.launch.cli._from_flags, phalanx.launch.agent._launch, "
         "phalanx.launch.workers._script, "
         "phalanx.launch.rendezvous._backends\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"

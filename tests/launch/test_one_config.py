@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from phalanx.launch import AgentOptions, DefaultLogsSpecs, LaunchConfig, LocalElasticAgent, WorkerSpec
-from phalanx.launch.agent import _api
-from phalanx.launch.agent._api import launch_agent
+from phalanx.launch.agent import _launch
 from phalanx.launch.agent._generation import Generation
-from phalanx.launch.agent._node import Node
-from phalanx.launch.cli import _run
+from phalanx.launch.agent._launch import launch_agent
+from phalanx.launch.agent._node import NodeAgent
+from phalanx.launch.cli import _run_command
 from phalanx.launch.cli._flags import parse
 from phalanx.launch.cli._from_flags import config_from_args
 from phalanx.launch.config._flag import flags_of
-from phalanx.launch.config._spec import RunResult, WorkerState
+from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.workers import _zygotes
 from phalanx.launch.workers._processes import Zygote
 
@@ -47,12 +47,12 @@ class PretendHandler:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeAgent]]:
     """The nodes that were made and would have run."""
-    made: list[Node] = []
+    made: list[NodeAgent] = []
     result = RunResult(WorkerState.SUCCEEDED, {0: "value"})
-    monkeypatch.setattr(Node, "run", lambda self: made.append(self) or result)
-    monkeypatch.setattr(_api, "get_rendezvous_handler", PretendHandler)
+    monkeypatch.setattr(NodeAgent, "run", lambda self: made.append(self) or result)
+    monkeypatch.setattr(_launch, "get_rendezvous_handler", PretendHandler)
     monkeypatch.setattr(Zygote, "fork", lambda *_: PretendZygote())
     monkeypatch.setattr(Zygote, "execute", lambda *_: PretendZygote())
     yield made
@@ -61,7 +61,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
         node._observer.close()
 
 
-def parts_of(node: Node) -> list[Any]:
+def parts_of(node: NodeAgent) -> list[Any]:
     """Everything in an agent that has a setting to look at."""
     return [node, node.agent, node.pool]
 
@@ -84,7 +84,7 @@ def unusual(config_type: type, tmp_path: Path) -> dict[str, Any]:
     return values
 
 
-def test_every_field_reaches_every_part_as_the_same_object(nodes: list[Node], tmp_path: Path) -> None:
+def test_every_field_reaches_every_part_as_the_same_object(nodes: list[NodeAgent], tmp_path: Path) -> None:
     values = unusual(LaunchConfig, tmp_path)
     assert launch_agent(LaunchConfig(**values), "command", []) == {0: "value"}
     (node,) = nodes
@@ -102,14 +102,14 @@ def test_every_field_reaches_every_part_as_the_same_object(nodes: list[Node], tm
 
 
 def test_every_plain_flag_reaches_the_agent_as_it_was_parsed(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+    nodes: list[NodeAgent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command line too makes one configuration and says once how workers start."""
-    monkeypatch.setattr(_run, "begin_to_load", lambda path: lambda: None)
+    monkeypatch.setattr(_run_command, "begin_to_load", lambda path: lambda: None)
     seen: list[Any] = []
-    monkeypatch.setattr(_run, "parse", lambda *given: seen.append(parse(*given)) or seen[-1])
+    monkeypatch.setattr(_run_command, "parse", lambda *given: seen.append(parse(*given)) or seen[-1])
     words = ["--hang-timeout", "77.5", "--standby", "3", "--preload", "json", "--role", "trainer"]
-    assert _run.main([*words, __file__]) == 0
+    assert _run_command.main([*words, __file__]) == 0
     (node,), (args,) = nodes, seen
     for flag in flags_of(LaunchConfig):
         if flag.dest not in FILLED_IN | {"max_restarts"}:  # whose default depends on --on-failure
@@ -126,7 +126,7 @@ def test_a_new_field_with_a_flag_needs_no_other_place() -> None:
     assert config.nproc_per_node == 2
 
 
-def test_users_of_the_elastic_api_get_the_same_agent(nodes: list[Node], tmp_path: Path) -> None:
+def test_users_of_the_elastic_api_get_the_same_agent(nodes: list[NodeAgent], tmp_path: Path) -> None:
     logs = DefaultLogsSpecs(str(tmp_path))
     spec = WorkerSpec(
         role="r", local_world_size=3, rdzv_handler=PretendHandler(), entrypoint="command", max_restarts=7,
@@ -156,11 +156,11 @@ def test_nothing_between_the_configuration_and_its_use_has_settings_of_its_own()
     from inspect import signature
 
     from phalanx.launch.agent._agent import Agent
-    from phalanx.launch.hang._watch import HangWatch
+    from phalanx.launch.hang._hang_watch import HangWatch
     from phalanx.launch.workers._pool import WorkerPool
 
     names = {each.name for each in fields(LaunchConfig)}
-    for part in (Node, Agent, WorkerPool, HangWatch, Generation, _zygotes.make_zygote):
+    for part in (NodeAgent, Agent, WorkerPool, HangWatch, Generation, _zygotes.make_zygote):
         parameters = signature(part).parameters.keys()
         assert "config" in parameters
         assert not parameters & names, part

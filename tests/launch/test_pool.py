@@ -19,16 +19,16 @@ from phalanx.comm.stores import MemoryStore
 from phalanx.errors import StoreLost
 from phalanx.launch.agent._sources import AllDone, Sources
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.hang import _watch
-from phalanx.launch.hang._watch import HangWatch, frames_of
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.hang import _hang_watch
+from phalanx.launch.hang._hang_watch import HangWatch, frames_of
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
 from phalanx.launch.workers import _pool
-from phalanx.launch.workers._environment import JobFacts, RankAssignment
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
+from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
 from phalanx.protocol import ProgressReport
 
 pytestmark = pytest.mark.fast
@@ -145,7 +145,7 @@ def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_
 
 def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monkeypatch):
     """Who finds a hang kills: what the other node's workers were doing must be on paper by then."""
-    monkeypatch.setattr(_watch, "_PATIENCE", 0.1)  # its own worker is only pretended, and will not write
+    monkeypatch.setattr(_hang_watch, "_PATIENCE", 0.1)  # its own worker is only pretended, and will not write
     store = MemoryStore()
     silent = StuckProcess(1, signal.SIGKILL)
     pool, _ = pool_of(tmp_path, silent)
@@ -226,7 +226,7 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
     command = [sys.executable, "-c", WRITES_SLOWLY, str(log), str(int(signum))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as slow:
         try:
-            monkeypatch.setattr(_watch, "_PATIENCE", 100)
+            monkeypatch.setattr(_hang_watch, "_PATIENCE", 100)
             monkeypatch.setattr(WorkerProcess, "send_signal", lambda self, sent, **_: os.kill(self.pid, sent))
             ours, theirs = socket.socketpair()
             process = WorkerProcess(slow.pid, ours)
@@ -236,12 +236,12 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
             )
             assert slow.stdout.readline() == "ready\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
-            assert _watch.dump_stacks(pool.running, "of a test") == {"w": ""}  # does not catch it
+            assert _hang_watch.dump_stacks(pool.running, "of a test") == {"w": ""}  # does not catch it
             slow.stdin.write("\n")
             slow.stdin.flush()
             assert slow.stdout.readline() == "catches\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signum)
-            found = _watch.dump_stacks(pool.running, "of a test")["w"]
+            found = _hang_watch.dump_stacks(pool.running, "of a test")["w"]
             assert [str(frame) for frame in frames_of(found)] == ["inner (a.py:1)", "outer (a.py:2)"]
             process.discard()
             theirs.close()
@@ -260,7 +260,7 @@ SLEEPS = (
 def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeypatch):
     """Rank 0 waits and has been silent for longest; rank 1, which it waits for, is late a moment after it."""
     dumps = []
-    monkeypatch.setattr(_watch, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
+    monkeypatch.setattr(_hang_watch, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
     pool, _ = pool_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
     store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
     info = SimpleNamespace(generation=0, rank=0, world_size=1, store=store)

@@ -14,7 +14,7 @@ from phalanx.comm.stores import MemoryStore
 from phalanx.comm.stores._signing import Signer
 from phalanx.launch import events
 from phalanx.launch.failures._process_failure import ChildFailedError, ProcessFailure
-from phalanx.launch.recovery._channel import AgentChannel, parse_failure, parse_wish
+from phalanx.launch.recovery._agent_channel import AgentChannel, parse_failure, parse_wish
 from phalanx.launch.workers._messages import MessageError, parse_message, receive_message, send_message
 from phalanx.protocol import RecordError, failures_prefix
 

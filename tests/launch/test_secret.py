@@ -18,8 +18,8 @@ from phalanx.launch.cli._scale import scale
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
 from phalanx.launch.rendezvous import _own_secret as own_secret
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
-from phalanx.launch.system import _addresses
-from phalanx.launch.system._addresses import bind_address
+from phalanx.launch.system import _listen_address
+from phalanx.launch.system._listen_address import bind_address
 from phalanx.protocol import job_prefix
 
 
@@ -127,7 +127,7 @@ def test_servers_listen_at_the_address_that_others_were_told(
         "127.0.0.1", "127.0.0.1", "127.0.0.2",
     ]  # fmt: skip
     names = {"both": ["127.0.1.1", "10.9.8.7"], "debian": ["127.0.1.1"], "elsewhere": []}
-    monkeypatch.setattr(_addresses, "_own_addresses", names.get)
+    monkeypatch.setattr(_listen_address, "_own_addresses", names.get)
     assert bind_address("both") == "10.9.8.7"
     assert caplog.records == []
     assert bind_address("debian") == "0.0.0.0"

@@ -1,4 +1,4 @@
-"""Between the commit of one step and the next step: what the loop of each worker does there, alike.
+"""Keeps what the loop of each worker does between the commit of one step and the next step, alike on all.
 
 Owns the results of the evaluations of this boundary, and the way of a worker that took its last step over from another
 (``Outcome.ADOPTED``). Its loop still has to run what follows the commit, which the other has run, wholly or up to the
@@ -34,17 +34,17 @@ class Boundary:
     # -- evaluations ------------------------------------------------------------------------------------------
 
     def recorded(self) -> dict[str, float] | None:
-        """The result of the evaluation that is asked for now, if the others have it already."""
+        """Return the result of the evaluation that is asked for now, if the others have it already."""
         return self.results[self.num_calls] if self.num_calls < len(self.results) else None
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether this worker still has to come to an evaluation that the others are in."""
+        """Return whether this worker still has to come to an evaluation that the others are in."""
         return self._held_until is not None and self._held_until >= len(self.results)
 
     @property
     def is_past(self) -> bool:
-        """Whether the others have left the boundary that this worker's loop is still at."""
+        """Return whether the others have left the boundary that this worker's loop is still at."""
         return self._held is not None and self._held_until is None
 
     # -- the state --------------------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ class Boundary:
 
     @property
     def held(self) -> dict[str, Any]:
-        """The objects' states that will count, of those that this worker has not taken over yet."""
+        """Return the objects' states that will count, of those that this worker has not taken over yet."""
         return self._held or {}
 
     def take_held(self, *, at_evaluation: bool) -> dict[str, Any]:
-        """What to take over now, if this is the place where the other was."""
+        """Return what to take over now, if this is the place where the other was."""
         if at_evaluation and (self._held_until is None or self.num_calls < self._held_until):
             return {}
         held, self._held, self._held_until = self._held or {}, None, None

@@ -1,4 +1,4 @@
-"""Evaluation over a dataset, every sample exactly once, whatever happens to workers meanwhile.
+"""Evaluates over a dataset, every sample exactly once, whatever happens to workers meanwhile.
 
 The dataset is cut into numbered batches; each round, the workers share out those that nobody has a result for. Results
 are numbers per batch, kept by all; a loss costs only the batches that the lost worker had not told about. The mean is
@@ -112,7 +112,7 @@ def _checked_length(dataset: Any, batch_size: int, function: Any) -> int:
 
 
 def _numbers(found: Any) -> dict[str, float]:
-    """What the user's function returned, as numbers by name."""
+    """Return what the user's function returned, as numbers by name."""
     if not isinstance(found, Mapping):
         what = (
             f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

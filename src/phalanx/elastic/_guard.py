@@ -1,8 +1,8 @@
-"""What a job does about a step whose numbers are not finite: the user's choice, the decision, the error that stops it.
+"""Decides what a job does about a step whose numbers are not finite: the user's choice, the decision, the error.
 
-Owns ``decide``, a pure function of ``Facts`` that have the same bits on all workers, so that all decide alike without
-asking each other, and the words of the error. What the facts are is measured in ``_finite`` and gathered in
-``_guarding``, which also carries the decision out.
+Owns ``decide``, a pure function of ``StepFacts`` that have the same bits on all workers, so that all decide alike
+without asking each other, and the words of the error. What the facts are is measured in ``_guarding``, which also
+carries the decision out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NonFinite(JobStopped):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class StepFacts:
     """A reduced step, before the update; equal on all workers."""
 
     loss: float | None
@@ -82,12 +82,12 @@ class Reaction(Enum):
     STOP = "stop"
 
 
-def decide(guard: Guard, facts: Facts) -> Reaction:
-    """What to do with a step.
+def decide(guard: Guard, facts: StepFacts) -> Reaction:
+    """Return what to do with a step.
 
-    >>> decide(Guard(), Facts(loss=0.3))
+    >>> decide(Guard(), StepFacts(loss=0.3))
     <Reaction.GO_ON: 'go on'>
-    >>> decide(Guard(), Facts(loss=float("nan"), grads=("weight",)))
+    >>> decide(Guard(), StepFacts(loss=float("nan"), grads=("weight",)))
     <Reaction.STOP: 'stop'>
     """
     bad_loss = facts.loss is not None and not math.isfinite(facts.loss)
@@ -112,10 +112,12 @@ class SlotReport:
     """Which of ``NAN_LOSS``, ``INF_LOSS`` and ``BAD_GRADIENT`` it is."""
 
 
-def explain(step: int, epoch: int, facts: Facts, slots: Sequence[SlotReport], weights: Sequence[str]) -> str:
-    """The error's words. ``weights`` are what was not finite in the state before the step.
+def explain(
+    step: int, epoch: int, facts: StepFacts, slots: Sequence[SlotReport], weights: Sequence[str]
+) -> str:
+    """Return the error's words. ``weights`` are what was not finite in the state before the step.
 
-    >>> told = explain(5, 0, Facts(loss=float("nan")), [SlotReport(2, "w1", (7, 3), NAN_LOSS)], ())
+    >>> told = explain(5, 0, StepFacts(loss=float("nan")), [SlotReport(2, "w1", (7, 3), NAN_LOSS)], ())
     >>> told.splitlines()[1]
     '  slot 2 (worker w1): loss is nan; samples 7, 3'
     """
@@ -138,7 +140,7 @@ def explain(step: int, epoch: int, facts: Facts, slots: Sequence[SlotReport], we
 
 
 def explain_state(step: int, names: Sequence[str]) -> str:
-    """The words for a state that became non-finite by the update of a step whose gradient was finite."""
+    """Return the words for a state that became non-finite by the update of a step whose gradient was finite."""
     return (
         f"after the update of step {step - 1} the state is not finite: {_listed(names)}. It is not saved; the newest "
         "save is from before. The gradient was finite, so the update itself overflowed: lower the learning rate or use "
@@ -146,7 +148,7 @@ def explain_state(step: int, names: Sequence[str]) -> str:
     )
 
 
-def _what(facts: Facts) -> str:
+def _what(facts: StepFacts) -> str:
     found = []
     if facts.loss is not None and not math.isfinite(facts.loss):
         found.append(f"the loss is {facts.loss}")

@@ -20,18 +20,18 @@ from phalanx.elastic._guard import (
     BAD_GRADIENT,
     INF_LOSS,
     NAN_LOSS,
-    Facts,
     Guard,
     NonFinite,
     Reaction,
     SlotReport,
+    StepFacts,
     decide,
     explain,
     explain_state,
 )
 from phalanx.elastic.reduce._flat_layout import Flat
 from phalanx.elastic.reduce._slots import slot_range
-from phalanx.events._types import NonFiniteFound
+from phalanx.events._event_types import NonFiniteFound
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
@@ -62,12 +62,12 @@ class Guarding:
 
     @property
     def is_again(self) -> bool:
-        """Whether the current step was found wanting before and is computed again."""
+        """Return whether the current step was found wanting before and is computed again."""
         return self._suspect is not None
 
     @property
     def attempt(self) -> list[int]:
-        """What tells a second attempt in the same round from the first."""
+        """Return what tells a second attempt in the same round from the first."""
         membership = self._job.regrouping.membership
         return (
             [1]
@@ -76,11 +76,11 @@ class Guarding:
         )
 
     def note_loss(self, loss: float) -> int:
-        """What to note of a slot's loss."""
+        """Return what to note of a slot's loss."""
         return 0 if math.isfinite(loss) else NAN_LOSS if math.isnan(loss) else INF_LOSS
 
     def note_grads(self, grads: list[Tensor | None]) -> int:
-        """What to note of a slot's gradient; looked at only when the step is computed again for it."""
+        """Return what to note of a slot's gradient; looked at only when the step is computed again for it."""
         if not self.is_again or all(grad is None or is_finite(grad) for grad in grads):
             return 0
         return BAD_GRADIENT
@@ -110,17 +110,17 @@ class Guarding:
         return reaction
 
     def spoils_buffers(self, root: Flat) -> bool:
-        """Whether taking the buffers of a step would make some of them non-finite."""
+        """Return whether taking the buffers of a step would make some of them non-finite."""
         return bool(self._nonfinite_buffers(root))
 
     def judge_norm(self, step: Step, root: Flat, norm: float) -> None:
         """After clipping: finite gradients may have a norm that is not, and would then all become 0."""
         if self._scale() is None and not math.isfinite(norm):
-            facts = Facts(loss=step.loss, grad_norm=norm, is_again=step.is_again)
+            facts = StepFacts(loss=step.loss, grad_norm=norm, is_again=step.is_again)
             if decide(self.guard, facts) is Reaction.STOP:
                 self._stop(step, root, facts)
 
-    def _facts(self, step: Step, root: Flat) -> Facts:
+    def _facts(self, step: Step, root: Flat) -> StepFacts:
         job = self._job
         names = dict(zip(job.param_names, job.params, strict=True))
         replaced = [
@@ -131,7 +131,7 @@ class Guarding:
         grads: tuple[str, ...] = ()
         if not all(map(is_finite, [*root.summed_grads(), *replaced])):
             grads = nonfinite_names((name, p.grad) for name, p in names.items() if p.grad is not None)
-        return Facts(
+        return StepFacts(
             loss=step.loss,
             grads=grads,
             buffers=self._nonfinite_buffers(root),
@@ -147,7 +147,7 @@ class Guarding:
         scaler = self._job.scaler
         return None if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
-    def _stop(self, step: Step, root: Flat, facts: Facts) -> None:
+    def _stop(self, step: Step, root: Flat, facts: StepFacts) -> None:
         job = self._job
         reports = self._reports(step, root, facts)
         job.buffers.restore()
@@ -167,7 +167,7 @@ class Guarding:
         self._finish_save()
         raise NonFinite(message, step=step.number, slots=slots)
 
-    def _reports(self, step: Step, root: Flat, facts: Facts) -> list[SlotReport]:
+    def _reports(self, step: Step, root: Flat, facts: StepFacts) -> list[SlotReport]:
         job = self._job
         notes = {slot: int(note) for slot, note in enumerate(root.notes.tolist()) if note}
         if facts.buffers:
@@ -187,7 +187,7 @@ class Guarding:
     # -- before a state is kept -------------------------------------------------------------------------------
 
     def nonfinite_state(self) -> tuple[str, ...]:
-        """What in the job's state is not finite and was when the job began."""
+        """Return what in the job's state is not finite and was when the job began."""
         found = nonfinite_names(named_state(self._job.model, self._job.optimizer))
         return tuple(name for name in found if name not in (self._meant or ()))
 
@@ -210,7 +210,7 @@ class Guarding:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; integers always are.
+    """Return whether all values are finite; integers always are.
 
     The sum of finite values is finite, unless it overflows: only then every value is looked at.
 
@@ -225,12 +225,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
-    """The names of those that are not finite."""
+    """Return the names of those that are not finite."""
     return tuple(name for name, tensor in named if not is_finite(tensor))
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model and its optimizer, with a name that a person can look up."""
+    """Return every tensor of a model and its optimizer, with a name that a person can look up."""
     names = {id(param): name for name, param in model.named_parameters()}
     yield from model.named_parameters()
     yield from model.named_buffers()

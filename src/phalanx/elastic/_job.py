@@ -28,7 +28,7 @@ from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
 from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
 from phalanx.elastic.checkpoint._saving import Saving, no_readable_save
-from phalanx.elastic.checkpoint._state import Parts, State, Stateful, digest
+from phalanx.elastic.checkpoint._state import State, Stateful, StatefulObjects, digest
 from phalanx.elastic.checkpoint._state_codec import copy_encoded
 from phalanx.elastic.membership._final_state import Encoded
 from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
@@ -41,8 +41,8 @@ from phalanx.elastic.reduce._partials import Pool
 from phalanx.elastic.tools._audit_log import Audit
 from phalanx.elastic.tools._status_line import StatusLine
 from phalanx.errors import CommError
+from phalanx.events._event_types import Resumed, TrainingFinished, TrainingStarted
 from phalanx.events._troubles import Troubles
-from phalanx.events._types import Resumed, TrainingFinished, TrainingStarted
 from phalanx.events._writer import EventLog
 
 MAX_WORKERS = 1024
@@ -96,7 +96,7 @@ class Job:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         _check_optimizer(optimizer, model)
         others = {"scheduler": scheduler, "scaler": scaler}
-        self._parts = Parts(
+        self._parts = StatefulObjects(
             model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
         )
         self._objects = frozenset(state or {})
@@ -146,7 +146,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The number of committed steps."""
+        """Return the number of committed steps."""
         return self.schedule.step
 
     @property
@@ -172,7 +172,7 @@ class Job:
 
     @property
     def lineage(self) -> list[int]:
-        """What tells this attempt at a step from earlier ones; later is larger."""
+        """Return what tells this attempt at a step from earlier ones; later is larger."""
         return [
             self.attempt,
             self.regrouping.membership.generation,
@@ -182,11 +182,11 @@ class Job:
 
     @property
     def is_before_evaluation(self) -> bool:
-        """Whether this worker still has to come to an evaluation that the others are in."""
+        """Return whether this worker still has to come to an evaluation that the others are in."""
         return self.boundary.is_evaluating
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal on all workers; ``model`` stands for all of its parameters and buffers."""
+        """Return what must be equal on all workers; ``model`` stands for all of its parameters and buffers."""
         sampler = self.schedule.sampler
         groups = [len(group["params"]) for group in self.optimizer.param_groups]
         return {
@@ -209,7 +209,7 @@ class Job:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int | None = None, *, max_steps: int | None = None) -> Iterator[Step]:
-        """The steps that are not committed yet, up to a number of epochs or of steps, whichever comes first.
+        """Return the steps that are not committed yet, up to a number of epochs or of steps, whichever comes first.
 
         A step that could not be committed because a worker was lost comes again, or was taken over from a worker that
         had committed it: ``step.commit()`` says which (``Outcome``).
@@ -367,7 +367,7 @@ class Job:
     # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Everything that decides what the next step computes; its tensors are the live ones."""
+        """Return everything that decides what the next step computes; its tensors are the live ones."""
         return {
             "parts": self._capture(),
             "sampler": self.schedule.state_dict(),

@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def step(self) -> int:
-        """The next step to commit; all before it are committed."""
+        """Return the next step to commit; all before it are committed."""
         return self.sampler.step
 
     @property
@@ -60,12 +60,12 @@ class Schedule:
         return min(whole, self.sampler.order.length)
 
     def tickets(self, step: int, slot: int) -> list[Ticket]:
-        """The parts of a slot's batch; none if the epoch's last step has no sample left for it."""
+        """Return the parts of a slot's batch; none if the epoch's last step has no sample left for it."""
         parts = split(self.sampler.indices(step, slot), self.num_parts)
         return [Ticket(step, slot, i, part) for i, part in enumerate(parts)]
 
     def ahead(self, slots: range) -> Iterator[Ticket]:
-        """All tickets of some slots up to the end of the epoch, in the order in which they will be computed."""
+        """Return all tickets of some slots up to the end of the epoch, in the order in which they will be computed."""
         for step in range(self.step, self.sampler.end_of_epoch(self.step)):
             for slot in slots:
                 yield from self.tickets(step, slot)

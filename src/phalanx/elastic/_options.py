@@ -1,4 +1,4 @@
-"""What a user can choose about a job beyond its model and data: values, checked once."""
+"""Holds what a user can choose about a job beyond its model and data: values, checked once."""
 
 from __future__ import annotations
 

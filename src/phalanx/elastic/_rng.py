@@ -1,4 +1,4 @@
-"""Random numbers that belong to (seed, step, slot), whatever process draws them.
+"""Seeds random numbers that belong to (seed, step, slot), whatever process draws them.
 
 Owns the derivation of seeds and the seeding of the global generators (torch, ``random``, numpy's legacy one). Does
 not keep state: nothing has to be saved or sent, a replay draws the same numbers again.
@@ -14,7 +14,7 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a path of names and numbers.
+    """Return a 63-bit seed from a path of names and numbers.
 
     >>> derive_seed(0, "compute", 7, 3) == derive_seed(0, "compute", 7, 3) != derive_seed(0, "compute", 7, 4)
     True

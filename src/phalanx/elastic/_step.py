@@ -1,4 +1,4 @@
-"""One step as the user sees it: an iterable of micro-batches, then ``commit``.
+"""Runs one step as the user sees it: an iterable of micro-batches, then ``commit``.
 
 Owns what happens between the beginning of a step and its commit on this worker: gradients per slot, their sum, the
 update. Weights, optimizer, scheduler, buffers and position change in ``commit`` only, after the last collective of
@@ -135,12 +135,12 @@ class Step:
 
     @property
     def committed(self) -> bool:
-        """Whether it is part of this worker's state."""
+        """Return whether it is part of this worker's state."""
         return bool(self.outcome)
 
     @property
     def dropped(self) -> bool:
-        """Whether it comes again."""
+        """Return whether it comes again."""
         return self.outcome is Outcome.DROPPED
 
     def __iter__(self) -> Iterator[Micro]:

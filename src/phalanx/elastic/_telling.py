@@ -1,4 +1,4 @@
-"""What the first worker tells of each committed step: a line for people, an event, a save when one is due.
+"""Tells of each committed step, from the first worker: a line for people, an event, a save when one is due.
 
 Owns who tells. That is the worker of rank 0 after the commit; when it is lost before it has, the worker that comes to
 be the first tells instead. A step may so be told twice, never not at all.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.events._types import StepCommitted
+from phalanx.events._event_types import StepCommitted
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job

@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the log holds the job from its first to its last step, and the guarantee holds."""
+        """Return whether the log holds the job from its first to its last step, and the guarantee holds."""
         return self.has_ended and not self.problems and not self.first_step
 
     def __str__(self) -> str:

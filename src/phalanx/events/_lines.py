@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._fields import Fields, load_json, read_dataclass, short
-from phalanx.events._types import EVENT_TYPES, AnyEvent, Event, EventSource, TrainingEvent
+from phalanx.events._event_types import EVENT_TYPES, AnyEvent, Event, EventSource, TrainingEvent
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ VERSION = 1
 
 
 def to_record(event: AnyEvent, *, now: float | None = None) -> dict[str, Any]:
-    """What a line says; an absent time or host is filled in."""
+    """Return what a line says; an absent time or host is filled in."""
     now = time.time() if now is None else now
     if isinstance(event, TrainingEvent):
         given = {
@@ -51,12 +51,12 @@ def to_json(event: AnyEvent, *, now: float | None = None) -> str:
 
 
 def from_json(line: str | bytes) -> AnyEvent:
-    """The event of a line; ``ValueError`` when it is none."""
+    """Return the event of a line; ``ValueError`` when it is none."""
     return from_record(load_json(line, "an event"))
 
 
 def from_record(record: Any) -> AnyEvent:
-    """The event of what a line says; ``ValueError`` when it is none."""
+    """Return the event of what a line says; ``ValueError`` when it is none."""
     fields = Fields(record, "an event")
     is_workers = fields.get("event") is not None
     kind = fields.text("event" if is_workers else "kind")
@@ -80,7 +80,7 @@ def from_record(record: Any) -> AnyEvent:
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:
-    """The events of a file, in order; a line that does not parse is logged and skipped."""
+    """Return the events of a file, in order; a line that does not parse is logged and skipped."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:

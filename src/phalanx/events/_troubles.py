@@ -42,11 +42,11 @@ class Backoff:
 
     @property
     def pause(self) -> float:
-        """The seconds until the next attempt is due; 0 when it is."""
+        """Return the seconds until the next attempt is due; 0 when it is."""
         return max(0.0, self._due - self._clock())
 
     def fail(self) -> float:
-        """An attempt has failed; the seconds until the next one."""
+        """Return an attempt has failed; the seconds until the next one."""
         delay, self._delay = self._delay, min(2 * self._delay, self.LONGEST)
         self._due = self._clock() + delay
         return delay

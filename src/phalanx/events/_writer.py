@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.events._event_types import AnyEvent, Event, EventsLost, TrainingEvent
 from phalanx.events._lines import dump, to_record
 from phalanx.events._troubles import Backoff, Troubles
-from phalanx.events._types import AnyEvent, Event, EventsLost, TrainingEvent
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class JsonLines:
         return self._pending.count(b"\n") + self.num_lost
 
     def lost_record(self, count: int) -> dict[str, Any]:
-        """What the file says in the place of lines that were given up."""
+        """Return what the file says in the place of lines that were given up."""
         return {"kind": "lost", "lines": count}
 
     def _flush(self) -> None:
@@ -179,12 +179,12 @@ class EventLog(JsonLines):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file; a last line cut short by a kill is left out, and so is what is no object."""
+    """Return the complete lines of a file; a last line cut short by a kill is left out, and so is what is no object."""
     return parse_lines(path.read_bytes())[0]
 
 
 def parse_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The objects of complete lines, and how many complete lines are none."""
+    """Return the objects of complete lines, and how many complete lines are none."""
     records, num_bad = [], 0
     for line in data.split(b"\n")[:-1]:
         try:

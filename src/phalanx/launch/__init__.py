@@ -13,20 +13,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent._api import elastic_launch as elastic_launch
-    from phalanx.launch.agent._api import launch_agent as launch_agent
+    from phalanx.launch.agent._launch import elastic_launch as elastic_launch
+    from phalanx.launch.agent._launch import launch_agent as launch_agent
     from phalanx.launch.agent._local_agent import LocalElasticAgent as LocalElasticAgent
     from phalanx.launch.config._config import LaunchConfig as LaunchConfig
-    from phalanx.launch.config._spec import AgentOptions as AgentOptions
-    from phalanx.launch.config._spec import RunResult as RunResult
-    from phalanx.launch.config._spec import Script as Script
-    from phalanx.launch.config._spec import Worker as Worker
-    from phalanx.launch.config._spec import WorkerGroup as WorkerGroup
-    from phalanx.launch.config._spec import WorkerSpec as WorkerSpec
-    from phalanx.launch.config._spec import WorkerState as WorkerState
+    from phalanx.launch.config._worker_spec import AgentOptions as AgentOptions
+    from phalanx.launch.config._worker_spec import RunResult as RunResult
+    from phalanx.launch.config._worker_spec import Script as Script
+    from phalanx.launch.config._worker_spec import Worker as Worker
+    from phalanx.launch.config._worker_spec import WorkerGroup as WorkerGroup
+    from phalanx.launch.config._worker_spec import WorkerSpec as WorkerSpec
+    from phalanx.launch.config._worker_spec import WorkerState as WorkerState
     from phalanx.launch.failures._process_failure import ChildFailedError as ChildFailedError
     from phalanx.launch.failures._process_failure import ProcessFailure as ProcessFailure
-    from phalanx.launch.failures._record import record as record
+    from phalanx.launch.failures._recording import record as record
     from phalanx.launch.hang._detector import report_progress as report_progress
     from phalanx.launch.metrics import MetricsConfig as MetricsConfig
     from phalanx.launch.numa import NumaOptions as NumaOptions
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module of this package that defines it.
 _HOMES = {
-    "AgentOptions": "config._spec",
+    "AgentOptions": "config._worker_spec",
     "ChildFailedError": "failures._process_failure",
     "DefaultLogsSpecs": "telemetry._logs",
     "HealthCheckServer": "telemetry._health",
@@ -55,20 +55,20 @@ _HOMES = {
     "ProcessFailure": "failures._process_failure",
     "RendezvousHandler": "rendezvous",
     "RendezvousParameters": "rendezvous",
-    "RunResult": "config._spec",
-    "Script": "config._spec",
+    "RunResult": "config._worker_spec",
+    "Script": "config._worker_spec",
     "SignalException": "system._signals",
     "Std": "telemetry._logs",
-    "Worker": "config._spec",
-    "WorkerGroup": "config._spec",
-    "WorkerSpec": "config._spec",
-    "WorkerState": "config._spec",
-    "_get_addr_and_port": "agent._api",
-    "_get_entrypoint_name": "agent._api",
+    "Worker": "config._worker_spec",
+    "WorkerGroup": "config._worker_spec",
+    "WorkerSpec": "config._worker_spec",
+    "WorkerState": "config._worker_spec",
+    "_get_addr_and_port": "agent._launch",
+    "_get_entrypoint_name": "agent._launch",
     "create_healthcheck_server": "telemetry._health",
-    "elastic_launch": "agent._api",
-    "launch_agent": "agent._api",
-    "record": "failures._record",
+    "elastic_launch": "agent._launch",
+    "launch_agent": "agent._launch",
+    "record": "failures._recording",
     "report_progress": "hang._detector",
 }
 

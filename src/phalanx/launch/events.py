@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from phalanx.events._lines import VERSION, from_json, read_events, to_json
-from phalanx.events._types import (
+from phalanx.events._event_types import (
     EVENT_TYPES,
     AnyEvent,
     Event,
@@ -29,6 +28,7 @@ from phalanx.events._types import (
     WorkerReplaced,
     WorkerStarted,
 )
+from phalanx.events._lines import VERSION, from_json, read_events, to_json
 from phalanx.events._writer import EventHandler, EventLog
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What agents and workers agree on: every store key, every record behind one, one versioned form, every default time.
+"""Holds what agents and workers agree on: every store key and record, one versioned form, every default time.
 
 Values only; nothing here talks to a store. Agents write some of these records and workers others; neither imports the
 other. To add a key, name it in ``_keys``; its record goes beside those of the same reader, and into ``RECORDS`` of
@@ -11,24 +11,13 @@ from phalanx.protocol import _timeouts as timeouts
 from phalanx.protocol._codec import (
     PRESENT,
     VERSION,
-    Record,
     RecordError,
+    StoreRecord,
     at_least,
     dump_count,
     dump_record,
     parse_count,
     parse_record,
-)
-from phalanx.protocol._environment import (
-    ENV_EXIT_CODE,
-    ENV_GENERATION,
-    ENV_JOB,
-    ENV_ON_FAILURE,
-    ENV_REGROUP_TIMEOUT,
-    ENV_SECRET,
-    ENV_SECRET_FILE,
-    ENV_STORE,
-    ENV_WORKER_ID,
 )
 from phalanx.protocol._keys import (
     BELLS,
@@ -75,7 +64,18 @@ from phalanx.protocol._membership import (
 )
 from phalanx.protocol._recovery import Action, ContactLosses, FailureReport, Recovery, Streak
 from phalanx.protocol._reports import LostContact, ProgressReport, Setbacks, StacksRequest
-from phalanx.protocol._rounds import FRESH, Evaluation, Finish, Ready, Round
+from phalanx.protocol._round_records import FRESH, Evaluation, Finish, Ready, Round
+from phalanx.protocol._variables import (
+    ENV_EXIT_CODE,
+    ENV_GENERATION,
+    ENV_JOB,
+    ENV_ON_FAILURE,
+    ENV_REGROUP_TIMEOUT,
+    ENV_SECRET,
+    ENV_SECRET_FILE,
+    ENV_STORE,
+    ENV_WORKER_ID,
+)
 
 __all__ = [
     "BELLS",
@@ -119,12 +119,12 @@ __all__ = [
     "NodeRecord",
     "ProgressReport",
     "Ready",
-    "Record",
     "RecordError",
     "Recovery",
     "Round",
     "Setbacks",
     "StacksRequest",
+    "StoreRecord",
     "Streak",
     "any_contact_key",
     "at_least",

@@ -1,8 +1,8 @@
 """Turns records into versioned JSON and back: the one form in which agents and workers write to the job's store.
 
-Owns the version, the error for what is no record, and the three forms that a key can hold: a ``Record`` (an object with
-named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key says
-it all). A record is read field by field, by name and type (``phalanx._fields``); fields that a later release has added
+Owns the version, the error for what is no record, and the three forms that a key can hold: a ``StoreRecord`` (an object
+with named fields and a version), one plain word (a count as decimal text, the id of a worker) and ``PRESENT`` (the key
+says it all). A record is read field by field, by name and type (``phalanx._fields``); fields that a later release added
 are ignored. With a job secret all three lie in one signed envelope (``phalanx.comm.stores``), without one as they are.
 """
 
@@ -19,19 +19,19 @@ VERSION = 1
 PRESENT = b"1"
 """What a key holds that only has to be there."""
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="StoreRecord")
 
 
 class RecordError(ValueError):
     """A control record does not parse or has a version that this release does not know."""
 
 
-class Record:
+class StoreRecord:
     """The base of the dataclasses that lie in a store.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
-    ... class Greeting(Record):
+    ... class Greeting(StoreRecord):
     ...     what: ClassVar[str] = "greeting"
     ...     text: str
     >>> Greeting(text="hello").to_json()
@@ -60,12 +60,12 @@ class Record:
 
 
 def at_least(low: int, default: Any = MISSING) -> Any:
-    """A field that holds a whole number of this size; a record with a smaller one is refused."""
+    """Return a field that holds a whole number of this size; a record with a smaller one is refused."""
     return field(default=default, metadata={"low": low})
 
 
 def required(default: Any) -> Any:
-    """A field with a default that a record has to have all the same."""
+    """Return a field with a default that a record has to have all the same."""
     return field(default=default, metadata={"required": True})
 
 
@@ -74,7 +74,7 @@ def dump_record(values: dict[str, Any]) -> bytes:
 
 
 def parse_record(data: bytes, what: str) -> Fields:
-    """The fields of a versioned record; ``RecordError`` when it is none of this release."""
+    """Return the fields of a versioned record; ``RecordError`` when it is none of this release."""
     record = Fields(load_json(data, what, RecordError), what, RecordError)
     if record.get("v") != VERSION:
         raise RecordError(f"{what} has an unknown version; expected {VERSION}: {data[:80]!r}")
@@ -86,7 +86,7 @@ def dump_count(count: int) -> bytes:
 
 
 def parse_count(data: bytes, what: str) -> int:
-    """A number that is at least 0; ``RecordError`` when it is none.
+    """Return a number that is at least 0; ``RecordError`` when it is none.
 
     >>> parse_count(b"12", "the number of nodes")
     12

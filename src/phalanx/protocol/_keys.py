@@ -85,7 +85,7 @@ def stacks_key(generation: int) -> str:
 
 
 def wish_key(node_id: str) -> str:
-    """A count: how many workers a node should run; its agent grows or shrinks the node accordingly."""
+    """Return a count: how many workers a node should run; its agent grows or shrinks the node accordingly."""
     return f"wish/{node_id}"
 
 
@@ -173,7 +173,7 @@ class JobKeys:
 
     @property
     def committed(self) -> str:
-        """A count: how many steps are known to be committed; may be a moment late."""
+        """Return a count: how many steps are known to be committed; may be a moment late."""
         return f"{self.prefix}/committed"
 
     def ready(self, generation: int, worker: str) -> str:

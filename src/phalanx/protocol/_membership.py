@@ -19,13 +19,13 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from phalanx._fields import Fields, short
-from phalanx.protocol._codec import Record, RecordError, at_least, dump_record, parse_record
+from phalanx.protocol._codec import RecordError, StoreRecord, at_least, dump_record, parse_record
 
 MAX_LOCAL_SIZE = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRecord(Record):
+class NodeRecord(StoreRecord):
     """A live node. It wants to be in a generation numbered at least ``wants``."""
 
     what: ClassVar[str] = "node record"
@@ -93,7 +93,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Members(Record):
+class Members(StoreRecord):
     """Who is in a generation: its nodes in the order of their ranks, and by them its workers.
 
     >>> node = MemberNode("n", 1, "host", "10.0.0.1", 29500, 2, worker_ids=("n.a", "n.b"))
@@ -121,7 +121,7 @@ class Members(Record):
 
     @property
     def master_addr(self) -> str:
-        """Where the workers' bootstrap store is, or will be: on the first node."""
+        """Return where the workers' bootstrap store is, or will be: on the first node."""
         return self.nodes[0].addr if self.nodes else ""
 
     @property
@@ -129,7 +129,7 @@ class Members(Record):
         return self.nodes[0].port if self.nodes else 0
 
     def rank_of(self, node_id: str, ticket: int) -> int | None:
-        """The rank of a registration of a node, or None."""
+        """Return the rank of a registration of a node, or None."""
         for rank, node in enumerate(self.nodes):
             if node.id == node_id and node.ticket == ticket:
                 return rank
@@ -142,7 +142,7 @@ class Members(Record):
 
     @cached_property
     def node_infos(self) -> tuple[NodeInfo, ...]:
-        """The nodes as agents see them, with the global rank of each one's first worker."""
+        """Return the nodes as agents see them, with the global rank of each one's first worker."""
         found: list[NodeInfo] = []
         base_rank = 0
         for rank, node in enumerate(self.nodes):
@@ -199,14 +199,14 @@ def _parse_node(row: Any) -> MemberNode:
 
 
 def _check_local_size(size: int) -> int:
-    """A node lists its workers by name: a size that no machine has would fill the memory of all others."""
+    """Return a node lists its workers by name: a size that no machine has would fill the memory of all others."""
     if size > MAX_LOCAL_SIZE:
         raise RecordError(f"a node of {size} workers; expected at most {MAX_LOCAL_SIZE}")
     return size
 
 
 @dataclass(frozen=True)
-class LeaderRecord(Record):
+class LeaderRecord(StoreRecord):
     """The registration that decides, and the rules that it goes by."""
 
     what: ClassVar[str] = "leader record"
@@ -218,7 +218,7 @@ class LeaderRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken(Record):
+class Broken(StoreRecord):
     """Why a generation ends, and which workers are known to be gone.
 
     ``at_once``: the step under way cannot be finished, although nobody is known to be gone.
@@ -232,7 +232,7 @@ class Broken(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closing(Record):
+class Closing(StoreRecord):
     """The end of a job: ``outcome`` is ``succeeded``, ``failed`` or empty (whoever closed it did not say)."""
 
     what: ClassVar[str] = "closing record"

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import ClassVar
 
 from phalanx._fields import Fields, read_dataclass
-from phalanx.protocol._codec import Record, RecordError, at_least
+from phalanx.protocol._codec import RecordError, StoreRecord, at_least
 
 
 class Action(str, Enum):
@@ -49,7 +49,7 @@ class ContactLosses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery(Record):
+class Recovery(StoreRecord):
     """The one decision about the end of a generation that all agents apply."""
 
     what: ClassVar[str] = "recovery record"
@@ -90,7 +90,7 @@ class Recovery(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureReport(Record):
+class FailureReport(StoreRecord):
     """What a worker died of, as its agent tells the others; see ``phalanx.launch.ProcessFailure``."""
 
     what: ClassVar[str] = "failure record"

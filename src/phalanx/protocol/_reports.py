@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phalanx.protocol._codec import Record, at_least, required
+from phalanx.protocol._codec import StoreRecord, at_least, required
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgressReport(Record):
+class ProgressReport(StoreRecord):
     """How far a worker is. A record that differs from the one before says that the worker lives."""
 
     what: ClassVar[str] = "progress record"
@@ -27,7 +27,7 @@ class ProgressReport(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostContact(Record):
+class LostContact(StoreRecord):
     """One worker's word that it lost contact with others, in a group of ``peers`` (itself included)."""
 
     what: ClassVar[str] = "lost contact record"
@@ -44,7 +44,7 @@ class LostContact(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setbacks(Record):
+class Setbacks(StoreRecord):
     """How often all workers were lost and the job went back, how many steps were computed again for it, and the
     last time from which step to which."""
 
@@ -70,7 +70,7 @@ class Setbacks(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StacksRequest(Record):
+class StacksRequest(StoreRecord):
     """Asks every agent to write its workers' stacks to the logs."""
 
     what: ClassVar[str] = "stacks record"

@@ -46,7 +46,7 @@ def _build(
 
 
 def _factory(name: str, doc: str, make: Make) -> Callable[..., DTensor]:
-    """A factory that takes sizes one by one or as a sequence, as torch's do."""
+    """Return a factory that takes sizes one by one or as a sequence, as torch's do."""
 
     def factory(
         *size: Any,
@@ -107,7 +107,7 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor filled with ``fill_value``, of its dtype unless told otherwise."""
+    """Return a DTensor filled with ``fill_value``, of its dtype unless told otherwise."""
     chosen = dtype or torch.full((), fill_value).dtype
     return _build(size, _filled(fill_value), chosen, requires_grad, layout, device_mesh, placements)
 
@@ -116,7 +116,7 @@ def randperm(
     n: int, *, dtype: torch.dtype = torch.int64, device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:  # fmt: skip
-    """A permutation of 0 .. n-1; the same on every rank and under every layout."""
+    """Return a permutation of 0 .. n-1; the same on every rank and under every layout."""
     require(n >= 0, f"randperm needs n >= 0, got {n}")
     require_dtype("randperm", dtype, FLOATS | INTEGERS)
     most = 2 ** _philox.DIGITS[dtype] if dtype in FLOATS else torch.iinfo(dtype).max

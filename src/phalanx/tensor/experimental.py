@@ -83,7 +83,7 @@ def local_map(
 
 
 def _mesh_of(given: list[Any], device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh that all DTensors are on."""
+    """Return the mesh that all DTensors are on."""
     found, named = device_mesh, "device_mesh= is"
     for i, arg in enumerate(given):
         if not isinstance(arg, DTensor):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.rendezvous._decide import End, Form, Idle, Rules, Seen, State, admissible, decide
-from phalanx.launch.rendezvous._order import assign_ranks, choose, natural
+from phalanx.launch.rendezvous._rank_order import assign_ranks, choose, natural
 from phalanx.protocol import MemberNode, Members, NodeRecord
 
 pytestmark = pytest.mark.fast

@@ -19,7 +19,7 @@ from phalanx import protocol
 from phalanx.comm.stores import TCPStore
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,

@@ -120,9 +120,9 @@ class Node:
     def _act_as_agent(self) -> None:
         participant, facts = self.participant, self.participant.facts
         if self.holds is None:
-            if (seat := participant.seat(self.wants)) is not None:
-                self.holds = seat[0]
-                self.job.check_seat(self, *seat)
+            if (found := participant.membership(self.wants)) is not None:
+                self.holds = found[0]
+                self.job.check_seat(self, *found)
             elif facts.evicted:
                 participant.register(self.wants, 1, self.job.now)
             return

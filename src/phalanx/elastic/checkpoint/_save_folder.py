@@ -1,4 +1,4 @@
-"""The folder of a job's saves: a new one appears as a whole, old ones go, the newest readable one is found.
+"""Keeps the folder of a job's saves: a new one appears as a whole, old ones go, the newest readable one is found.
 
 Guarantees: what ``write_save`` returns is there; the newest readable save is never removed; of those older than the
 ``keep`` newest *readable* ones nothing stays, so damaged saves never push good ones out. Whether a save is readable
@@ -89,7 +89,7 @@ def list_saves(directory: Path) -> list[Path]:
 
 
 def find_save(directory: Path, secret: bytes = b"") -> tuple[Save | None, list[str]]:
-    """The newest readable save, and what was wrong with newer ones."""
+    """Return the newest readable save, and what was wrong with newer ones."""
     problems: list[str] = []
     try:
         paths = list_saves(directory)
@@ -104,7 +104,7 @@ def find_save(directory: Path, secret: bytes = b"") -> tuple[Save | None, list[s
 
 
 def is_readable(path: Path, secret: bytes, known: Known) -> bool:
-    """Whether a save can be read; looks at its bytes only if its files are not as they were the last time."""
+    """Return whether a save can be read; looks at its bytes only if its files are not as they were the last time."""
     try:
         marks = _marks(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""One save on disk: a folder that is complete or absent, checked when read.
+"""Writes and reads one save on disk: a folder that is complete or absent, checked when read.
 
 ``step-000000000120/tensors.safetensors`` holds the tensors, ``state.json`` the rest with the checksum of the tensor
 file and its own; with a secret it is signed (``_signature``). A save is *readable* when ``state.json``
@@ -60,7 +60,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name says; None when it is not a save's.
+    """Return the step that a folder's name says; None when it is not a save's.
 
     >>> step_of("step-000000000120"), step_of("step-000000000120.old")
     (120, None)
@@ -161,7 +161,7 @@ def _read_body(path: Path, secret: bytes) -> Fields:
 
 
 def _count_tensors(path: Path) -> int:
-    """How many tensors a file lists under the names that we give them."""
+    """Return how many tensors a file lists under the names that we give them."""
     from safetensors import SafetensorError, safe_open  # start-up: loaded when used
 
     try:

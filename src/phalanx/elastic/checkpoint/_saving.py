@@ -1,7 +1,7 @@
-"""When and what the job saves: the policy between ``Job`` and the files of ``_save_folder``.
+"""Decides when and what the job saves: the policy between ``Job`` and the files of ``_save_folder``.
 
-A disk that does not take a save is told (event, stderr, status line) and tried again; see ``_writer``. Its errors are
-raised by ``wait_idle`` only.
+A disk that does not take a save is told (event, stderr, status line) and tried again; see ``_save_writer``. Its errors
+are raised by ``wait_idle`` only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from phalanx._signature import resolve_secret
 from phalanx.elastic._options import Saves
 from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import NoReadableSave, Save
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import copy_encoded, decode
-from phalanx.elastic.checkpoint._writer import SaveWriter
+from phalanx.events._event_types import Saved, SaveFailed, SaveUnreadable
 from phalanx.events._troubles import Troubles
-from phalanx.events._types import Saved, SaveFailed, SaveUnreadable
 from phalanx.events._writer import EventLog
 
 
@@ -64,7 +64,7 @@ class Saving:
             pass
 
     def newest_step(self) -> int | None:
-        """The step of the newest readable save. Looks at the disk once."""
+        """Return the step of the newest readable save. Looks at the disk once."""
         if self.options is not None and not self._searched:
             self._searched = True
             secret = resolve_secret(self.options.secret)
@@ -76,11 +76,11 @@ class Saving:
         return self._found.step if self._found is not None else None
 
     def problems(self) -> list[str]:
-        """What is wrong with the saves here, if there are some and none is readable."""
+        """Return what is wrong with the saves here, if there are some and none is readable."""
         return [] if self.newest_step() is not None else list(self._problems)
 
     def load(self) -> State | None:
-        """The state of the newest readable save; its tensors belong to the caller."""
+        """Return the state of the newest readable save; its tensors belong to the caller."""
         self.newest_step()
         found, self._found, self._searched = self._found, None, False
         if found is None:
@@ -110,7 +110,7 @@ class Saving:
 
 
 def no_readable_save(options: Saves | None, told: dict[str, list[str]]) -> NoReadableSave:
-    """The error for saves of which none is readable; ``told`` is what each worker found."""
+    """Return the error for saves of which none is readable; ``told`` is what each worker found."""
     directory = "" if options is None else options.directory
     found = [f"  {worker}: {problem}" for worker, problems in told.items() for problem in problems]
     more = [f"  ... and {len(found) - 8} more"] if len(found) > 8 else []

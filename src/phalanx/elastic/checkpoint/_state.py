@@ -1,4 +1,4 @@
-"""The state of a job: one nested dict of everything that decides what the next step computes.
+"""Captures and applies the state of a job: one nested dict of everything that decides what the next step computes.
 
 Owns capture, apply and digest over the job's parts (model, optimizer, scheduler, scaler, the user's own objects).
 Does not move or store anything: see ``_stream`` and ``_saves``. ``capture`` returns live tensors, ``apply`` copies
@@ -26,7 +26,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class Parts:
+class StatefulObjects:
     """The objects whose state is the job's, by name."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Parts:
         self.others = dict(others)
 
     def capture(self) -> State:
-        """The state now; its tensors are the live ones."""
+        """Return the state now; its tensors are the live ones."""
         model = dict(self.model.state_dict())
         return {
             "model": model,

@@ -1,4 +1,4 @@
-"""State dicts as JSON plus a list of tensors, and back: what is streamed to newcomers and written to disk.
+"""Turns state dicts into JSON plus a list of tensors, and back: what is sent to newcomers and written to disk.
 
 Owns the mapping of nested values to a JSON tree. Nothing is ever pickled: a value of a type that is not listed here
 is refused with its path. Tensors that share their memory (tied weights) are listed once. Floats survive exactly
@@ -79,7 +79,7 @@ class _Encoder:
 
 
 def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
-    """A JSON tree and the tensors that it refers to. The tensors are the live ones, not copies.
+    """Return a JSON tree and the tensors that it refers to. The tensors are the live ones, not copies.
 
     >>> encode({"step": 3, "betas": (0.9, 0.99)})
     ({'step': 3, 'betas': {'$': 'tuple', 'v': [0.9, 0.99]}}, [])
@@ -96,7 +96,7 @@ def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
 
 
 def decode(tree: Json, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of ``encode``; ``ValueError`` for what ``encode`` cannot have made, whatever it is.
+    """Return the inverse of ``encode``; ``ValueError`` for what ``encode`` cannot have made, whatever it is.
 
     >>> decode(*encode({"step": 3, 1: (None, float("inf"))}))
     {'step': 3, 1: (None, inf)}

@@ -1,4 +1,4 @@
-"""A state from one worker to another, as one JSON message and a few large blocks of bytes.
+"""Sends a state from one worker to another, as one JSON message and a few large blocks of bytes.
 
 Only the two workers concerned take part; the others go on. The receiver allocates from the header, so it needs to
 know nothing beforehand. Phases: length of the header, the header (JSON tree, shapes, dtypes), then all tensors packed
@@ -27,7 +27,7 @@ def send_state(group: Group, state: State, dst: int) -> int:
 
 
 def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: int) -> int:
-    """The same for a state that is encoded already."""
+    """Return the same for a state that is encoded already."""
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps({"tree": tree, "tensors": shapes}).encode()
     group.send(torch.tensor([len(header)]), dst)
@@ -44,7 +44,7 @@ def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: in
 
 
 def receive_state(group: Group, src: int) -> State:
-    """The counterpart of ``send_state``."""
+    """Return the counterpart of ``send_state``."""
     length = torch.zeros(1, dtype=torch.int64)
     group.recv(length, src)
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -63,7 +63,7 @@ def receive_state(group: Group, src: int) -> State:
 
 
 def parse_header(data: bytes) -> tuple[Json, list[tuple[torch.dtype, list[int]]]]:
-    """The JSON tree, and dtype and shape of each tensor; ``ValueError`` when it is no header."""
+    """Return the JSON tree, and dtype and shape of each tensor; ``ValueError`` when it is no header."""
     header = Fields(load_json(data, "a state's header"), "a state's header")
     kinds = []
     for entry in header.items("tensors"):

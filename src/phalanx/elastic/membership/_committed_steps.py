@@ -1,4 +1,4 @@
-"""How far the job is known to be, written where it outlives all workers: in the job's store, which the agents keep.
+"""Remembers how far the job is known to be where it outlives all workers: in the job's store, which agents keep.
 
 Workers that are all new find out by it that the job had been further than they can begin: it *goes back*. That is said
 in one line and counted, and without saves it is an error, since all work so far would be repeated without a word.
@@ -44,7 +44,7 @@ class CommittedSteps:
         return True
 
     def num_committed(self) -> int:
-        """How many steps were committed by workers of this job, as far as is known."""
+        """Return how many steps were committed by workers of this job, as far as is known."""
         data = None if self._store is None else self._store.get(self._keys.committed)
         return int(data) if data is not None and data.isdigit() else 0
 
@@ -73,7 +73,7 @@ def describe(before: int, after: int) -> str:
 
 
 def check_setback(before: int, after: int, *, has_saves: bool, may_begin_again: bool) -> bool:
-    """Whether beginning with step ``after`` goes back; ``StepsLost`` when that is not allowed.
+    """Return whether beginning with step ``after`` goes back; ``StepsLost`` when that is not allowed.
 
     >>> check_setback(5, 5, has_saves=False, may_begin_again=False)
     False

@@ -73,13 +73,13 @@ class Coordinator(Protocol):
     def join(self, mine: Ready) -> Membership: ...
 
     def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
-        """A place in a later generation, after a worker of this one was lost."""
+        """Return a place in a later generation, after a worker of this one was lost."""
 
     def join_at_boundary(self, membership: Membership, mine: Ready) -> Membership:
-        """The next place when all workers of this one have agreed to regroup; the old group still works."""
+        """Return the next place when all workers of this one have agreed to regroup; the old group still works."""
 
     def rejoin(self, generation: int, mine: Ready) -> Membership:
-        """A place for one that has none, in this generation or a later one."""
+        """Return a place for one that has none, in this generation or a later one."""
 
     def announce_leaving(self, membership: Membership) -> None: ...
 
@@ -90,10 +90,10 @@ class Coordinator(Protocol):
         """
 
     def declare_done(self, membership: Membership, step: int) -> Finish:
-        """All workers of the membership's round have committed the last step."""
+        """Return all workers of the membership's round have committed the last step."""
 
     def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
-        """The end, if a loss while waiting for it only means that the others got through."""
+        """Return the end, if a loss while waiting for it only means that the others got through."""
 
     def keep(
         self, finish: Finish, rank: int, generation: int, state: Encoded | None
@@ -101,7 +101,7 @@ class Coordinator(Protocol):
         """Keep the final state for whoever takes the place of another; None where nobody can."""
 
     def take_over(self, over: JobOver) -> TakenOver | None:
-        """The place of a worker that was lost after the last step; None when the generation is over first."""
+        """Return the place of a worker that was lost after the last step; None when the generation is over first."""
 
     def note_commit(self, membership: Membership, step: int) -> None:
         """So many steps are committed."""
@@ -147,7 +147,7 @@ class FixedCoordinator:
         return membership  # a polite leave of one worker of a fixed group is the end of it for all
 
     def rejoin(self, generation: int, mine: Ready) -> Membership:
-        raise AssertionError("in a fixed group nobody is without a seat")
+        raise AssertionError("in a fixed group nobody is without a place")
 
     def announce_leaving(self, membership: Membership) -> None:
         pass

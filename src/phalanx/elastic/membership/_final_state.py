@@ -65,7 +65,7 @@ class StoreAccess:
         self.root.close()
 
     def members(self, generation: int) -> dict[str, str] | None:
-        """The hosts of a generation's workers by worker; None before it is agreed on."""
+        """Return the hosts of a generation's workers by worker; None before it is agreed on."""
         data = self.store.get(protocol.members_key(generation))
         if data is None:
             return None
@@ -79,7 +79,7 @@ class StoreAccess:
         return PeerLost(f"generation {generation} is over: {reason}", generation=generation)
 
     def holders(self, finish: Finish, ranks: Sequence[int]) -> list[str]:
-        """Who has these ranks now."""
+        """Return who has these ranks now."""
         found = self.store.get_many([self.keys.claim(finish.generation, rank) for rank in ranks])
         return [
             finish.workers[rank] if data is None else data.decode(errors="replace")
@@ -87,12 +87,12 @@ class StoreAccess:
         ]
 
     def ended(self, workers: Sequence[str]) -> set[str]:
-        """Those whose scripts have ended."""
+        """Return those whose scripts have ended."""
         found = self.store.get_many([protocol.ended_key(worker) for worker in workers])
         return {worker for worker, data in zip(workers, found, strict=True) if data is not None}
 
     def meet(self, source: str, worker: str, generation: int) -> Group:
-        """The group of the two: the one that keeps the state is rank 0."""
+        """Return the group of the two: the one that keeps the state is rank 0."""
         return Group.create(
             self.root.namespace(self.keys.handover(source, worker)),
             int(worker == self.worker_id),

@@ -1,4 +1,4 @@
-"""After the last step: who has which rank, whose script has ended, which ranks are vacant. Values and pure decisions.
+"""Decides after the last step who has which rank, whose script has ended, which ranks are vacant. Pure.
 
 All workers of the last round have the final state; each goes on with what its script does after the loop, under the
 rank that it had (``if job.rank == 0: torch.save(...)``). The job is done when all of these scripts have ended. A worker
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def finish_of(membership: Membership, step: int, hosts: Mapping[str, str]) -> Finish:
-    """The record of a job's end, written by the workers of its last round."""
+    """Return the record of a job's end, written by the workers of its last round."""
     return Finish(
         generation=membership.generation,
         round=membership.round,
@@ -30,7 +30,7 @@ def finish_of(membership: Membership, step: int, hosts: Mapping[str, str]) -> Fi
 
 
 def parse_finish(data: bytes | None) -> Finish | None:
-    """The record, or None when there is none; what is not a record of ours is as good as none, and is named."""
+    """Return the record, or None when there is none; what is not a record of ours is as good as none, and is named."""
     if data is None:
         return None
     try:
@@ -62,7 +62,7 @@ def find_vacant(holders: Sequence[str], ended: Collection[str], members: Collect
 
 
 def prefer(vacant: Sequence[Vacant], hosts: Sequence[str], host: str) -> list[Vacant]:
-    """The order in which a newcomer on ``host`` claims: ranks of its own host first (files may lie there).
+    """Return the order in which a newcomer on ``host`` claims: ranks of its own host first (files may lie there).
 
     >>> [v.rank for v in prefer([Vacant(0, "a"), Vacant(2, "c")], ["h1", "h1", "h2"], "h2")]
     [2, 0]

@@ -47,7 +47,7 @@ class LeaveRequest:
 
 
 def has_ended_well(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the script, which has ended, did so with code 0. Asked in an exit function.
+    """Return whether the script, which has ended, did so with code 0. Asked in an exit function.
 
     Our launcher says so; where the interpreter was started by somebody else (``--no-python``), an exception that nobody
     caught is known, but not the code of a ``sys.exit``.

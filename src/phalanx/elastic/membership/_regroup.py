@@ -34,7 +34,7 @@ from phalanx.elastic.membership._training import Training
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._reduction import Reduction
 from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
-from phalanx.events._types import (
+from phalanx.events._event_types import (
     GroupLost,
     NotNeeded,
     RankTakenOver,
@@ -248,7 +248,7 @@ class Regrouping:
                 join = partial(self.coordinator.rejoin, over.generation + 1, self._ready())
                 continue
             except ToldToLeave:
-                self._leave_from_the_door()
+                self._leave_without_place()
             self._membership, self._is_apart = membership, False
             try:
                 self._reduction = Reduction(membership.group, self._job.num_slots, self._job.pool)
@@ -303,7 +303,7 @@ class Regrouping:
                 )
         self._server = self.coordinator.keep(finish, place[0], generation, state)
 
-    def _leave_from_the_door(self) -> NoReturn:
+    def _leave_without_place(self) -> NoReturn:
         """Leave without a place: maybe all were told to, so whoever has a state saves it."""
         if not self._job.is_fresh and self._job.saving.options is not None:
             problem = self._save_or_tell()

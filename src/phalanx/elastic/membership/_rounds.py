@@ -1,4 +1,4 @@
-"""Who takes part in a round: pure decisions over what workers have declared in the store.
+"""Decides who takes part in a round, by what workers have declared in the store. Pure.
 
 Agents agree on the *members* of a generation. Which of them are ready to compute is the workers' own business: within
 a generation they form *rounds*, so that survivors never wait for a replacement that still imports and builds its
@@ -31,7 +31,7 @@ class Membership:
 
 
 def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, Round] | None:
-    """Who writes the first round of a generation, and what; None while someone has to be waited for.
+    """Return who writes the first round of a generation, and what; None while someone has to be waited for.
 
     >>> ready = {"a": Ready(step=7, peers=("a", "b", "c")), "c": Ready(step=7, peers=("a", "b", "c"))}
     >>> choose_round(("a", "c", "d"), ready)        # b is no member any more, d still starts
@@ -62,7 +62,7 @@ def awaited_peers(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[s
 
 
 def choose_source(steps: Sequence[int]) -> int:
-    """The rank whose state counts: that of the most advanced worker, the lowest rank among equals.
+    """Return the rank whose state counts: that of the most advanced worker, the lowest rank among equals.
 
     >>> choose_source([-1, 7, 8, 8])
     2

@@ -209,7 +209,7 @@ class StoreCoordinator:
                     wait.a_little(f"a place in generation {generation}, round {round_}")
 
     def _void(self, finish: Finish, generation: int, ids: tuple[str, ...], came: float) -> bool:
-        """A newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
+        """Return a newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
 
         If none does, the final state is lost: once all have come, and all are new, what they found counts no more
         (True), and they begin as the first workers of a job do, with a save. Until then, False.
@@ -229,7 +229,7 @@ class StoreCoordinator:
         return True
 
     def _awaited(self, ids: tuple[str, ...], ready: Mapping[str, Ready], came: float) -> tuple[str, ...]:
-        """The members of a generation without those that will not come any more: their scripts have ended.
+        """Return the members of a generation without those that will not come any more: their scripts have ended.
 
         One that still lives keeps the final state, and has its time to say so: ``came`` is when this worker came.
         """
@@ -388,7 +388,7 @@ class StoreCoordinator:
 
     @property
     def newest_generation(self) -> int:
-        """The newest one that this worker knows of, during the loop or after it."""
+        """Return the newest one that this worker knows of, during the loop or after it."""
         return self.generation if self._server is None else self._server.generation
 
     def take_over(self, over: JobOver) -> TakenOver | None:
@@ -426,7 +426,7 @@ class StoreCoordinator:
 def make_coordinator(
     group: Group | None, environ: Mapping[str, str] = os.environ, *, comm_timeout: float
 ) -> Coordinator:
-    """The coordinator for where this process runs."""
+    """Return the coordinator for where this process runs."""
     world = World.from_env(environ)
     worker_id = environ.get(protocol.ENV_WORKER_ID) or f"rank{group.rank if group else world.rank}"
     if group is not None:

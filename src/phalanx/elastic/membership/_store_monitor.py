@@ -1,4 +1,4 @@
-"""A thread that looks at the store while the worker computes, and the flags it raises.
+"""Looks at the store in a thread while the worker computes, and raises flags.
 
 Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
 once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also

@@ -1,4 +1,4 @@
-"""Bringing the workers of a new round to one state: that of the most advanced.
+"""Brings the workers of a new round to one state: that of the most advanced.
 
 Phases: 1. everybody tells how far it is, what it runs and on what (one small gather); 2. a pure choice of the source;
 3. the source streams its state to those who are behind, one after the other; all others go on at once. A worker that
@@ -23,7 +23,7 @@ from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._rounds import Membership, choose_source
 from phalanx.elastic.membership._training import Training
 from phalanx.errors import PhalanxError
-from phalanx.events._types import StateReceived, StateSent, StepsRepeated
+from phalanx.events._event_types import StateReceived, StateSent, StepsRepeated
 from phalanx.protocol import FRESH
 
 MAX_NAMED = 3
@@ -39,7 +39,7 @@ class BitsWarning(UserWarning):
 
 
 def fingerprint() -> dict[str, Any]:
-    """What the bits of a computation depend on, besides its inputs."""
+    """Return what the bits of a computation depend on, besides its inputs."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -177,7 +177,7 @@ def _check_same(membership: Membership, told: list[dict[str, Any]], job: Trainin
 
 
 def _tell_models_apart(membership: Membership, worker: str, job: Training) -> NoReturn:
-    """All workers have seen that the models differ, so all of them exchange what they are, and raise."""
+    """Return all workers have seen that the models differ, so all of them exchange what they are, and raise."""
     assert membership.group is not None, "a worker alone cannot differ"
     models = membership.group.all_gather_values(describe_model(job.model))
     first = membership.workers[0]
@@ -193,7 +193,7 @@ def _short(value: Any) -> str:
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer in order: what it is, and its dtype and shape."""
+    """Return every parameter and buffer in order: what it is, and its dtype and shape."""
     found = {
         f"parameter {name}": _describe(param) + ("" if param.requires_grad else ", frozen")
         for name, param in model.named_parameters()

@@ -32,14 +32,14 @@ class Training(Protocol):
 
     @property
     def step(self) -> int:
-        """The number of committed steps."""
+        """Return the number of committed steps."""
 
     @property
     def is_before_evaluation(self) -> bool:
-        """Whether this worker still has to come to an evaluation that the others are in."""
+        """Return whether this worker still has to come to an evaluation that the others are in."""
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal on all workers."""
+        """Return what must be equal on all workers."""
 
     def state_dict(self) -> State: ...
 

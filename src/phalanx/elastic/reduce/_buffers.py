@@ -1,4 +1,4 @@
-"""The buffers of a module (BatchNorm's running statistics and the like) under slots.
+"""Restores the buffers of a module (BatchNorm's running statistics and the like) for every slot.
 
 Every slot of a step starts from the buffers that the step began with, so its result does not depend on which slots
 ran before it in the same process; slot 0's buffers become those of the next step. Owns that restoring; how slot 0's
@@ -7,8 +7,9 @@ buffers reach the other workers is ``_layout``'s raw part.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from phalanx._torch_private import foreach_copy_
 
 
 class Buffers:
@@ -18,7 +19,7 @@ class Buffers:
         self._start: list[Tensor] = []
 
     def live(self) -> list[Tensor]:
-        """The buffers now; a module may replace one by assignment, so they are looked up each time."""
+        """Return the buffers now; a module may replace one by assignment, so they are looked up each time."""
         found = dict(self.module.named_buffers())
         if list(found) != self.names:
             raise RuntimeError(
@@ -33,10 +34,10 @@ class Buffers:
         if not self._start:
             self._start = [buffer.detach().clone() for buffer in live]
         elif live:
-            torch._foreach_copy_(self._start, [buffer.detach() for buffer in live])
+            foreach_copy_(self._start, [buffer.detach() for buffer in live])
 
     def restore(self) -> None:
         """Put the step's buffers back. All of them: BatchNorm's kernel changes its statistics without a trace."""
         live = [buffer.detach() for buffer in self.live()]
         if live and self._start:
-            torch._foreach_copy_(live, self._start)
+            foreach_copy_(live, self._start)

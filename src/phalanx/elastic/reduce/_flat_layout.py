@@ -1,4 +1,4 @@
-"""Where everything that a step must exchange lies in a few flat tensors.
+"""Lays out everything that a step must exchange in a few flat tensors.
 
 Owns the layout (one bucket per dtype) and ``Flat``, one set of buckets with its views. The first bucket is always
 float32 and carries, behind its gradients, the numbers that ride along (``SCALARS``, one "was it used" count per
@@ -110,7 +110,7 @@ class Flat:
             offset += _align(words)
 
     def summed_grads(self) -> list[Tensor]:
-        """All gradients, one flat tensor per bucket."""
+        """Return all gradients, one flat tensor per bucket."""
         found = []
         for bucket, tensor in zip(self.layout.buckets, self.tensors, strict=True):
             if bucket.params:
@@ -123,7 +123,7 @@ class Flat:
             raw.copy_(buffer.detach().reshape(-1).view(torch.uint8))
 
     def read_buffers(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The buffers that lie here, in the shapes and dtypes of ``like``."""
+        """Return the buffers that lie here, in the shapes and dtypes of ``like``."""
         # A copy starts at an aligned address; a view of wider elements may not start in the middle of a word.
         return [
             raw.clone().view(buffer.dtype).view(buffer.shape)

@@ -1,4 +1,4 @@
-"""The sum of gradients inside one worker: finished subtrees of the slot tree, kept like a binary counter.
+"""Sums the gradients inside one worker: finished subtrees of the slot tree, kept like a binary counter.
 
 A finished slot is pushed; as long as the two topmost pieces are siblings, the right one is added to the left one.
 So at most log2(num_slots) + 1 copies of the gradients exist, and what remains at the end is exactly ``cover`` of the
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import foreach_add_, foreach_copy_
 from phalanx.comm import Group
 from phalanx.elastic.reduce._flat_layout import SCALARS, Flat, FlatLayout
 from phalanx.elastic.reduce._slots import Node, siblings
@@ -117,7 +118,7 @@ class Partials:
 def _copy_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     present = [(a, grad) for a, grad in zip(into, grads, strict=True) if grad is not None]
     if present:
-        torch._foreach_copy_([a for a, _ in present], [grad for _, grad in present])
+        foreach_copy_([a for a, _ in present], [grad for _, grad in present])
     for a, grad in zip(into, grads, strict=True):
         if grad is None:
             a.zero_()
@@ -126,7 +127,7 @@ def _copy_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
 def _add_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     present = [(a, grad) for a, grad in zip(into, grads, strict=True) if grad is not None]
     if present:
-        torch._foreach_add_([a for a, _ in present], [grad for _, grad in present])
+        foreach_add_([a for a, _ in present], [grad for _, grad in present])
     for a, grad in zip(into, grads, strict=True):
         if grad is None:
             a.add_(0.0)  # not a no-op: -0.0 becomes 0.0, as it does when the zeros come from another worker

@@ -1,4 +1,4 @@
-"""Completing the slot tree across workers: two collectives per dtype and step, none for a worker alone.
+"""Completes the slot tree across workers: two collectives per dtype and step, none for a worker alone.
 
 Phases, for each bucket cut into one chunk per worker:
 1. all_to_all: every worker sends, to the owner of each chunk, that chunk of all its pieces.
@@ -41,7 +41,7 @@ class Reduction:
         self.received = [self._receive_buffers(bucket) for bucket in pool.layout.buckets]
 
     def reduce(self, partials: Partials) -> Flat:
-        """The root of the tree. Takes the pieces of ``partials``; give the result back to the pool when done."""
+        """Return the root of the tree. Takes the pieces of ``partials``; give the result back to the pool when done."""
         assert [node for node, _ in partials.pieces] == self.nodes[self.rank], "some slots are not finished"
         if self.group is None or self.group.size == 1:
             return partials.pieces.pop()[1]

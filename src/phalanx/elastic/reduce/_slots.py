@@ -1,4 +1,4 @@
-"""Slots: which worker carries which, and the one binary tree over which their gradients are summed.
+"""Says which worker carries which slots, and over which one binary tree their gradients are summed.
 
 Pure values only. A job has ``num_slots`` logical ranks; a worker carries a contiguous range of them. Sums run over
 a fixed tree whose leaves are the slots: a node over ``[lo, hi)`` has a left child of the largest power of two that
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def slot_range(num_slots: int, size: int, rank: int) -> range:
-    """The slots of one worker: contiguous, in the order of ranks, sizes at most one apart.
+    """Return the slots of one worker: contiguous, in the order of ranks, sizes at most one apart.
 
     >>> [list(slot_range(8, 3, rank)) for rank in range(3)]
     [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -35,7 +35,7 @@ def slot_range(num_slots: int, size: int, rank: int) -> range:
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """The two halves of a node with at least two slots.
+    """Return the two halves of a node with at least two slots.
 
     >>> children((0, 6)), children((4, 6))
     (((0, 4), (4, 6)), ((4, 5), (5, 6)))
@@ -47,7 +47,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def cover(num_slots: int, slots: range) -> list[Node]:
-    """The largest subtrees that lie wholly inside a range of slots, from left to right.
+    """Return the largest subtrees that lie wholly inside a range of slots, from left to right.
 
     >>> cover(8, range(2, 7))
     [(2, 4), (4, 6), (6, 7)]

@@ -1,4 +1,4 @@
-"""What happened to a job, read from the event files of all its workers.
+"""Tells what happened to a job, from the event files of all its workers.
 
 Pure apart from reading files: steps in order with their losses, rounds with who was in them and how long the regroup
 took, and the life of every worker. Lines that are torn or no events are counted and left out. Used by the report and
@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.events._event_types import (
+    RoundFormed,
+    StepCommitted,
+    TrainingEvent,
+    TrainingFinished,
+    TrainingLeft,
+)
 from phalanx.events._lines import from_record
-from phalanx.events._types import RoundFormed, StepCommitted, TrainingEvent, TrainingFinished, TrainingLeft
 from phalanx.events._writer import parse_lines
 
 
@@ -75,7 +81,7 @@ class History:
 
 
 def read_history(log_dir: Path) -> History:
-    """The history of the job whose workers wrote ``events-*.jsonl`` into a directory."""
+    """Return the history of the job whose workers wrote ``events-*.jsonl`` into a directory."""
     events: list[dict[str, Any]] = []
     num_torn = 0
     for path in sorted(log_dir.glob("events-*.jsonl")):
@@ -91,7 +97,7 @@ def read_history(log_dir: Path) -> History:
 
 
 def make_history(records: Iterable[Any]) -> History:
-    """The history that these events tell; what is none is counted and left out."""
+    """Return the history that these events tell; what is none is counted and left out."""
     history = History()
     events: list[TrainingEvent] = []
     for record in records:

@@ -1,4 +1,4 @@
-"""One HTML page about a job: loss by round, the lives of its workers, throughput, and every regroup in a table.
+"""Makes one HTML page about a job: loss by round, the lives of its workers, throughput, and every regroup in a table.
 
 Self-contained: inline SVG and CSS, no script, nothing is fetched. Whatever came from a file is escaped where it is
 put into the page (``_text``, ``_table``, ``_line``), so that no text of an event becomes a tag.

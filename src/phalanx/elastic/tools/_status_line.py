@@ -1,4 +1,4 @@
-"""How the first worker shows where the job is: a live line on a terminal, plain lines elsewhere."""
+"""Shows where the job is, on the first worker: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
+from phalanx.events._event_types import StepCommitted
 from phalanx.events._troubles import say
-from phalanx.events._types import StepCommitted
 
 LINE_EVERY = 5.0
 """Seconds between plain lines."""

@@ -2,7 +2,7 @@
 
 Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
 exit is acted upon when it happens, not at a polling interval; every generation ends by one recovery that all agents
-share (``_channel``); whatever way ``run`` is left, no worker remains.
+share (``_agent_channel``); whatever way ``run`` is left, no worker remains.
 Assumptions: ``_sources`` threads only post events; the rendezvous agrees on members, this class never does.
 Rejected: a thread per worker (signals, ordering); waiting for the rendezvous in this thread (a worker may die or a
 signal come meanwhile).
@@ -20,7 +20,7 @@ import time
 from phalanx.errors import StoreError, StoreLost
 from phalanx.launch.agent._generation import Generation, PortTaken
 from phalanx.launch.agent._observer import Observer
-from phalanx.launch.agent._results import Results
+from phalanx.launch.agent._run_results import Results
 from phalanx.launch.agent._sources import (
     AllDone,
     Ended,
@@ -35,9 +35,9 @@ from phalanx.launch.agent._sources import (
 )
 from phalanx.launch.agent._worker_ids import WorkerIds
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.config._spec import RunResult, WorkerState
+from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.launch.hang._watch import HangWatch
+from phalanx.launch.hang._hang_watch import HangWatch
 from phalanx.launch.recovery import _policy
 from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (

@@ -16,15 +16,15 @@ from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._detector import parse_report
 from phalanx.launch.recovery import _streak
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.recovery._contact import Judgement, judge
 from phalanx.launch.recovery._policy import Situation, all_can_regroup
 from phalanx.launch.recovery._streak import Death
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
 from phalanx.launch.system import _linux
-from phalanx.launch.system._addresses import bind_address
-from phalanx.launch.workers._environment import JobFacts, RankAssignment
+from phalanx.launch.system._listen_address import bind_address
 from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
 from phalanx.protocol import Broken, LostContact, Recovery, Streak, timeouts
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from phalanx.launch.agent._node import Node
+from phalanx.launch.agent._node import NodeAgent
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.config._spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.launch.config._worker_spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.launch.telemetry._health import HealthCheckServer
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.launch.workers._processes import Zygote
@@ -57,7 +57,7 @@ class LocalElasticAgent:
         )
         self._spec = spec
         start = WorkerStart.choose(spec.entrypoint, spec.args, start_method)
-        self._node = Node(config, start, spec.rdzv_handler, health=health_check_server, zygote=zygote)
+        self._node = NodeAgent(config, start, spec.rdzv_handler, health=health_check_server, zygote=zygote)
 
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; the values or failures of this node's workers. Once per agent."""

@@ -14,7 +14,7 @@ from phalanx.launch.agent._agent import Agent
 from phalanx.launch.agent._observer import Observer
 from phalanx.launch.agent._sources import Exited, Signalled, Sources
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.config._spec import RunResult, Worker
+from phalanx.launch.config._worker_spec import RunResult, Worker
 from phalanx.launch.rendezvous._interface import RendezvousHandler
 from phalanx.launch.system._folders import OwnedFolder, RunningJob, open_agent_folder, register_job, sweep
 from phalanx.launch.system._signals import choose_signals, handled
@@ -28,7 +28,7 @@ from phalanx.launch.workers._zygotes import Zygotes, make_zygote
 log = logging.getLogger(__name__)
 
 
-class Node:
+class NodeAgent:
     """Runs this node's part of a job. ``config`` is resolved; ``zygote`` was forked before there were threads."""
 
     def __init__(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from phalanx.comm import _background as background
 from phalanx.comm.stores._complaints import Complaints
 from phalanx.errors import StoreError, StoreTimeout
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
 from phalanx.launch.workers._pool import WorkerHandle
 from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 
-class Ended(Protocol):
+class WorkerStatus(Protocol):
     """Says what ``WorkerIds`` wants to know about a worker that was started."""
 
     @property
@@ -51,7 +51,7 @@ class WorkerIds:
         """Close a worker's place; those behind it move up."""
         self.ids.remove(worker_id)
 
-    def close_ranks(self, started: Mapping[str, Ended], *, replace: bool) -> dict[str, str | None]:
+    def close_ranks(self, started: Mapping[str, WorkerStatus], *, replace: bool) -> dict[str, str | None]:
         """Keep every survivor in its place; one that failed is replaced in its place or dropped, one that is done
         or was asked to go is dropped. Returns who takes the place of each of those (None: nobody)."""
         successors: dict[str, str | None] = {}

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.launch.cli._flags import UsageError
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._flag import flags_of
-from phalanx.launch.config._spec import Entrypoint, Script
+from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.rendezvous._settings import check_settings
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Seen:
+class _LastReport:
     value: bytes | None
     at: float
     has_started: bool = False
@@ -57,7 +57,7 @@ class HangDetector:
         self._start_timeout = max(timeout, start_timeout)
         self._longest = 4 * interval
         self._looked = math.inf
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _LastReport] = {}
 
     def observe(self, progress: Mapping[str, bytes | None], now: float, stopped: Container[str] = ()) -> None:
         """Take in ``progress``: the newest report of every running worker, None for one that never reported;
@@ -68,7 +68,7 @@ class HangDetector:
             if worker_id not in progress:
                 del self._seen[worker_id]
         for worker_id, value in progress.items():
-            seen = self._seen.setdefault(worker_id, _Seen(None, now))
+            seen = self._seen.setdefault(worker_id, _LastReport(None, now))
             if seen.value != value:
                 seen.take(value, now)
             if worker_id not in stopped:

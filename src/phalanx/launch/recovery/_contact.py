@@ -83,7 +83,7 @@ def judge(
 
 
 def _silent(words: Sequence[LostContact], members: Sequence[str]) -> list[str]:
-    """Those of the groups that lost contact who wrote nothing. One that has no seat yet is in no group."""
+    """Those of the groups that lost contact who wrote nothing. One that has no place yet is in no group."""
     seated = {peer for word in words for peer in word.peers}
     spoke = {word.by for word in words}
     return [worker for worker in members if worker in seated and worker not in spoke]

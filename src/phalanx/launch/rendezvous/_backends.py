@@ -35,7 +35,7 @@ from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system import _linux
-from phalanx.launch.system._addresses import LOOPBACK, bind_address
+from phalanx.launch.system._listen_address import LOOPBACK, bind_address
 from phalanx.protocol import NODES, PRESENT, PROOF, NodeRecord, job_prefix, timeouts
 
 log = logging.getLogger(__name__)

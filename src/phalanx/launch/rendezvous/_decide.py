@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.launch.rendezvous._order import assign_ranks, choose
+from phalanx.launch.rendezvous._rank_order import assign_ranks, choose
 from phalanx.protocol import Broken, Members, NodeRecord, timeouts
 
 

@@ -189,8 +189,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._start_thread()
         while True:
             self._raise_if_over()
-            if (seat := participant.seat(wants)) is not None:
-                return seat
+            if (found := participant.membership(wants)) is not None:
+                return found
             waited = time.monotonic() - since
             self._check_fixed_rank(waited)
             if facts.evicted:
@@ -356,7 +356,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise self._lost(error) from error
 
     def watch_generation(self, generation: int) -> GenerationWatch:
-        return _Watch(self, generation)
+        return _HandlerWatch(self, generation)
 
     def _end_of(self, generation: int) -> GenerationEnd | None:
         """Return why a generation is over for this node, gravest first. Needs ``_changed``."""
@@ -410,7 +410,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
-class _Watch(GenerationWatch):
+class _HandlerWatch(GenerationWatch):
     def __init__(self, handler: StoreRendezvousHandler, generation: int) -> None:
         self._handler = handler
         self._generation = generation

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Facts:
+class NodeView:
     """What this node knows, in the words of its agent. Only grows; ``handler`` threads wait for it to
     change."""
 
@@ -88,7 +88,7 @@ class Leader:
         self._done: tuple[int, frozenset[int]] = (-1, frozenset())
         """A generation, and the ranks of it that are known to be done."""
 
-    def read_all(self, facts: Facts, now: float) -> None:
+    def read_all(self, facts: NodeView, now: float) -> None:
         """Learn the nodes anew; also puts right what a stranger did to the record of the generation."""
         found = self._store.items(NODES)
         gone = [Change(key, None) for key in self._raw if key not in found]
@@ -133,7 +133,7 @@ class Leader:
         )
         self._nodes[node_id] = Seen(record, known.since if known is not None and same else now)
 
-    def lead(self, facts: Facts, now: float) -> float:
+    def lead(self, facts: NodeView, now: float) -> float:
         """Decide and act until there is nothing to do; returns when to look again at the latest."""
         for node_id in [each for each, until in self._overwritten.items() if until <= now]:
             del self._overwritten[node_id]
@@ -156,7 +156,7 @@ class Leader:
                 until = math.inf if action.until is None else action.until
                 return min(until, *self._overwritten.values(), math.inf)
 
-    def _learn_done(self, facts: Facts) -> bool:
+    def _learn_done(self, facts: NodeView) -> bool:
         """Look which nodes of the generation have said that they are done; whether that is news."""
         assert facts.latest is not None, "only a generation can end"
         number, before = facts.latest.generation, self._known_done(facts)
@@ -165,11 +165,11 @@ class Leader:
         self._done = number, frozenset(rank for rank, value in enumerate(found) if value is not None)
         return self._done[1] != before
 
-    def _known_done(self, facts: Facts) -> frozenset[int]:
+    def _known_done(self, facts: NodeView) -> frozenset[int]:
         is_current = facts.latest is not None and facts.latest.generation == self._done[0]
         return self._done[1] if is_current else frozenset()
 
-    def _is_wanted(self, action: End, facts: Facts) -> bool:
+    def _is_wanted(self, action: End, facts: NodeView) -> bool:
         """Return whether an agent or worker asked for a new generation by ``wanted_key`` alone: then members that
         left did so on request, and the generation need not be broken for it."""
         if action.generation in facts.ends:
@@ -181,7 +181,7 @@ class Leader:
         ring(self._store, self._signer)  # whoever wrote it may not have
         return True
 
-    def _state(self, facts: Facts) -> State:
+    def _state(self, facts: NodeView) -> State:
         end = None if facts.latest is None else facts.ends.get(facts.latest.generation)
         return State(
             nodes=self._nodes,
@@ -191,7 +191,7 @@ class Leader:
             done=self._known_done(facts),
         )
 
-    def _form(self, members: Members, facts: Facts) -> None:
+    def _form(self, members: Members, facts: NodeView) -> None:
         key = members_key(members.generation)
         while not write_once(self._store, self._signer, key, members):
             taken = read_record(self._store, self._signer, key, Members)

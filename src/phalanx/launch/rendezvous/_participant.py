@@ -30,7 +30,7 @@ from phalanx.comm.stores._signing import SignatureError, Signer
 from phalanx.errors import StoreError, StoreLost, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import GenerationEnd
-from phalanx.launch.rendezvous._leader import Facts, Leader
+from phalanx.launch.rendezvous._leader import Leader, NodeView
 from phalanx.launch.rendezvous._store_records import END_KEYS, open_record, read_record, ring
 from phalanx.protocol import (
     BELLS,
@@ -78,7 +78,7 @@ class Participant:
         self.signer = signer
         self.rules = rules
         self.node = node
-        self.facts = Facts()
+        self.facts = NodeView()
         self._ttl = lease / 2
         self._lease: Lease | None = None
         self._refresh_at = 0.0
@@ -177,7 +177,7 @@ class Participant:
         if self._watch is not None:
             self._watch.close()
 
-    def seat(self, wants: int) -> tuple[Members, int] | None:
+    def membership(self, wants: int) -> tuple[Members, int] | None:
         """Return the generation, numbered at least ``wants``, that this registration is a member of, and its
         rank."""
         latest = self.facts.latest
@@ -190,7 +190,7 @@ class Participant:
     def is_spare(self) -> bool:
         """This node waits, and the newest generation that would suit it is without it."""
         latest, wants = self.facts.latest, self.node.wants
-        return latest is not None and latest.generation >= wants and self.seat(wants) is None
+        return latest is not None and latest.generation >= wants and self.membership(wants) is None
 
     def holder_of_rank(self, waited: float) -> MemberNode | None:
         """Return the living node that has this one's fixed rank, if it is sure after so many seconds of waiting.

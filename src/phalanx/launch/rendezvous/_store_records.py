@@ -16,8 +16,8 @@ from phalanx.protocol import (
     BELLS,
     PRESENT,
     Broken,
-    Record,
     RecordError,
+    StoreRecord,
     bell_key,
     broken_key,
     parse_count,
@@ -30,7 +30,7 @@ KEEP = 8
 END_KEYS: dict[str, Callable[[int], str]] = {"broken": broken_key, "wanted": wanted_key}
 """By the kind of a generation's end; the gravest first."""
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=StoreRecord)
 
 
 def open_record(signer: Signer, key: str, value: bytes | None, kind: type[R]) -> R | None:
@@ -59,7 +59,7 @@ def read_count(store: Store, signer: Signer, key: str) -> int | None:
         return None
 
 
-def write_once(store: Store, signer: Signer, key: str, record: Record) -> bool:
+def write_once(store: Store, signer: Signer, key: str, record: StoreRecord) -> bool:
     """Write a record unless one is there already; what is none is written over."""
     sealed = signer.seal(key, record.to_json())
     expected = None

@@ -17,8 +17,8 @@ from multiprocessing import spawn
 from typing import Any
 
 from phalanx import protocol
-from phalanx.launch.failures._record import record_exception
-from phalanx.launch.workers._fresh import prepare_python
+from phalanx.launch.failures._recording import record_exception
+from phalanx.launch.workers._after_fork import prepare_python
 
 
 def open_anonymous() -> int:

@@ -1,7 +1,7 @@
 """Brings a forked process to the user's code: it waits for its order, then becomes the worker.
 
 Owns the order's fields and the worker's inner environment: variables, working directory, standard streams, CPU
-affinity, stack dumps on a signal (what else a fork must let go of is in ``_fresh``). Runs in a process that has no
+affinity, stack dumps on a signal (what else a fork must let go of is in ``_after_fork``). Runs in a process that has no
 threads. An order is one of
 
 * ``script``: a file or module, run as ``__main__`` in this very process (warm start);
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from phalanx import protocol
 from phalanx.launch.system import _linux
-from phalanx.launch.workers._fresh import (
+from phalanx.launch.workers._after_fork import (
     forget_caller,
     forget_zygote,
     prepare_python,

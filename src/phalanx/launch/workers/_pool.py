@@ -25,9 +25,9 @@ from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import LogsDest
 from phalanx.launch.telemetry._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
 from phalanx.launch.workers._call import open_anonymous, read_result
-from phalanx.launch.workers._environment import JobFacts, RankAssignment, worker_environment
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
+from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment, worker_environment
 from phalanx.launch.workers._zygotes import Zygotes
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import Any
 from phalanx.comm._background import Background, start
 from phalanx.errors import PhalanxError
 from phalanx.launch.system import _linux
-from phalanx.launch.workers._fresh import prepare_fork
+from phalanx.launch.workers._after_fork import prepare_fork
 from phalanx.launch.workers._messages import receive_message, send_message
 from phalanx.launch.workers._script import interpreter_command
 

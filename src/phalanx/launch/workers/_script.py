@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TypeVar
 
 from phalanx import protocol
-from phalanx.launch.failures._record import record_exception
-from phalanx.launch.workers._fresh import prepare_python
+from phalanx.launch.failures._recording import record_exception
+from phalanx.launch.workers._after_fork import prepare_python
 
 
 def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:

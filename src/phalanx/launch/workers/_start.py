@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.launch.config._spec import Entrypoint, Script
+from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.workers._call import write_payload
 from phalanx.launch.workers._script import interpreter_command
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.system import _linux
-from phalanx.launch.workers._environment import thread_defaults
 from phalanx.launch.workers._processes import ProcessStartError, WorkerProcess, Zygote
 from phalanx.launch.workers._start import WorkerStart
+from phalanx.launch.workers._worker_environment import thread_defaults
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ class CopiedView:
         self.strides: tuple[int, ...] | None = None
 
     def read_only(self) -> CopiedView:
-        """The mark for an alias whose writes must not be seen by autograd, as those to the copy are."""
+        """Return the mark for an alias whose writes must not be seen by autograd, as those to the copy are."""
         alias = CopiedView(self.counter, self.op)
         alias.version, alias.strides = self.version, self.strides
         return alias
@@ -71,7 +71,7 @@ def mark_copied_view(
 
 
 def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
-    """The index that selects what a view operation does; None if it is not of that kind."""
+    """Return the index that selects what a view operation does; None if it is not of that kind."""
     if OPERATORS[op].aliasing == "if_needed" and args:
         return _RESHAPED
     if op == "__getitem__" and len(args) == 2:
@@ -86,7 +86,7 @@ def _index_of(op: str, ndim: int, args: tuple[Any, ...]) -> Any:
 
 
 def checked_local(tensor: DTensor) -> Tensor:
-    """The local of ``tensor``, if it is what it should be."""
+    """Return the local of ``tensor``, if it is what it should be."""
     if tensor._copied_view is not None:
         check_up_to_date(tensor)
     return tensor._local

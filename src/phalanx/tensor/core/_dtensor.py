@@ -133,7 +133,7 @@ class DTensor(torch.Tensor, Spread):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor laid out by ``placements``; ``forward_dtype`` is what travels and what comes out.
+        """Lay the tensor out by ``placements``; ``forward_dtype`` is what travels and what comes out.
 
         The gradient travels in ``backward_dtype`` (default: the dtype of the result) and arrives in the tensor's own.
 
@@ -168,7 +168,9 @@ class DTensor(torch.Tensor, Spread):
         return full.to_local(grad_placements=grad_placements)
 
     def plan(self, placements: Sequence[Placement]) -> Any:
-        """The collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its ``nbytes``."""
+        """Return the collectives that ``redistribute(placements=placements)`` runs; print it, or ask for its
+        ``nbytes``.
+        """
         spec = self._spec
         return plan_redistribute(
             spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
@@ -256,7 +258,7 @@ class DTensor(torch.Tensor, Spread):
 
     @property
     def grad(self) -> DTensor | None:
-        """The gradient, laid out as this tensor (Replicate where this tensor is partial)."""
+        """Return the gradient, laid out as this tensor (Replicate where this tensor is partial)."""
         local_grad = self._local.grad
         if local_grad is None:
             return None
@@ -393,7 +395,7 @@ DTensor.__torch_dispatch__ = DTensor.__torch_dispatch__  # type: ignore[method-a
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
-    """A DTensor of ``local``. The hot path of every operation."""
+    """Return a DTensor of ``local``. The hot path of every operation."""
     if local.dtype is not spec.dtype:
         spec = spec.with_dtype(local.dtype)
     result: DTensor = make_subclass(DTensor, spec.template)

@@ -44,13 +44,13 @@ def check_move(op: str, route: Route, needs_grad: bool) -> None:
 
 
 def check_reduction(op: str, spec: Spec, axes: tuple[int, ...]) -> None:
-    """The same for the sum of a replica's gradient that backward will have to make."""
+    """Refuse or report the sum of a replica's gradient that backward will have to make."""
     if settings.comm != "auto":
         _object(f"backward of {op} sums the gradient of {spec!r} over mesh axes {axes}: {spec.local_bytes} B")
 
 
 def check_collective(op: str, what: str, nbytes: int) -> None:
-    """The same for a collective that is not the move of a tensor."""
+    """Refuse or report a collective that is not the move of a tensor."""
     if settings.comm != "auto":
         _object(f"{op} {what}: {nbytes} B")
 

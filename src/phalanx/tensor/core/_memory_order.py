@@ -41,12 +41,12 @@ def kept_order(moved: Tensor, target: Spec, tensor: DTensor) -> Tensor:
 
 
 def copied_in_order(local: Tensor, wanted: Strides) -> Tensor:
-    """A copy of ``local`` with these strides; differentiable."""
+    """Return a copy of ``local`` with these strides; differentiable."""
     return torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device).copy_(local)
 
 
 def shard_strides(spec: Spec, strides: Sequence[int]) -> Strides:
-    """The strides of this rank's shard, without gaps, of a global tensor that has ``strides``."""
+    """Return the strides of this rank's shard, without gaps, of a global tensor that has ``strides``."""
     return packed(spec.local_shape, spec.shape, strides)
 
 

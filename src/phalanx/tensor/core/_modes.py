@@ -64,7 +64,7 @@ def communication_mode(mode: CommMode) -> Iterator[None]:
 
 @contextmanager
 def fallback_policy(policy: FallbackPolicy) -> Iterator[None]:
-    """What to do with an operation that has no rule: compute it replicated (``auto``), also ``warn``, or ``error``."""
+    """Say what happens to operations without a rule: computed replicated (``auto``), also ``warn``, or ``error``."""
     if policy not in ("auto", "warn", "error"):
         raise ValueError(f"fallback_policy({policy!r}): expected auto, warn or error")
     previous, settings.fallback = settings.fallback, policy
@@ -100,7 +100,7 @@ def under_these_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often each operation ran without a rule on this rank."""
+    """Say how often each operation ran without a rule on this rank."""
     return dict(settings.fallbacks)
 
 

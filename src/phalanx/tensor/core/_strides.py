@@ -18,7 +18,7 @@ SELF, VIEW, COPY = "self", "view", "copy"
 
 
 def global_strides(spec: Spec, local: Sequence[int]) -> tuple[int, ...]:
-    """The strides that the global tensor has if this rank's shard, laid out as ``spec``, has ``local``.
+    """Return the strides that the global tensor has if this rank's shard, laid out as ``spec``, has ``local``.
 
     Of two equal strides the dim of size one is the inner one: as the outer one it would have a larger stride.
     """

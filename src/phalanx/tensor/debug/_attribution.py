@@ -107,7 +107,7 @@ class Attribution(TorchFunctionMode):
             self._keep(Span(running.start, _next_node(), running.name, "", ""))
 
     def _name_of(self, module: nn.Module) -> str:
-        """The dotted path below the outermost running module, which goes by its class.
+        """Return the dotted path below the outermost running module, which goes by its class.
 
         Of several by one name the second is ``MLP#2``. Modules without parameters or buffers may be made anew at every
         call: they share the name.
@@ -167,7 +167,7 @@ class Attribution(TorchFunctionMode):
         self._spans.append(span)
 
     def _find(self, node: Any) -> Span | None:
-        """The innermost span that holds ``node``: spans are kept in the order in which they ended."""
+        """Return the innermost span that holds ``node``: spans are kept in the order in which they ended."""
         if node is None:
             return None
         number = sequence_number_of(node)()

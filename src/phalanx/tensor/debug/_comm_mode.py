@@ -58,11 +58,11 @@ class CommDebugMode:
     # ---- numbers
 
     def get_total_counts(self) -> int:
-        """How many collectives ran."""
+        """Say how many collectives ran."""
         return sum(traffic.count for traffic in self._record.by_collective().values())
 
     def get_comm_counts(self) -> dict[str, int]:
-        """How many of each collective ran."""
+        """Say how many of each collective ran."""
         return {name: traffic.count for name, traffic in self._record.by_collective().items()}
 
     def get_total_bytes(self) -> int:
@@ -107,7 +107,7 @@ class CommDebugMode:
     # ---- reports
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules as indented text.
+        """Return the modules as indented text.
 
         Noise level 0: counts and bytes by module; 1: also each collective with its operation and line, and the layouts
         of parameters; 2: also the operations on DTensors; 3: also those on plain tensors.
@@ -117,15 +117,15 @@ class CommDebugMode:
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str | Path = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
-        """The same text into a file."""
+        """Write the text of the table into a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def generate_json_dump(self, file_name: str | Path = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """The same as nested JSON objects into a file."""
+        """Write the table as nested JSON objects into a file."""
         Path(file_name).write_text(json.dumps(as_json(self._tree(), noise_level), indent=1) + "\n")
 
     def generate_html(self, file_name: str | Path = "comm_mode_log.html", noise_level: int = 3) -> None:
-        """The same as one self-contained page whose modules fold."""
+        """Write the table as one self-contained page whose modules fold."""
         Path(file_name).write_text(html_page(self._tree(), noise_level))
 
     def _tree(self) -> ModuleTree:

@@ -27,7 +27,7 @@ code { font-size: 12px; overflow-wrap: anywhere; }
 
 
 def html_page(root: ModuleTree, noise_level: int) -> str:
-    """The page as text."""
+    """Return the page as text."""
     check_level(noise_level)
     count = sum(t.count for total in root.total.values() for t in total.values())
     nbytes = sum(t.nbytes for total in root.total.values() for t in total.values())

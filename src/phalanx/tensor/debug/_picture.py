@@ -25,7 +25,7 @@ _FONT = {
 
 
 def sharding_svg(dtensor: DTensor, width: int = 480) -> str:
-    """Which rank holds what, as SVG text, in proportion to the sizes.
+    """Say which rank holds what, as SVG text, in proportion to the sizes.
 
     >>> Path("layout.svg").write_text(sharding_svg(x))   # doctest: +SKIP
     """
@@ -51,7 +51,7 @@ def sharding_svg(dtensor: DTensor, width: int = 480) -> str:
 
 
 def sharding_png(dtensor: DTensor, width: int = 480) -> bytes:
-    """The same picture as PNG bytes (without the caption).
+    """Draw the picture of ``sharding_svg`` as PNG bytes (without the caption).
 
     >>> Path("layout.png").write_bytes(sharding_png(x))   # doctest: +SKIP
     """

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def layout_of(dtensor: DTensor) -> Spec:
-    """The layout to be drawn; an error for what has none."""
+    """Return the layout to be drawn; an error for what has none."""
     if not isinstance(dtensor, DTensor):
         shape = f" of shape {tuple(dtensor.shape)}" if isinstance(dtensor, Tensor) else ""
         raise TypeError(
@@ -40,7 +40,7 @@ def layout_of(dtensor: DTensor) -> Spec:
 
 
 def tiles(spec: Spec) -> list[Tile]:
-    """The rectangles of a tensor of one or two dims (one dim: a single row), top to bottom, left to right.
+    """Return the rectangles of a tensor of one or two dims (one dim: a single row), top to bottom, left to right.
 
     A rank has several where a strided shard gives it several ranges, and none where its shard is empty.
     """

@@ -80,7 +80,7 @@ class ModuleTree:
 
 
 def build_tree(record: Record) -> ModuleTree:
-    """The modules that ran, nested by their names, below one root for what ran outside of any."""
+    """Return the modules that ran, nested by their names, below one root for what ran outside of any."""
     root = ModuleTree(ROOT, "")
     known = {ROOT: root}
     for name, kind in record.modules.items():
@@ -100,7 +100,7 @@ def build_tree(record: Record) -> ModuleTree:
 
 
 def _parent(name: str, known: dict[str, ModuleTree]) -> str:
-    """The longest known name above ``name``: containers that never ran are left out."""
+    """Return the longest known name above ``name``: containers that never ran are left out."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in known:

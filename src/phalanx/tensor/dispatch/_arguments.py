@@ -60,7 +60,7 @@ class Structure:
         self.key: list[Any] | None = []  # None: the arguments cannot be hashed
 
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with ``values`` in the slots."""
+        """Return the arguments with ``values`` in the slots."""
         return _fill(self.args, values), _fill(self.kwargs, values)
 
 
@@ -128,7 +128,8 @@ def _walk(node: Any, structure: Structure) -> Any:
 
 
 def key_of_any_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A key for these arguments that leaves out the values of numbers, except for what sums depend on: zero, infinity.
+    """Return a key for these arguments that leaves out the values of numbers, except for what sums depend on: zero,
+    infinity.
 
     None if there are no numbers but such as have an entry of their own, or if some argument is not a plain value.
     """
@@ -184,7 +185,7 @@ def run_handler(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every tensor a DTensor on one mesh, or an error that names the odd one out.
+    """Return the arguments with every tensor a DTensor on one mesh, or an error that names the odd one out.
 
     A plain tensor that is written to takes 0-d DTensors as numbers (gradients are clipped so): it stays plain.
     """
@@ -271,7 +272,7 @@ _Read = Callable[[str, Tensor], Any]
 
 
 def with_numbers(func: Any, args: Any, kwargs: Any) -> _Arguments | None:
-    """The arguments with numbers in place of 0-d tensors that stand for them; None if there are none."""
+    """Return the arguments with numbers in place of 0-d tensors that stand for them; None if there are none."""
     return _replaced(func, args, kwargs, number_of)
 
 

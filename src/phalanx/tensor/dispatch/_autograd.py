@@ -33,7 +33,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _seed(output: Any, given: Any) -> Any:
-    """The gradient to start from, for the local of ``output``."""
+    """Return the gradient to start from, for the local of ``output``."""
     if not isinstance(output, DTensor):
         if given is None and output.numel() == 1:
             return torch.ones_like(output)
@@ -125,7 +125,7 @@ def _wrapped(local: Tensor, spec: Spec) -> DTensor:
 
 
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
-    """The hook sees the gradient as a DTensor, and may return another."""
+    """Register a hook that sees the gradient as a DTensor, and may return another."""
     tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     return tensor._local.register_hook(on_gradient(tensor, hook))
 

@@ -65,7 +65,7 @@ def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[An
 
 
 def _counted(first: DTensor, target: DTensor, weight: Any, ignored: int) -> Any:
-    """What the mean of a loss is divided by: the rows that count, or their weights."""
+    """Say what the mean of a loss is divided by: the rows that count, or their weights."""
     if target.is_floating_point():
         return first.numel() // first.shape[1]
     counted = target != ignored
@@ -118,7 +118,7 @@ def broadcast_tensors(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of the ranks' norms, over the axes that shard a reduced dim."""
+    """Return the norm of the ranks' norms, over the axes that shard a reduced dim."""
     options = torch_keywords(kwargs or {})
     x = args[0]
     names = ("x", "ord", "dim", "keepdim")

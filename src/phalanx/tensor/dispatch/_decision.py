@@ -62,7 +62,7 @@ class Decision:
         return self
 
     def without_reductions(self) -> Decision:
-        """The same where no gradients are needed."""
+        """Make the decision where no gradients are needed of this one."""
         other = Decision(self.name, self.form, self.outputs, self.call)
         other.moves, other.is_view = self.moves, self.is_view
         other.aliasing, other.is_new = self.aliasing, self.is_new

@@ -65,7 +65,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """A leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
+    """Return a leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
 
     The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank shards its own
     copy and nothing is sent.
@@ -151,7 +151,7 @@ def redistribute(
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
 ) -> DTensor:
-    """See ``DTensor.redistribute``."""
+    """Lay ``tensor`` out anew; see ``DTensor.redistribute``."""
     spec = tensor._spec
     if device_mesh is not None and device_mesh != spec.mesh:
         raise ValueError(
@@ -217,7 +217,7 @@ def _look(tensor: Tensor) -> None:
 
 
 def _pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
-    """A DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
+    """Return a DTensor laid out as ``spec`` whose local tensor is ``complete()``, called when first needed."""
     result: DTensor = make_subclass(_Pending, spec.template)
     result._spec = spec
     result._copied_view = None
@@ -226,7 +226,7 @@ def _pending(spec: Spec, complete: Callable[[], Tensor]) -> DTensor:
 
 
 def redistribute_input(tensor: DTensor, target: Spec, op: str) -> Tensor:
-    """The local of ``tensor`` laid out as ``target``, because an operation needs it so."""
+    """Return the local of ``tensor`` laid out as ``target``, because an operation needs it so."""
     if target is tensor._spec:
         return tensor._local
     return kept_order(moved_for(op, tensor._local, tensor._spec, target), target, tensor)

@@ -97,7 +97,7 @@ def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _flat_extreme(func: Any, x: Any, op: str) -> DTensor | None:
-    """The number of the first extreme element of all: each rank sends its own and its number."""
+    """Return the number of the first extreme element of all: each rank sends its own and its number."""
     if not isinstance(x, DTensor) or not x.ndim:
         return None
     spec = x._spec

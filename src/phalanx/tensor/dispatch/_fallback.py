@@ -66,7 +66,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _silent_writes(name: str, args: Any, tensors: list[DTensor]) -> set[int]:
-    """Which of ``tensors`` the operator wrote to without raising their version."""
+    """Say which of ``tensors`` the operator wrote to without raising their version."""
     return {
         index
         for position in OPERATORS[name].writes

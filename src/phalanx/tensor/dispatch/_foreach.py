@@ -42,7 +42,7 @@ def foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _all_alike(args: Any) -> tuple[list[Any], list[Spec]] | None:
-    """The locals of lists that are laid out alike, place by place, as an optimizer's are; None if they are not."""
+    """Return the locals of lists that are laid out alike, place by place, as an optimizer's are; else None."""
     first = args[0]
     if type(first) is not list and type(first) is not tuple:
         return None
@@ -193,7 +193,7 @@ def _place(values: Iterable[Any], place: int) -> list[Any]:
 
 
 def _single(name: str) -> Any:
-    """The function of one tensor that ``name`` applies to each of a list."""
+    """Return the function of one tensor that ``name`` applies to each of a list."""
     method = name.removeprefix(PREFIX)
     found: Any = getattr(_OfOne, method, None)
     if found is None:

@@ -37,7 +37,7 @@ def from_local(
     stride: Sequence[int] | None,
     grad_placements: Sequence[Placement] | None,
 ) -> DTensor:
-    """See ``DTensor.from_local``."""
+    """Make a DTensor of each rank's ``local``; see ``DTensor.from_local``."""
     mesh = mesh_or_current(device_mesh)
     if isinstance(local, DTensor):
         raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
@@ -70,7 +70,7 @@ def _fitting(
     shape: Sequence[int] | None,
     axes: list[int],
 ) -> Spec:
-    """The layout of which ``local`` is this rank's shard; shards along ``axes`` are checked."""
+    """Return the layout of which ``local`` is this rank's shard; shards along ``axes`` are checked."""
     if not axes:
         spec = Spec.of(mesh, placements, local.shape if shape is None else tuple(shape), local.dtype)
         if spec.local_shape != tuple(local.shape):
@@ -109,7 +109,9 @@ _CHUNKS = (
 def global_shape(
     shapes: dict[Coordinate, LocalShape], placements: Sequence[Placement], axes: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of the tensor that ``shapes`` make, if they fit: the rows of each dim, along the axes that shard it."""
+    """Return the shape of the tensor that ``shapes`` make, if they fit: the rows of each dim, along the axes that shard
+    it.
+    """
     shape = []
     for dim in range(len(next(iter(shapes.values())).shape)):
         others = [axis for axis in axes if not placements[axis].is_shard(dim)]
@@ -128,7 +130,7 @@ def _expected(spec: Spec, axes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _first_replica(local: Tensor, spec: Spec) -> Tensor:
-    """What the first rank holds, along every axis of replicas."""
+    """Say what the first rank holds, along every axis of replicas."""
     if not any(p.is_replicate() for p in spec.placements) or local.is_meta:
         return local
     copy = local.detach().clone(memory_format=torch.contiguous_format)

@@ -53,7 +53,7 @@ Coordinate = tuple[int, ...]
 def gathered_shapes(
     mesh: DeviceMesh, axes: Sequence[int], own: LocalShape, device: str
 ) -> dict[Coordinate, LocalShape]:
-    """The shapes of the ranks that differ from this one along ``axes`` only; one small gather for each axis."""
+    """Return the shapes of the ranks that differ from this one along ``axes`` only; one small gather for each axis."""
     numbers = torch.tensor(own.numbers(), device=device)
     length = numbers.numel()
     for axis in reversed(axes):  # what arrives is then in the order of the coordinates

@@ -44,7 +44,7 @@ def finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
 def _finish_if_needed(
     decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any
 ) -> DTensor:
-    """A function that copies only if it must: what the global tensor would give, whatever this shard allows.
+    """Finish a function that copies only if it must, as the global tensor would, whatever this shard allows.
 
     Where ranks might disagree about a copied view, it counts as one that cannot be written.
     """

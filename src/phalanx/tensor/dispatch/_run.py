@@ -73,7 +73,7 @@ def forget_decisions() -> None:
 
 
 def run_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The handler of every function that has a sharding rule; the hot path."""
+    """Run a function that has a sharding rule; the handler of all of them, and the hot path."""
     if kwargs:
         names = tuple(kwargs)
         values = (*args, *kwargs.values())
@@ -115,7 +115,7 @@ _runners: dict[Any, _Runner] = {}
 
 
 def _make_runner(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Runner | None:
-    """The runner for arguments of these types, the last ones keywords; None: only the general way will do.
+    """Return the runner for arguments of these types, the last ones keywords; None: only the general way will do.
 
     It alone puts several DTensors among the keywords in order.
     """
@@ -249,7 +249,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same for nested arguments, plain tensors among them, and ``out=``."""
+    """Run a call with nested arguments, plain tensors among them, or ``out=``."""
     kwargs = in_signature_order(func, dict(kwargs)) if kwargs else {}
     out = kwargs.pop("out", None)
     if out is not None:

@@ -18,7 +18,7 @@ from phalanx.tensor.core._dtensor import DTensor
 
 @contextmanager
 def keeping_shared_parameters(module: nn.Module) -> Iterator[None]:
-    """What shares a parameter before the block shares one after it; warns where layouts make that impossible."""
+    """Say what shares a parameter before the block shares one after it; warns where layouts make that impossible."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, part in module.named_modules():
         for key, parameter in module_parameters(part).items():

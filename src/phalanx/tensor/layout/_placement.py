@@ -187,13 +187,13 @@ def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def chunk_starts(length: int, parts: int) -> tuple[int, ...]:
-    """Where each chunk begins (``length`` for the empty ones behind the end)."""
+    """Say where each chunk begins (``length`` for the empty ones behind the end)."""
     full = -(-length // parts)
     return tuple(min(length, full * i) for i in range(parts))
 
 
 def indices_of(length: int, shards: Sequence[tuple[Shard, int, int]]) -> list[int]:
-    """The global indices one rank holds of a dim, after each axis that shards it (placement, ranks on the axis,
+    """Return the global indices one rank holds of a dim, after each axis that shards it (placement, ranks on the axis,
     coordinate).
 
     The naive reference of all layout arithmetic: correct for every nesting, linear in ``length``.
@@ -232,7 +232,7 @@ def ranges_of(length: int, shards: Sequence[tuple[Shard, int, int]]) -> list[tup
 
 
 def _within(held: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The ranges of the indices at positions ``begin`` to ``end`` of what is held."""
+    """Return the ranges of the indices at positions ``begin`` to ``end`` of what is held."""
     position = 0
     for start, size in held:
         first, last = max(begin, position), min(end, position + size)
@@ -255,8 +255,8 @@ def held_size(length: int, shards: Sequence[tuple[Shard, int, int]]) -> int:
 def inner_shard(
     length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int
 ) -> Shard | None:
-    """How ``axis`` shards what all other axes leave of its dim; None if that cannot be said, for shards inside of its
-    own.
+    """Say how ``axis`` shards what all other axes leave of its dim; None if that cannot be said, for shards inside of
+    its own.
 
     A strided shard can be made of what later axes leave just as well, if sizes are even (or happen to fit):
     (_S(0, 2), S(0)) on 2 by 2 ranks is S(0) on the second axis, and each of its shards sharded by the first.

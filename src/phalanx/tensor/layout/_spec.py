@@ -116,7 +116,7 @@ class Spec:
 
     @property
     def cotangent(self) -> Spec:
-        """The layout of a gradient for this tensor: as the tensor, but replicated where the tensor is partial."""
+        """Return the layout of a gradient for this tensor: its own, but replicated where the tensor is partial."""
         if not self.is_partial:
             return self
         found: Spec | None = self.variants.get("cotangent")
@@ -126,7 +126,7 @@ class Spec:
         return found
 
     def of_gradient(self, placements: Sequence[Placement]) -> Spec:
-        """The layout of a gradient of this rank's shard, if the user says ``grad_placements=placements``."""
+        """Return the layout of a gradient of this rank's shard, if the user says ``grad_placements=placements``."""
         given = self.with_placements(normalize(placements, self.mesh.ndim, len(self.shape)))
         if given.local_shape != self.local_shape:
             raise ValueError(
@@ -144,7 +144,7 @@ class Spec:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
     def shards(self, dim: int, coordinate: Sequence[int] | None = None) -> list[AxisShard]:
-        """The axes that shard ``dim``, outermost first: (placement, ranks on the axis, coordinate on it)."""
+        """Return the axes that shard ``dim``, outermost first: (placement, ranks on the axis, coordinate on it)."""
         where = self.coordinate if coordinate is None else coordinate
         return [
             (p, self.mesh.shape[axis], where[axis])
@@ -153,11 +153,11 @@ class Spec:
         ]
 
     def local_indices(self, dim: int) -> list[int]:
-        """The global indices of ``dim`` that this rank holds, ascending within each block."""
+        """Return the global indices of ``dim`` that this rank holds, ascending within each block."""
         return indices_of(self.shape[dim], self.shards(dim))
 
     def local_offset(self, dim: int) -> int:
-        """Where this rank's shard of ``dim`` begins; only for dims with plain shards."""
+        """Say where this rank's shard of ``dim`` begins; only for dims with plain shards."""
         length, offset = self.shape[dim], 0
         for placement, parts, coordinate in self.shards(dim):
             assert type(placement) is Shard, f"{placement!r} holds more than one range of dim {dim}"
@@ -166,11 +166,13 @@ class Spec:
         return offset
 
     def shape_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The local shape of the rank at ``coordinate``."""
+        """Return the local shape of the rank at ``coordinate``."""
         return tuple(held_size(n, self.shards(dim, coordinate)) for dim, n in enumerate(self.shape))
 
     def smallest_shard(self, dim: int) -> int:
-        """The least that any rank holds of ``dim``: of a dim that is sharded twice it need not be the last rank's."""
+        """Return the least that any rank holds of ``dim``: of a dim that is sharded twice it need not be the last
+        rank's.
+        """
         lengths = {self.shape[dim]}
         for placement, parts, _ in self.shards(dim):
             lengths = {held_size(n, [(placement, parts, at)]) for n in lengths for at in range(parts)}
@@ -219,7 +221,7 @@ Spec.__hash__ = object.__hash__  # type: ignore[method-assign]  # interned: iden
 
 
 def axes_in(mesh: DeviceMesh, root: DeviceMesh) -> list[int] | None:
-    """Where the axes of a sub-mesh are in ``root``; None if it was not taken from it."""
+    """Say where the axes of a sub-mesh are in ``root``; None if it was not taken from it."""
     if mesh._root is not root._root:
         return None
     axes = root._layout.axes

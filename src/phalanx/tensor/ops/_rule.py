@@ -160,7 +160,7 @@ class Call:
         self.kwargs = torch_keywords(self.kwargs)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at ``position`` or called ``name``."""
+        """Return the argument at ``position`` or called ``name``."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -180,7 +180,7 @@ class Call:
         return self.inputs[0].spec.mesh.shape
 
     def meta(self) -> Any:
-        """What the call returns for the global shapes, computed on meta tensors."""
+        """Say what the call returns for the global shapes, computed on meta tensors."""
         if self._meta is None:
             try:
                 self._meta = (self.on(self._meta_tensors()),)
@@ -189,7 +189,7 @@ class Call:
         return self._meta[0]
 
     def meta_with(self, strides: Sequence[int]) -> tuple[Tensor, Any]:
-        """The first input as a meta tensor with these strides, and what the call returns for it."""
+        """Return the first input as a meta tensor with these strides, and what the call returns for it."""
         first, *others = self.inputs
         with without_user_modes():
             tensors = [
@@ -199,7 +199,7 @@ class Call:
             return tensors[0], self.on(tensors)
 
     def on(self, tensors: Sequence[Tensor]) -> Any:
-        """What the call returns for these tensors, which are on one device, in place of its inputs."""
+        """Say what the call returns for these tensors, which are on one device, in place of its inputs."""
         with torch.no_grad():
             return self.func(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
 
@@ -207,7 +207,7 @@ class Call:
         return [t.shape for t in tensors_in(self.meta())]
 
     def local_shapes(self, specs: Sequence[Spec]) -> list[tuple[int, ...]] | None:
-        """The shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
+        """Return the shapes of torch's results on this rank, inputs laid out so; None if meta tensors cannot tell."""
         try:
             result = self.on(
                 [_meta_tensor(one, spec.local_shape) for one, spec in zip(self.inputs, specs, strict=True)]
@@ -225,7 +225,7 @@ class Call:
         return self._reached(self.func, self._meta_tensors())
 
     def reached_here(self, run: Callable[..., Any], specs: Sequence[Spec]) -> list[frozenset[int]] | None:
-        """The same of ``run``, the local call of a rank that holds nothing, by running it."""
+        """Find that out for ``run``, the local call of a rank that holds nothing, by running it."""
         with torch.inference_mode(False):
             parts = [
                 torch.zeros(spec.local_shape, dtype=one.dtype, device=spec.mesh.device_type)
@@ -254,7 +254,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _meta_tensor(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
-    """A meta tensor in place of an input; row-major without ``strides``."""
+    """Return a meta tensor in place of an input; row-major without ``strides``."""
     with torch.inference_mode(False):
         if strides is None:
             return torch.empty(shape, dtype=one.dtype, device="meta")
@@ -291,7 +291,7 @@ def _leads_to(result: Tensor, leaf: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a result, in order."""
+    """Return the tensors of a result, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -304,7 +304,7 @@ def all_replicated(call: Call, num_outputs: int) -> Choice:
 
 
 def norm_dim(dim: int, ndim: int) -> int:
-    """A non-negative dim; 0-d tensors have one dim in torch's eyes."""
+    """Return a non-negative dim; 0-d tensors have one dim in torch's eyes."""
     return dim % max(ndim, 1)
 
 

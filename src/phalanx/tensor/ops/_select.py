@@ -48,7 +48,7 @@ def select(inputs: Sequence[In], sharding: Sharding, keep: tuple[Placement, ...]
 
 
 def _cost(inputs: Sequence[In], layouts: Sequence[tuple[Placement, ...]], limit: float) -> float:
-    """What moving the inputs costs; no plan is searched for that cannot bring it below ``limit``."""
+    """Say what moving the inputs costs; no plan is searched for that cannot bring it below ``limit``."""
     moves = [
         (one.spec, one.spec.with_placements(placements))
         for one, placements in zip(inputs, layouts, strict=True)
@@ -67,7 +67,7 @@ def _cost(inputs: Sequence[In], layouts: Sequence[tuple[Placement, ...]], limit:
 
 
 def _first_valid(inputs: Sequence[In], sharding: Sharding, per_axis: list[list[Choice]]) -> Layouts | None:
-    """The cheap combinations were all vetoed: take the first that is not."""
+    """Return the cheap combinations were all vetoed: take the first that is not."""
     for combination in itertools.islice(itertools.product(*per_axis), 10_000):
         layouts = _transpose(combination, len(inputs))
         if _fits(inputs, layouts[0]) and (sharding.valid is None or sharding.valid(layouts[0])):

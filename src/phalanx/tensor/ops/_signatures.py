@@ -50,7 +50,7 @@ def first_by_position(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
 
 @cache
 def _parameters(base: str) -> dict[str, int]:
-    """Where each parameter of an operation of torch stands, over all of its signatures."""
+    """Say where each parameter of an operation of torch stands, over all of its signatures."""
     packet = getattr(torch.ops.aten, base, None)
     places: dict[str, int] = {}
     for overload in packet.overloads() if packet is not None else ():

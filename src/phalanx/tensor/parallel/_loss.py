@@ -89,7 +89,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The loss as a DTensor: rows as the logits' other dims, summed or averaged as ``reduction`` says."""
+    """Return the loss as a DTensor: rows as the logits' other dims, summed or averaged as ``reduction`` says."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction!r} is not a valid value for reduction")
     logits = _without_partial(input)
@@ -159,7 +159,7 @@ class _RowLoss(torch.autograd.Function):
 
 
 def _own_position(logits: Tensor, target: Tensor, cut: _ShardedDims) -> tuple[Tensor, Tensor]:
-    """The target's index among this rank's classes (any, where it is not here), and whether it is here."""
+    """Return the target's index among this rank's classes (any, where it is not here), and whether it is here."""
     own = target - cut.offset
     here = (own >= 0) & (own < logits.shape[cut.dim])
     return own.masked_fill(~here, 0).unsqueeze(cut.dim), here
@@ -214,7 +214,7 @@ def _check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:
 
 
 def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What each row counts: the weight of its class, zero if it is ignored."""
+    """Say what each row counts: the weight of its class, zero if it is ignored."""
     counted = target != ignore_index
     if weight is None:
         return counted.to(dtype)

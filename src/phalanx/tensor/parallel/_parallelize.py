@@ -57,7 +57,7 @@ def parallelize_module(
 
 
 def modules_at(module: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The submodules that ``path`` names; the empty path names ``module`` itself.
+    """Return the submodules that ``path`` names; the empty path names ``module`` itself.
 
     >>> model = nn.Sequential(nn.Linear(1, 2), nn.ReLU())
     >>> [type(part).__name__ for part in modules_at(model, "*")]

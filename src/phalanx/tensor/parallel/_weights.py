@@ -29,11 +29,11 @@ class _OneInputOneOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _wanted_input(self, module: nn.Module) -> Placement | None:
-        """The layout in which the module's weights want their input; None: as it comes."""
+        """Return the layout in which the module's weights want their input; None: as it comes."""
         raise NotImplementedError
 
     def _known_shape(self, module: nn.Module, local: Tensor) -> tuple[int, ...] | None:
-        """The global shape of a plain input, where the module tells it (else sizes are gathered)."""
+        """Return the global shape of a plain input, where the module tells it (else sizes are gathered)."""
         return None
 
     def _attach(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:

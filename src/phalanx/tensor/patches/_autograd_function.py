@@ -139,7 +139,7 @@ def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _named(function: Any) -> Any:
-    """A class of the user's name, because torch looks for nodes by name (backward hooks of modules do)."""
+    """Return a class of the user's name, because torch looks for nodes by name (backward hooks of modules do)."""
     made = _lifted.get(function)
     if made is None:
         made = _lifted[function] = type(function.__name__, (_Lifted,), {})

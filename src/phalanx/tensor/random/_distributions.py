@@ -115,7 +115,7 @@ def random_integers(dtype: torch.dtype, args: Any, kwargs: Any) -> Make:
 
 
 def _bounds(name: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the greatest value of ``dtype``."""
+    """Return the least and the greatest value of ``dtype``."""
     if dtype is torch.bool:
         return 0, 1
     require_dtype(name, dtype, FLOATS | INTEGERS)
@@ -124,7 +124,7 @@ def _bounds(name: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _rounded(value: int, dtype: torch.dtype, towards: float) -> int:
-    """The nearest number of ``dtype`` that is not on the other side of ``value``."""
+    """Return the nearest number of ``dtype`` that is not on the other side of ``value``."""
     near = torch.tensor(value).to(dtype)
     if (int(near.item()) - value) * towards < 0:
         near = torch.nextafter(near, torch.tensor(towards, dtype=dtype))

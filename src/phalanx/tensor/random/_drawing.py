@@ -83,7 +83,7 @@ def with_distributed_arguments(handler: Handler) -> Handler:
 
 
 def drawn(tensor: DTensor, make: _philox.Make, dtype: torch.dtype | None = None) -> Tensor:
-    """A local tensor of drawn values in the layout of ``tensor``, replicated where it is partial."""
+    """Return a local tensor of drawn values in the layout of ``tensor``, replicated where it is partial."""
     spec = tensor._spec.cotangent.with_dtype(dtype or tensor.dtype)
     return _philox.filled(spec, next_stream(spec.mesh), make, tensor._local.device)
 

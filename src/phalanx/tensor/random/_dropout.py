@@ -60,7 +60,7 @@ dropout, feature_dropout = _dropout(feature=False), _dropout(feature=True)
 
 
 def native_dropout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The result and the mask; ``train=None`` is taken as true, as torch does."""
+    """Return the result and the mask; ``train=None`` is taken as true, as torch does."""
     tensor: DTensor = args[0]
     p, train = option(args, kwargs, 1, "p", 0.5), option(args, kwargs, 2, "train", True)
     if train is False or p == 0:

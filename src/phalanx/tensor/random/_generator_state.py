@@ -39,7 +39,7 @@ def put(saved: Tensor, payload: bytes) -> None:
 
 
 def taken(saved: Tensor) -> bytes | None:
-    """What ``put`` wrote; None if nothing."""
+    """Say what ``put`` wrote; None if nothing."""
     if saved.dtype is not torch.uint8 or saved.device.type != "cpu" or saved.numel() != STATE_BYTES:
         return None
     halves = _upper_halves(saved.detach().contiguous())

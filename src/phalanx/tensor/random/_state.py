@@ -43,7 +43,7 @@ class _RankState:
         self.num_meshes = 0  # on which was drawn; no mesh that this rank used has this number or a higher one
 
     def key(self, mesh: DeviceMesh) -> bytes:
-        """What stands for ``mesh`` in saved states: the same on all its ranks, and in a later run."""
+        """Say what stands for ``mesh`` in saved states: the same on all its ranks, and in a later run."""
         known = self.keys.get(mesh)
         if known is None:
             root, layout = mesh._root, mesh._layout
@@ -112,7 +112,7 @@ def _agree(mesh: DeviceMesh, number: int) -> tuple[int, int]:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed for the mesh with this number: the first one's is torch's own."""
+    """Return a seed for the mesh with this number: the first one's is torch's own."""
     if number == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
@@ -129,7 +129,7 @@ def _stream(state: _RankState, mesh: DeviceMesh) -> Stream:
 
 
 def next_stream(mesh: DeviceMesh) -> Stream:
-    """The (seed, draw number) of the next random operation on ``mesh``."""
+    """Return the (seed, draw number) of the next random operation on ``mesh``."""
     state = _rank_state()
     seed, draws = _stream(state, mesh)
     state.streams[state.key(mesh)] = (seed, draws + 1)

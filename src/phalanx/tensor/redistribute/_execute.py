@@ -140,7 +140,7 @@ class Route:
 
 
 def route_of(plan: Plan, summed: tuple[int, ...] = ()) -> Route:
-    """The route of a move, made once for each plan."""
+    """Return the route of a move, made once for each plan."""
     found: Route | None = plan.source.variants.get(("move", plan.target, summed))
     if found is None:
         found = plan.source.variants["move", plan.target, summed] = Route(plan, 1.0, summed)
@@ -168,7 +168,7 @@ def turn_back(route: Route) -> Route:
 
 
 def exposed_gradient(local: Tensor, spec: Spec) -> Tensor:
-    """The gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
+    """Return the gradient of a tensor laid out as ``spec``, as a tensor of its own that is itself differentiated.
 
     Inside of the graph a partial tensor's gradient meets work that differs from rank to rank, so that what comes back
     is summed over the ranks. As a tensor of its own it is a replica, with the same coming back on every rank: only one
@@ -203,7 +203,7 @@ def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
 
 
 def num_averaged(spec: Spec) -> int:
-    """How many contributions an average is made of; 1 for a tensor that is none.
+    """Say how many contributions an average is made of; 1 for a tensor that is none.
 
     Inside of the graph a contribution has its own gradient, one n-th of the global tensor's.
     """
@@ -213,7 +213,7 @@ def num_averaged(spec: Spec) -> int:
 
 
 def _average_scale(source: Spec, target: Spec) -> float:
-    """A contribution to an average counts for one part in n: what its gradient is multiplied by on the way back."""
+    """Return what a gradient is multiplied by on the way back: a contribution to an average counts for one in n."""
     return num_averaged(target) / num_averaged(source)
 
 

@@ -68,7 +68,7 @@ _NOT_LISTENING = _NotListening()
 
 
 def listening() -> AbstractContextManager[Heard]:
-    """The collectives of a block, for ``log_collectives``; none while the log is off."""
+    """Return the collectives of a block, for ``log_collectives``; none while the log is off."""
     return _listen() if logger.isEnabledFor(TRAFFIC) else _NOT_LISTENING
 
 

@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """What the planner minimised; the same on every rank."""
+        """Say what the planner minimised; the same on every rank."""
         return sum(step.cost for step in self.steps)
 
     @property
@@ -79,7 +79,7 @@ class Plan:
 
 
 def plan_redistribute(source: Spec, target: Spec) -> Plan:
-    """The cheapest exact plan. Source and target differ in placements only."""
+    """Return the cheapest exact plan. Source and target differ in placements only."""
     key = ("plan", target)
     found: Plan | None = source.variants.get(key)
     if found is None:
@@ -90,7 +90,7 @@ def plan_redistribute(source: Spec, target: Spec) -> Plan:
 
 
 def least_cost(source: Spec, target: Spec) -> float:
-    """What ``plan_redistribute(source, target).cost`` cannot be below, without a search."""
+    """Say what ``plan_redistribute(source, target).cost`` cannot be below, without a search."""
     return LeastCost(_grid(source), target.placements)(source.placements)
 
 

@@ -40,7 +40,7 @@ Found = list[tuple[str, int, Placements]]  # kind, axis, placements after it
 
 
 def step_bytes(kind: str, before: int, after: int) -> int:
-    """What comm counts for a step, of this rank's bytes before and after it."""
+    """Say what comm counts for a step, of this rank's bytes before and after it."""
     return 0 if kind in LOCAL_KINDS else max(before, after)
 
 
@@ -72,7 +72,7 @@ class Grid:
 
 
 def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> str | None:
-    """The collective that makes this change exactly; None if none does."""
+    """Return the collective that makes this change exactly; None if none does."""
     before = placements[axis]
     if grid.mesh_shape[axis] == 1:
         return "relabel"  # all placements are the same there
@@ -104,7 +104,7 @@ def _commute(one: Partial, later: Placement) -> bool:
 
 
 def cheapest(grid: Grid, source: Placements, target: Placements) -> Found:
-    """The steps of least cost. Ties go to fewer steps, then to the order of the axes."""
+    """Return the steps of least cost. Ties go to fewer steps, then to the order of the axes."""
     ends = [tuple(dict.fromkeys((a, b, REPLICATE))) for a, b in zip(source, target, strict=True)]
     cost, found = _search(grid, source, target, ends, math.inf)
     if all(kind in LOCAL_KINDS for kind, _, _ in found):

@@ -84,7 +84,7 @@ class _AxisShards:
         ]
 
     def rows(self, rank: int) -> Tensor:
-        """The numbers of all these rows."""
+        """Return the numbers of all these rows."""
         return torch.cat([torch.arange(start, start + size) for start, size in self.ranges(rank)])
 
     def split(self, local: Tensor) -> list[Tensor]:
@@ -174,7 +174,7 @@ def _all_to_all(step: Step) -> Action:
 
 
 def _reorder(step: Step, held: _AxisShards, wanted: _AxisShards) -> Action:
-    """The same dim sharded in another way: each rank sends the rows that another one wants, and sorts what arrives."""
+    """Shard the dim in another way: each rank sends the rows that another one wants, and sorts what arrives."""
     group, dim = group_of(step), held.dim
     rows, own, ranks = held.rows(group.rank), wanted.rows(group.rank), range(group.size)
     sent_rows = [torch.isin(rows, wanted.rows(rank)).nonzero().flatten() for rank in ranks]
@@ -299,7 +299,7 @@ def _relabel(step: Step) -> Action:
 
 
 def _local(compute: Callable[[Tensor], Tensor]) -> Action:
-    """An action that sends nothing, and so has nothing to wait for."""
+    """Return an action that sends nothing, and so has nothing to wait for."""
     return lambda local, async_op: (None, compute(local)), None
 
 

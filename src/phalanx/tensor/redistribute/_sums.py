@@ -40,12 +40,12 @@ def hooked(local: Tensor, hooks: Hooks) -> Tensor:
 
 
 def sums_over(step: Step) -> Sums:
-    """What ``sum_partial`` needs for a step that sums, made once for each."""
+    """Say what ``sum_partial`` needs for a step that sums, made once for each."""
     return OrderedDict({0: partial(_pass_gradient, (group_of(step),))}), reduction_in_place(step)
 
 
 def sum_partial(local: Tensor, sums: Sums) -> Tensor:
-    """The sum of the ranks' ``local``, contiguous. A copy, written to behind the back of the graph."""
+    """Return the sum of the ranks' ``local``, contiguous. A copy, written to behind the back of the graph."""
     hooks, all_reduce = sums
     total = hooked(local, hooks).clone(memory_format=torch.contiguous_format)
     all_reduce(total.detach(), async_op=False)

@@ -73,7 +73,7 @@ def setitem(call: Call) -> Sharding | None:
 def _value_placement(
     p: Placement, keys: list[Any], one: In, onto: dict[int, int], given: In | None, rank: int
 ) -> Placement | None:
-    """How the value lies on an axis where the tensor lies as ``p``; None: this assignment has no rule there."""
+    """Say how the value lies on an axis where the tensor lies as ``p``; None: this assignment has no rule there."""
     if isinstance(p, Partial):
         return p if given is not None and given.dtype is one.dtype else None
     if not isinstance(p, Shard):
@@ -95,13 +95,13 @@ def _index_ndim(keys: Sequence[Any]) -> int:
 
 
 def _front(keys: Sequence[Any]) -> int:
-    """Where the dims of index tensors stand in the result: in their place if they are neighbours, else first."""
+    """Say where the dims of index tensors stand in the result: in their place if they are neighbours, else first."""
     places = [d for d, k in enumerate(keys) if not isinstance(k, slice)]
     return 0 if not places or places[-1] - places[0] >= len(places) else places[0]
 
 
 def _result_dims(keys: Sequence[Any]) -> dict[int, int]:
-    """Which dim of the result each sliced dim is."""
+    """Say which dim of the result each sliced dim is."""
     if not any(isinstance(k, (In, Tensor, list)) for k in keys):
         return {
             d: sum(isinstance(o, slice) for o in keys[:d]) for d, k in enumerate(keys) if isinstance(k, slice)

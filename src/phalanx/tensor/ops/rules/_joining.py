@@ -202,7 +202,7 @@ def _index_local(run: LocalRun, args: Any, kwargs: Any) -> Any:
 
 
 def basic_index(shape: Sequence[int], keys: Sequence[Any]) -> dict[int, int] | None:
-    """Where dims go that an index of ints, slices, None and ``...`` takes in full; None for other indices."""
+    """Say where dims go that an index of ints, slices, None and ``...`` takes in full; None for other indices."""
     if any(
         isinstance(k, (bool, list, tuple)) or not (k is None or k is Ellipsis or isinstance(k, (int, slice)))
         for k in keys

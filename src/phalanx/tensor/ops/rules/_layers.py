@@ -20,8 +20,8 @@ from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Sharding, all_r
 def batch_dims(
     first: int, count: Callable[[Call], int], num_outputs: int = 1
 ) -> Callable[[Call], Sharding | None]:
-    """The leading ``count`` dims of input ``first`` and of every output may be sharded; the other inputs are
-    replicated.
+    """Make a rule: the leading ``count`` dims of input ``first`` and of every output may be sharded, and the other
+    inputs are replicated.
     """
 
     def rule(call: Call) -> Sharding | None:
@@ -96,7 +96,7 @@ def embedding(call: Call) -> Sharding | None:
 
 
 def _nothing_found(weight: Tensor, indices: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """The embedding where it has no elements: torch's cannot be differentiated twice then."""
+    """Look up an embedding that has no elements: torch's cannot be differentiated twice then."""
     return weight.index_select(0, indices.reshape(-1)).reshape(*indices.shape, weight.shape[1])
 
 

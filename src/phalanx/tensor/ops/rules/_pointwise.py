@@ -17,7 +17,7 @@ from phalanx.tensor.ops._rule import Call, Choice, Sharding, all_replicated
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
-    """The shape that torch broadcasts ``shapes`` to."""
+    """Return the shape that torch broadcasts ``shapes`` to."""
     result: torch.Size = torch.broadcast_shapes(*shapes)
     return result
 
@@ -144,7 +144,7 @@ def _stays_inexact(call: Call) -> bool:
 
 
 def _cast_to(call: Call) -> torch.dtype | None:
-    """The dtype of a cast; None if it is given by name."""
+    """Return the dtype of a cast; None if it is given by name."""
     given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     if given or call.name == "type":
         return given[0] if given else None

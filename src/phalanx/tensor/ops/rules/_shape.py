@@ -176,7 +176,7 @@ def expand(call: Call) -> Sharding | None:
 
 
 def along(call: Call, position: int, name: str, default: Any = None) -> set[int]:
-    """The dims that an argument names, non-negative; all of them for None."""
+    """Return the dims that an argument names, non-negative; all of them for None."""
     ndim = call.inputs[0].ndim
     given = call.arg(position, name, default)
     return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in _as_tuple(given)}

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.launch.agent._node import Node
+from phalanx.launch.agent._node import NodeAgent
 from phalanx.launch.config._config import LaunchConfig, static_address
-from phalanx.launch.config._spec import Entrypoint, Script
+from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.failures._process_failure import ChildFailedError
 from phalanx.launch.rendezvous import get_rendezvous_handler
 from phalanx.launch.rendezvous._interface import (
@@ -85,7 +85,7 @@ def run_node(
     handler: RendezvousHandler | None = None
     try:
         handler = get_rendezvous_handler(_rendezvous_parameters(config))
-        result = Node(config, start, handler, health=health, zygote=zygote).run()
+        result = NodeAgent(config, start, handler, health=health, zygote=zygote).run()
     except RendezvousGracefulExitError as reason:
         log.warning("%s; this node computes nothing", reason)
         return {}

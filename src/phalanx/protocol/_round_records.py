@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phalanx._fields import Fields, short
-from phalanx.protocol._codec import Record, RecordError, at_least
+from phalanx.protocol._codec import RecordError, StoreRecord, at_least
 
 FRESH = -1
 """The step of a worker that has no state yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready(Record):
+class Ready(StoreRecord):
     """What a worker declares when it waits for its place in a round."""
 
     what: ClassVar[str] = "ready record"
@@ -30,12 +30,12 @@ class Ready(Record):
 
     @property
     def position(self) -> tuple[int, int, bool]:
-        """How far it is; larger is further."""
+        """Return how far it is; larger is further."""
         return (self.step, self.evaluations, self.evaluating)
 
 
 @dataclass(frozen=True)
-class Round(Record):
+class Round(StoreRecord):
     """The workers of a round in the order of their ranks, or, instead, the generation to move on to."""
 
     what: ClassVar[str] = "round record"
@@ -50,7 +50,7 @@ class Round(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finish(Record):
+class Finish(StoreRecord):
     """The last round of a job; ``workers`` and their ``hosts`` are in the order of their ranks."""
 
     what: ClassVar[str] = "finish record"
@@ -63,7 +63,7 @@ class Finish(Record):
 
 
 @dataclass(frozen=True)
-class Evaluation(Record):
+class Evaluation(StoreRecord):
     """The result of an evaluation, means by name. A mean may be infinite or nan."""
 
     what: ClassVar[str] = "evaluation record"

@@ -118,7 +118,7 @@ class SaveWriter:
             self._end_attempt(snapshot, failed)
 
     def _wait_next(self) -> Snapshot | None:
-        """The snapshot to write now; None when it is time to end."""
+        """Return the snapshot to write now; None when it is time to end."""
         with self._changed:
             while self._next is None or not self._is_due():
                 if self._next is None and self._closed:

@@ -20,7 +20,7 @@ from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang._detector import HangDetector
-from phalanx.launch.recovery._channel import AgentChannel
+from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import StoreError
 from phalanx.launch.agent._generation import Generation
-from phalanx.launch.config._spec import RunResult, WorkerState
+from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.protocol import Setbacks
 

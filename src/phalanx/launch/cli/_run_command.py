@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.launch.cli._flags import UsageError, parse
 from phalanx.launch.cli._head_start import begin_to_load, find_library
-from phalanx.launch.workers._environment import resolver_defaults, thread_defaults
+from phalanx.launch.workers._worker_environment import resolver_defaults, thread_defaults
 
 if TYPE_CHECKING:
     from phalanx.launch.config._config import LaunchConfig
@@ -51,7 +51,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             import logging  # start-up: this and what follows while the library loads
 
             # start-up: none of them needs torch
-            from phalanx.launch.agent._api import run_node
+            from phalanx.launch.agent._launch import run_node
             from phalanx.launch.cli._from_flags import entrypoint_from_args
             from phalanx.launch.failures._process_failure import ChildFailedError
             from phalanx.launch.rendezvous import RendezvousError, _backends  # noqa: F401 - else loaded late
