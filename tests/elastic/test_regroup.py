@@ -15,6 +15,7 @@ from phalanx.elastic import Ejected, ResultLost, Saves
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
 from phalanx.errors import PeerLost
+from phalanx.protocol import timeouts
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 
@@ -309,7 +310,7 @@ def test_a_worker_leaves_a_generation_that_has_a_successor_though_nobody_says_th
     world, alone, monkeypatch
 ):
     """A stranger wrote over the record that says so, before this worker could read it."""
-    monkeypatch.setattr(ms.timeouts, "STALE_AFTER", 0.1)
+    monkeypatch.setattr(timeouts, "STALE_AFTER", 0.1)
     world.agree(0, "a", "b")  # b never comes
     world.agree(1, "a")
     world.start("a")
@@ -321,7 +322,7 @@ def test_who_comes_for_the_last_that_had_the_final_state_does_not_wait_for_one_t
 ):
     """b dies at the last step; s comes for it when all is done and goes with code 0; then a dies, before its script
     has ended. Whoever comes for a begins with a save, though s is still a member and will never come."""
-    monkeypatch.setattr(ms.timeouts, "KEEPS_AFTER", 0.1)
+    monkeypatch.setattr(timeouts, "KEEPS_AFTER", 0.1)
     world.saves = Saves(directory=world.directory / "saves", every=7)
 
     def after(job):

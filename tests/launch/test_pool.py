@@ -72,7 +72,7 @@ def pool_of(tmp_path, *processes: StuckProcess) -> tuple[WorkerPool, list[str]]:
         monitor_interval=math.inf,
     )  # fmt: skip
     start = WorkerStart(entrypoint="cmd", args=(), method="exec")
-    pool = WorkerPool(config, start, PretendZygote(*processes), lambda member: told.append(member.id))
+    pool = WorkerPool(config, start, PretendZygote(*processes), lambda worker: told.append(worker.id))
     for process in processes:
         process.pool = pool
     assignments = [
@@ -138,7 +138,7 @@ def test_a_failure_is_dated_by_the_end_of_the_process_not_by_when_it_was_looked_
     killed.ended_at = 5.0
     killed.send_signal(signal.SIGKILL)
     assert told == ["w0"]
-    assert pool.failure_of(pool.members["w0"]).timestamp == 5.0
+    assert pool.failure_of(pool.workers["w0"]).timestamp == 5.0
     pool.close()
     killed.theirs.close()
 
@@ -169,9 +169,9 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
         watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11) is None
     )  # they are being written
     assert watch._dump.is_written.wait(60)
-    member, reason = watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11)
+    worker, reason = watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11)
     assert written == ["stacks"]
-    assert member.id == "w0"
+    assert worker.id == "w0"
     assert reason == "rank 0 made no progress for 10 s after step 4; it did not say what it does"
     other.join()
     pool.close()
@@ -260,7 +260,7 @@ SLEEPS = (
 def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeypatch):
     """Rank 0 waits and has been silent for longest; rank 1, which it waits for, is late a moment after it."""
     dumps = []
-    monkeypatch.setattr(_hang_watch, "dump_stacks", lambda members, reason: dumps.append(reason) or stacks)
+    monkeypatch.setattr(_hang_watch, "dump_stacks", lambda workers, reason: dumps.append(reason) or stacks)
     pool, _ = pool_of(tmp_path, *(processes := [StuckProcess(n, signal.SIGKILL) for n in (1, 2)]))
     store, stacks = MemoryStore(), {"w0": WAITS, "w1": SLEEPS}
     info = SimpleNamespace(generation=0, rank=0, world_size=1, store=store)
@@ -278,8 +278,8 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     at["w1"] = ProgressReport(step=4).to_json()
     assert check(now=1) is None
     assert check(now=10.5) is None  # only the one that waits is late
-    member, reason = check(now=11.5)
-    assert member.assignment.rank == 1
+    worker, reason = check(now=11.5)
+    assert worker.assignment.rank == 1
     assert reason == (
         "rank 1 made no progress for 10 s after step 4; it is in load (train.py:7), while rank 0 waits in a collective"
     )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import phalanx
-from phalanx.shard.ops import _ops as shard_ops
+from phalanx.shard.ops import _dispatch as shard_ops
 from phalanx.tensor.ops._registry import OPERATORS, op_name
 from phalanx.tensor.patches._handlers import find_handler, handler_called
 

@@ -1,4 +1,4 @@
-"""Groups of ranks and what they exchange: the only package that imports ``torch.distributed``.
+"""Lets groups of ranks exchange tensors and values: the only package that imports ``torch.distributed``.
 
 Names are loaded on first use: an agent needs the stores alone, and those before torch is there.
 """

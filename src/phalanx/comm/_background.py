@@ -1,4 +1,4 @@
-"""Helper threads whose end is always noticed.
+"""Runs helper threads whose end is always noticed.
 
 Owns how a thread that fails is begun again, and who hears of it when that does not help. Every thread that must live
 as long as its owner is made here: one that ends quietly leaves a job that looks healthy and has stopped listening.

@@ -1,4 +1,4 @@
-"""Faults by script: die, hang, be late, raise or lose a result at a chosen rank and step, for tests of what survives.
+"""Plays faults by script: die, hang, be late, raise or lose a result at a chosen rank and step, to test what survives.
 
 Owns the scripts; they act through ``observe``, so they need no support from the code under test. A step is the
 n-th collective (counted per rank, from 0) that the rank issues inside the block, or of the given name only.

@@ -1,4 +1,4 @@
-"""Elastic samplers: every sample exactly once, at any world size, in constant memory.
+"""Samples every element exactly once, at any world size, in constant memory.
 
 ``ElasticDistributedSampler`` splits a dataset over replicas; ``ElasticBatchSampler`` gives each slot of
 an elastic job its batch in each step. Both follow an ``Order``, a pure function of seed, epoch and

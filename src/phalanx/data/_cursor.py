@@ -1,4 +1,4 @@
-"""One pass over a replica's share: indices out of blocks, and an exact count of what was taken.
+"""Goes once over a replica's share: indices out of blocks, and an exact count of what was taken.
 
 Owns the speed of iteration. Indices are drawn in vectorised blocks and handed out by C code
 (a chain of list iterators), with no Python per index. How many were taken is not counted

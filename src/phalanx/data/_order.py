@@ -1,4 +1,4 @@
-"""Orders: which dataset index stands at which position of an epoch.
+"""Orders a dataset: which index stands at which position of an epoch.
 
 Owns the interface and the orders that need no memory. An order is a value: ``at`` is a pure function
 of (seed, epoch, positions), so that any rank can compute any part of any epoch. It knows nothing of

@@ -1,4 +1,4 @@
-"""Padding that can be told from samples: indices of weight 0, and a dataset that hands the weight on.
+"""Pads so that padding can be told from samples: indices of weight 0, and a dataset that hands the weight on.
 
 Owns the mark (a subclass of int, so that datasets need not know of it) and the step from positions to
 indices, where padding is wrapped round to the epoch's beginning.

@@ -1,4 +1,4 @@
-"""Who takes which positions: pure arithmetic over the positions of an epoch.
+"""Decides who takes which positions: pure arithmetic over the positions of an epoch.
 
 Owns the split of positions over replicas (``Share``) and of steps over slots (``Timeline``), and what
 happens at the end of an epoch (``Tail``). Knows neither orders nor datasets, and holds no state.

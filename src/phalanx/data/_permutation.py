@@ -1,4 +1,4 @@
-"""A keyed permutation of [0, n): any position is computed on its own, none is stored.
+"""Permutes [0, n) by a key: any position is computed on its own, none is stored.
 
 Owns how a key becomes an order. Knows nothing of datasets, epochs or ranks.
 

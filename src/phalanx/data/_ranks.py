@@ -1,4 +1,4 @@
-"""The only part of the samplers that looks at, or talks to, other ranks.
+"""Looks at, and talks to, other ranks: the only part of the samplers that does.
 
 Owns the defaults that come from the current group, and the check that all ranks' samplers agree.
 """

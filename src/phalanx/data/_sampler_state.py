@@ -1,4 +1,4 @@
-"""What is saved of a sampler: a few numbers in a dict of JSON, the same for every rank and world size.
+"""Encodes what is saved of a sampler: a few numbers in a dict of JSON, the same for every rank and world size.
 
 Owns the format and its checks. Version 1: version, seed, epoch, position (samples of the epoch that are
 done), length (of the dataset), order (what a position refers to).

@@ -1,4 +1,4 @@
-"""What both samplers are built from: a dataset's length and the order over it, checked once.
+"""Checks once what both samplers are built from: a dataset's length and the order over it.
 
 Owns the meaning of ``shuffle``, ``order``, ``block_size`` and ``seed``, and which datasets can be sampled at all: those
 whose ``len`` is that of the whole and whose ``[i]`` gives any sample.

@@ -1,4 +1,4 @@
-"""Orders that users bring: index sequences and subsets, samplers, weights, concatenations.
+"""Wraps orders that users bring: index sequences and subsets, samplers, weights, concatenations.
 
 Owns how each becomes a pure function of (seed, epoch, position). These hold what the user gave, so
 their memory grows with it, unlike the orders of ``_order``; a sampler and a draw without replacement

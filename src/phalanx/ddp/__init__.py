@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank computes on its own data, all ranks get the same gradients."""
+"""Trains data-parallel: every rank computes on its own data, all ranks get the same gradients."""
 
 from __future__ import annotations
 

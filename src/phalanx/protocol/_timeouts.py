@@ -50,6 +50,9 @@ STALE_AFTER: Final = 10.0
 REPAIR: Final = 0.2
 """In which workers that live put a record of theirs right that somebody has written over."""
 
+OTHER_AGENTS: Final = 30.0
+"""How long an agent waits for the others to say what failed, or to write their workers' stacks."""
+
 # -- watching and reporting ---------------------------------------------------------------------------------------
 
 WATCH_INTERVAL: Final = 0.05

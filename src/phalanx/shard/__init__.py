@@ -1,4 +1,4 @@
-"""Shards tensors by specs over the ranks of a group; sharding of modules by plans."""
+"""Shards tensors by specs over the ranks of a group, and modules by plans."""
 
 from __future__ import annotations
 

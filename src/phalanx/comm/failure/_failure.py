@@ -1,4 +1,4 @@
-"""What a transport's error means: which peer is gone, which one is late, or neither.
+"""Tells what a transport's error means: which peer is gone, which one is late, or neither.
 
 Owns the one cause of a group's end. Evidence, strongest first: what this process was told (``abort``), processes of
 this machine that are dead or stopped, what another rank wrote into the store before it closed its connections, the

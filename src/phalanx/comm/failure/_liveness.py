@@ -1,4 +1,4 @@
-"""Noticing at once that a process on this machine has died.
+"""Notices at once that a process on this machine has died.
 
 Owns who a process is (``Identity``, exchanged through the store when a group forms) and one epoll thread per process
 that watches the peers' pidfds. It tells; what follows is the transport's business. Death on other machines shows as

@@ -1,4 +1,4 @@
-"""Catching ranks that call different collectives (``PHALANX_DEBUG=collectives``), instead of hanging.
+"""Catches ranks that call different collectives (``PHALANX_DEBUG=collectives``), instead of hanging.
 
 Owns the check: before each collective every rank writes what it is about to do into the store and reads what the
 others wrote for the same number; a difference raises ``CollectiveMismatch`` on every rank with a table of who called

@@ -1,4 +1,4 @@
-"""Which rank an address belongs to: gloo's errors name the address of a peer whose connection ended, not its rank.
+"""Finds the rank behind an address: gloo's errors name the address of a peer whose connection ended, not its rank.
 
 Owns the addresses of a process's end of its connections (gloo names that of the listener or that of the connection,
 depending on who called whom), as it tells them the others when a group forms, and reading one out of an error's words.

@@ -1,4 +1,4 @@
-"""Which tensors a collective takes, and the views under which the odd ones travel.
+"""Checks which tensors a collective takes, and gives the views under which the odd ones travel.
 
 Owns the rules for dtypes and layouts, so that transports see only contiguous tensors and, in reductions, only
 integers and real floats. Rules: a bool is or-ed by sum / max / bor and and-ed by product / min / band; a complex sum

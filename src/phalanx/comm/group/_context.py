@@ -1,4 +1,4 @@
-"""Which group is the current one: per simulated rank where there is one, else per process.
+"""Keeps which group is the current one: per simulated rank where there is one, else per process.
 
 Owns the two registrations behind ``current_group`` and ``use_group``. Module state on purpose: a default group is
 what lets samplers, meshes and modules be written without passing a group through every call.

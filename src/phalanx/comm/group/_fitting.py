@@ -1,4 +1,4 @@
-"""Collectives for callers inside the library that make their tensors to fit, and so need no look at them.
+"""Gives collectives to callers inside the library that make their tensors to fit, and so need no look at them.
 
 Owns ``gather_fitting``, ``exchange_fitting``, ``reduce_scatter_fitting`` and ``all_reduce_fitting``: each gives the
 collective of one group as a function, prepared once and called often. The caller answers for contiguous, non-empty

@@ -1,4 +1,4 @@
-"""Joining the job that this process was started for, and finding the group that code without one should use.
+"""Joins the job that this process was started for, and finds the group that code without one should use.
 
 Owns ``init`` (reads the environment through ``World`` and ``membership``) and ``current_group``.
 """

@@ -1,4 +1,4 @@
-"""Small Python values between ranks, as JSON in byte tensors (never pickle).
+"""Sends small Python values between ranks, as JSON in byte tensors (never pickle).
 
 Owns the encoding. Two collectives per call: the lengths, then the text.
 """

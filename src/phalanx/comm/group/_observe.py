@@ -1,4 +1,4 @@
-"""Seeing every collective: the hook that debug tools, metrics, fault scripts and tests share.
+"""Shows every collective to observers: the hook that debug tools, metrics, fault scripts and tests share.
 
 Owns the list of observers and the event they get. ``Group`` looks at ``_observers`` before it builds an event, so that
 nothing is paid while nobody looks. An observer made inside a simulated rank sees that rank's events only; one made

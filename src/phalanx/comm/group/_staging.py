@@ -1,4 +1,4 @@
-"""Results that must go elsewhere: collectives run on contiguous copies, which are copied back when they are done.
+"""Runs collectives on contiguous copies of tensors that need one, and copies back when they are done.
 
 Owns what a copy is needed for, and the handle that copies back. Nothing here talks to a peer.
 """

@@ -1,5 +1,4 @@
-"""DeviceMesh: the ranks of a group laid out on named axes, with one group per axis made when it is first
-asked for.
+"""DeviceMesh: lays the ranks of a group out on named axes, with one group per axis, made when it is first asked for.
 
 Owns ``DeviceMesh`` and ``init_device_mesh``. The index maths is in ``_mesh_layout.py``; the groups are
 ``comm.Group``.

@@ -1,4 +1,4 @@
-"""Index maths of a device mesh: which ranks sit where, as pure functions of shapes and strides.
+"""Computes which ranks sit where on a device mesh, as pure functions of shapes and strides.
 
 Owns ``Axis`` and ``MeshLayout``. A layout says nothing about ranks themselves: it maps coordinates to
 *positions* in the flat list of the root mesh's ranks, so slicing, flattening and unflattening a mesh never

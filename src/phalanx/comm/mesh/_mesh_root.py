@@ -1,5 +1,4 @@
-"""What every mesh cut from one root shares: its ranks, its names, and the table of groups; and checks of
-arguments.
+"""Keeps what all meshes of one root share: its ranks, its names, and the table of groups; and checks arguments.
 
 Owns ``MeshRoot``. A group is made when it is first asked for, by the ranks that are in it, and kept for the
 root's life.

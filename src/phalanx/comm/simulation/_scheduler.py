@@ -1,4 +1,4 @@
-"""Taking turns: simulated ranks are threads of which exactly one runs at any time.
+"""Lets simulated ranks take turns: threads of which exactly one runs at any time.
 
 Owns the order in which ranks run, which makes a simulation deterministic: a rank runs until it waits for another,
 then the next one (cyclically) that can go on does. Owns also the end of a simulation: the first error releases all

@@ -1,4 +1,4 @@
-"""Ranks in one process: run a function on N ranks in threads, with the interface of real ones.
+"""Runs a function on N ranks in threads of one process, with the interface of real ones.
 
 Owns the threads of a simulation and what ``run`` reports. No sockets, no processes; deterministic (see
 ``_scheduler``). It is for tests and for trying out layouts on a laptop, not for speed.

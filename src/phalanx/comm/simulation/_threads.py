@@ -1,4 +1,4 @@
-"""The transport between ranks in threads of one process: whoever comes last does the work for all.
+"""Carries tensors between ranks in threads of one process: whoever comes last does the work for all.
 
 Owns the meeting points (``Board``, one per group) and what each collective computes there; reductions follow the
 fixed tree of ``_tree_reduce``. Since the last rank sees everybody's arguments, mismatched calls are found for free and

@@ -1,4 +1,4 @@
-"""Key-value stores that the processes of a job share: in memory, over TCP, in a directory, in etcd.
+"""Offers key-value stores that the processes of a job share: in memory, over TCP, in a directory, in etcd.
 
 Names are loaded on first use: only the TCP store needs torch.
 

@@ -1,4 +1,4 @@
-"""Naming what a stranger wrote: once per key and minute, and not more than a log can bear.
+"""Names what a stranger wrote: once per key and minute, and not more than a log can bear.
 
 Owns the limits. A value that cannot be used is ignored by whoever reads it and replaced by the next rightful write;
 a person has to hear of it, but whoever can write garbage can write a thousand different ones per second.

@@ -1,6 +1,4 @@
-"""How a counter is kept as bytes: plain decimal digits, so that it can be read and set like any other
-value.
-"""
+"""Keeps a counter as bytes: plain decimal digits, so that it can be read and set like any other value."""
 
 from __future__ import annotations
 

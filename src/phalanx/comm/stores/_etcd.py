@@ -1,4 +1,4 @@
-"""A store in an etcd v3 cluster.
+"""Keeps a store in an etcd v3 cluster.
 
 Owns the mapping of our operations to etcd transactions. A request whose answer was lost is sent again, perhaps to
 another member, and perhaps it was carried out both times; ``set`` and ``delete`` do not mind. ``add`` and

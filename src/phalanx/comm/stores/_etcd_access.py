@@ -1,4 +1,4 @@
-"""How a client gets into an etcd cluster: encrypted or not, as which user, with which certificates.
+"""Says how a client gets into an etcd cluster: encrypted or not, as which user, with which certificates.
 
 Owns the reading of ``etcd://`` and ``etcds://`` addresses. A password never becomes part of an address that is shown.
 

@@ -1,4 +1,4 @@
-"""Talking to an etcd v3 cluster through its JSON gateway.
+"""Talks to an etcd v3 cluster through its JSON gateway.
 
 Owns endpoints, fail-over and errors; knows nothing of stores. A request that one member cannot answer (it is down,
 restarts, has lost its leader, or is silent) goes to the next one, until the cluster has not answered for ``PATIENCE``

@@ -1,4 +1,4 @@
-"""A watch on an etcd prefix: a thread reads the stream, ``wait`` takes what has arrived.
+"""Watches an etcd prefix: a thread reads the stream, ``wait`` takes what has arrived.
 
 Guarantees: every change after the watch was made, once and in order, across reconnections and changes of leader,
 because each connection starts at the revision after the last one seen. A stream that stays silent is reopened

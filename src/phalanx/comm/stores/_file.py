@@ -1,4 +1,4 @@
-"""A store in a directory that all processes can reach.
+"""Keeps a store in a directory that all processes can reach.
 
 Owns the meaning of the operations; the files themselves, the lock and the clock are in ``_file_directory``.
 """

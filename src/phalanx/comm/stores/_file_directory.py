@@ -1,4 +1,4 @@
-"""The files of a FileStore: one per key, one per lease, a lock, a clock and a change counter.
+"""Reads and writes the files of a FileStore: one per key, one per lease, a lock, a clock and a change counter.
 
 Guarantees: a reader sees a whole value or none (files appear by rename); writers exclude each other by
 ``flock``, which the kernel gives back when its holder dies, and every write is one rename, so a writer

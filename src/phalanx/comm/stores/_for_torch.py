@@ -1,4 +1,4 @@
-"""Any store of ours as a store of torch, for its process groups.
+"""Shows any store of ours as a store of torch, for its process groups.
 
 Owns the translation between the two sets of semantics: torch's ``get`` and ``multi_get`` wait for the key,
 its ``compare_set`` answers with the value and takes empty text for "absent". Torch's queues are not offered

@@ -1,4 +1,4 @@
-"""What every store offers: a small, strongly consistent map from text keys to bytes.
+"""Defines what every store offers: a small, strongly consistent map from text keys to bytes.
 
 Owns the interface only. Guarantees that all implementations give: ``add`` and ``compare_and_set`` are
 atomic across clients; a ``set`` that returned is seen by every later ``get``; a key bound to a lease

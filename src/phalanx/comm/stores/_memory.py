@@ -1,4 +1,4 @@
-"""A store inside one process: the threads of a simulation and tests share it.
+"""Keeps a store inside one process: the threads of a simulation and tests share it.
 
 Owns the map, its watches and its leases behind one lock. Clients (``clone``) are handles on the same map.
 Time is a function that is passed in, so that tests can move it by hand. Expiry happens when somebody looks:

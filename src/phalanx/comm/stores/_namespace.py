@@ -1,4 +1,4 @@
-"""A store seen under a prefix.
+"""Shows a store under a prefix.
 
 Owns the translation of keys and nothing else: every call goes to the store below with ``prefix/`` in front,
 and the prefix is taken off again from what comes back. Leases are not keys and pass through untouched.

@@ -1,5 +1,4 @@
-"""Waiting on stores that cannot push. A watch compares snapshots, but only when a cheap token says that
-something changed.
+"""Waits on stores that cannot push: compares snapshots, but only when a cheap token says that something changed.
 
 Guarantees: the last change of every key is reported; several quick changes of one key may be merged. A
 writer that dies between its write and its token is still noticed, by an unconditional look every ``RELOOK``

@@ -1,4 +1,4 @@
-"""A store seen through a job's signature: what is written is signed, what is read is verified.
+"""Shows a store through a job's signature: what is written is signed, what is read is verified.
 
 Owns the view that agents and workers have of a job's namespace. With a secret, a value that is not signed with it reads
 as absent, is named in the log once, and does not stand in the way of the rightful writer: ``compare_and_set`` from

@@ -1,4 +1,4 @@
-"""How values lie in torch's TCPStore and in the files of a FileStore: the value, then a trailer.
+"""Encodes values as they lie in torch's TCPStore and in the files of a FileStore: the value, then a trailer.
 
 The trailer makes every write distinct and names the lease that the key is bound to. Why distinct:
 TCPStore's compare-and-set answers with the value it now holds, so two clients that write the same bytes

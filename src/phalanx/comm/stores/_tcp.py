@@ -1,4 +1,4 @@
-"""A store on torch's TCPStore: one server process, clients anywhere.
+"""Keeps a store on torch's TCPStore: one server process, clients anywhere.
 
 Owns hosting a server (bound to one address, with the thread that ends leases) and connecting to it.
 """

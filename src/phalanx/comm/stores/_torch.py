@@ -1,4 +1,4 @@
-"""Our store on any store of torch: its TCPStore (see ``_tcp``), or one that a user brings.
+"""Makes our store of any store of torch: its TCPStore (see ``_tcp``), or one that a user brings.
 
 Owns the mapping of our operations to native ones. Entries of ours live under ``v/``, book-keeping under ``p/`` and
 what torch's process groups write under ``t/``, so that none can be mistaken for another. The rest is in

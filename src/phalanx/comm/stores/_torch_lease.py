@@ -1,4 +1,4 @@
-"""Leases over torch's TCPStore, which has none: heartbeats, judged by one clock next to the server.
+"""Adds leases to torch's TCPStore, which has none: heartbeats, judged by one clock next to the server.
 
 Guarantees: a lease ends ``ttl`` seconds (plus one look, ``LOOK``) after its last heartbeat was seen, also
 for a reader that arrives later, because the keys are really gone; no clock of another host takes part. A

@@ -1,4 +1,4 @@
-"""One client of a torch store, mostly a TCPStore, made safe: bounded, never silently desynchronised.
+"""Makes one client of a torch store, mostly a TCPStore, safe: bounded, never silently desynchronised.
 
 Owns the native client and turns its errors into ours. What it works around, all seen on torch 2.13: ``get``
 and ``multi_get`` block for absent keys (``read`` does not: a compare-and-set that can never match answers

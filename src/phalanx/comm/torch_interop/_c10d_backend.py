@@ -1,4 +1,4 @@
-"""The ``phalanx`` backend of ``torch.distributed``: plain torch programs on our groups.
+"""Runs plain torch programs on our groups: the ``phalanx`` backend of ``torch.distributed``.
 
 Owns the translation of c10d's calls to ``Group``. Blocking calls run in the caller. Those that torch starts without
 waiting (its own DDP does) run one after the other in a thread, blocking calls behind them too, so that the order is the

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` (DCP) asks of a tensor whose data is spread over ranks.
+"""Answers what ``torch.distributed.checkpoint`` (DCP) asks of a tensor whose data is spread over ranks.
 
 Owns ``Spread``, which such tensors inherit: DCP's protocol (write items, chunks, one chunk's tensor) in terms of boxes
 of the global tensor. The only file that imports DCP, and only when DCP itself asks. How torch's helpers for state

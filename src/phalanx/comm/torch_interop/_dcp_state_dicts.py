@@ -1,4 +1,4 @@
-"""torch's helpers around ``torch.distributed.checkpoint``: gathering, broadcasting and staging of state dicts.
+"""Wraps torch's helpers around ``torch.distributed.checkpoint`` that gather, broadcast and stage state dicts.
 
 Owns the wrappers around them. The helpers ask whether a value is torch's own DTensor or ShardedTensor, and take every
 other one for a plain tensor that each rank has whole: ``get_model_state_dict(full_state_dict=True)`` would give back

@@ -1,4 +1,4 @@
-"""Which transport carries a group's bytes when the user says ``auto``, and why.
+"""Chooses which transport carries a group's bytes when the user says ``auto``, and says why.
 
 Owns the decision, a pure function of where the ranks are, so that all of them decide alike, and the fallback: whatever
 keeps the ranks of one host from sharing memory is found by all of them together, said in one log line, and gloo takes

@@ -1,4 +1,4 @@
-"""One transport for CPU tensors, another for those of an accelerator, behind one interface.
+"""Puts one transport for CPU tensors and another for those of an accelerator behind one interface.
 
 Owns the dispatch by the device of the first tensor. The accelerator's transport is connected when it is first needed:
 all ranks call the same collectives in the same order, so they connect together. barrier is the CPU's.

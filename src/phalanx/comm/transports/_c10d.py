@@ -1,4 +1,4 @@
-"""The transport over a c10d backend (gloo, nccl, ...): torch's engine that carries bytes between machines.
+"""Carries bytes over a c10d backend (gloo, nccl, ...), torch's engine between machines.
 
 Owns the calls, waiting, and what a failure means. Facts it rests on (torch 2.13, gloo): ``abort()`` neither wakes a
 waiting thread nor closes connections; dropping the last reference to the backend and to its works closes them, which

@@ -1,4 +1,4 @@
-"""Operations of a c10d backend under way: waiting in slices, and what is left to do when one is done.
+"""Waits for operations of a c10d backend in slices, and does what is left to do when one is done.
 
 Owns the handles that ``C10dTransport`` gives out; the transport says why a group ended. A peer that exits after its
 last collective must not fail an operation that is about to finish, also where a third one is slow to do its part:

@@ -1,4 +1,4 @@
-"""What gloo does not carry as it should, in a form in which it does: int16, and floats under min and max.
+"""Brings what gloo does not carry as it should into a form in which it does: int16, and floats under min and max.
 
 Owns ``carried`` and ``put_back``. gloo has no int16. Its min and max of floats lose a NaN or keep it, depending on the
 rank it is on, where torch's keep it always; integers whose order is that of the floats, with NaN beyond the last, have

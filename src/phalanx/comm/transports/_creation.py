@@ -1,4 +1,4 @@
-"""Building groups: who the peers are, which transport carries the bytes, and the bridge to torch's default group.
+"""Connects the ranks of a group: who the peers are, which transport carries the bytes, torch's default group.
 
 Owns the phases of joining a generation. Every key lives under job and generation, so a stale one is never read.
 

@@ -1,4 +1,4 @@
-"""What carries bytes between the ranks of one group: the interface that every transport implements.
+"""Defines what carries bytes between the ranks of one group: the interface that every transport implements.
 
 Owns the interface, the ``Work`` handle, and ``GroupSpec``: what a rank must know to connect to the others.
 Implementations: c10d (``_c10d``), shared memory on one host (``shm``), both together (``_two_level``), one of them per

@@ -1,4 +1,4 @@
-"""Calls that run one after the other: in the caller while nothing is queued, else in one background thread.
+"""Runs calls one after the other: in the caller while nothing is queued, else in one background thread.
 
 Owns the order only. It is what lets transports that are made of blocking calls offer asynchronous ones: every rank runs
 the same calls in the same order.

@@ -1,4 +1,4 @@
-"""Letting go of what may block: the last reference to a backend is dropped in a thread.
+"""Lets go of what may block: the last reference to a backend is dropped in a thread.
 
 Owns those threads. Dropping a backend closes its connections but waits for an operation in flight, which may last as
 long as the group's timeout; nobody should wait for that. At the end of the process they get ``_PATIENCE`` seconds:

@@ -1,4 +1,4 @@
-"""Reducing a list of tensors in one fixed order: a binary tree over positions.
+"""Reduces a list of tensors in one fixed order: a binary tree over positions.
 
 Owns the arithmetic that every transport of ours must agree on: neighbours are combined pairwise, level by level, the
 odd one out moves up unchanged. The order depends on positions only, so the bits of the result do too.

@@ -1,4 +1,4 @@
-"""Collectives over several hosts in two levels: shared memory inside a host, c10d between one leader of each.
+"""Runs collectives over several hosts in two levels: shared memory inside a host, c10d between one leader of each.
 
 Owns the composition only. all_reduce, all_gather, reduce_scatter and broadcast go over both levels where that is
 faster (``PAYS_UP_TO``); everything else goes over ``flat``, a c10d transport among all ranks. A failure of any level

@@ -1,4 +1,4 @@
-"""Which parameter goes into which bucket: pure functions, no communication, no memory.
+"""Assigns parameters to buckets: pure functions, no communication, no memory.
 
 A bucket is one flat tensor that is reduced at once. Buckets are launched in one fixed order that all ranks share,
 so the assignment must be a function of values that all ranks share too: the parameters, the order in which their

@@ -1,4 +1,4 @@
-"""The bucket that communication hooks see: a flat tensor of gradients and what belongs to it.
+"""Shows communication hooks a bucket: a flat tensor of gradients and what belongs to it.
 
 It has the methods of PyTorch's object of the same name, so hooks written for that one work here.
 """

@@ -1,4 +1,4 @@
-"""Communication hooks: other ways to reduce a bucket than the plain mean.
+"""Offers communication hooks: other ways to reduce a bucket than the plain mean.
 
 >>> ddp.register_comm_hook(None, hooks.default.fp16_compress_hook)                  # doctest: +SKIP
 >>> hooks.register_ddp_comm_hook(hooks.DDPCommHookType.POWER_SGD, ddp)              # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Built-in hooks by enum value, as PyTorch's trainers name them."""
+"""Finds built-in hooks by enum value, as PyTorch's trainers name them."""
 
 from __future__ import annotations
 

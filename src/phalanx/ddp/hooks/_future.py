@@ -1,4 +1,4 @@
-"""Futures whose work is done by whoever waits: deterministic, and on the thread that trains.
+"""Makes futures whose work is done by whoever waits: deterministic, and on the thread that trains.
 
 A ``Work`` of a group becomes a ``torch.futures.Future`` that hooks can chain with ``then``. Callbacks run when the
 result is asked for, in the order in which the reducer asks: bucket by bucket, the same on every rank. So a hook whose

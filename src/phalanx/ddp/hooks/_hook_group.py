@@ -1,4 +1,4 @@
-"""The group a hook reduces over: hooks take ours, PyTorch's, or None for the current one as their state."""
+"""Finds the group that a hook reduces over: ours, PyTorch's, or None for the current one as its state."""
 
 from __future__ import annotations
 

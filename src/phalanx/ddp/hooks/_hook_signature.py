@@ -1,4 +1,4 @@
-"""Checking a communication hook before it is registered."""
+"""Checks a communication hook before it is registered."""
 
 from __future__ import annotations
 

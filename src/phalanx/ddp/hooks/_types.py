@@ -1,4 +1,4 @@
-"""The hooks as an enumeration, to choose one by name in a configuration."""
+"""Lists the hooks as an enumeration, to choose one by name in a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hook that does nothing, to see how much time communication takes."""
+"""Does nothing in place of a reduction, to see how much time communication takes."""
 
 from __future__ import annotations
 

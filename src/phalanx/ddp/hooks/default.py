@@ -1,4 +1,4 @@
-"""Plain all-reduce, half-precision compression, and wrappers that add compression to any hook.
+"""Reduces plainly or in half precision, and wraps any hook with such compression.
 
 The state of these hooks is the group to reduce over; None is the current one.
 """

@@ -1,4 +1,4 @@
-"""Reducing in another precision than that of the gradients."""
+"""Reduces in another precision than that of the gradients."""
 
 from __future__ import annotations
 

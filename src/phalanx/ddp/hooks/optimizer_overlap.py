@@ -1,4 +1,4 @@
-"""Optimizer steps inside backward: each bucket's parameters are updated while later buckets are still under way.
+"""Steps optimizers inside backward: each bucket's parameters are updated while later buckets are still under way.
 
 Two ways in. ``fused_optimizer_hook`` runs any ``torch.optim`` optimizer on the parameters given (or all), one
 optimizer per parameter. ``take_over`` adopts optimizers that were attached to parameters to be stepped by autograd

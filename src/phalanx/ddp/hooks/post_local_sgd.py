@@ -1,7 +1,7 @@
-"""Post-local SGD: gradients are averaged over all ranks at first, then within subgroups only, while the models are
-averaged over all ranks every few steps (Lin et al., 2018, arXiv:1808.07217).
+"""Averages gradients over all ranks at first, then within subgroups, and the models now and then: post-local SGD.
 
-The hook reduces gradients; ``PeriodicModelAverager`` averages models; ``PostLocalSGDOptimizer`` joins an optimizer
+After the first steps the models are averaged over all ranks every few steps (Lin et al., 2018, arXiv:1808.07217). The
+hook reduces gradients; ``PeriodicModelAverager`` averages models; ``PostLocalSGDOptimizer`` joins an optimizer
 with an averager.
 """
 

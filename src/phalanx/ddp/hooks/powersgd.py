@@ -1,4 +1,4 @@
-"""PowerSGD: gradients sent as products of thin matrices (Vogels et al., 2019, arXiv:1905.13727).
+"""Sends gradients as products of thin matrices: PowerSGD (Vogels et al., 2019, arXiv:1905.13727).
 
 A gradient matrix M (n x m) is approximated by P Qᵀ with r columns each. One power iteration per step, shared by all
 ranks: P = mean(M Q), orthonormalised; Q = mean(Mᵀ P); M ≈ P Qᵀ. Q is kept for the next step (warm start), and what

@@ -1,4 +1,4 @@
-"""Gradients as 8-bit integers: gathered from all ranks, expanded and averaged locally.
+"""Sends gradients as 8-bit integers: gathered from all ranks, expanded and averaged locally.
 
 Each rank sends, per tensor or per channel (a run of ``bucket_size`` elements), a scale and a zero point, then the
 integers. State of the hooks: the group; None is the current one.

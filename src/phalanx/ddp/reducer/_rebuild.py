@@ -1,4 +1,4 @@
-"""What ranks agree on between two passes: the order of arrival, bucket sizes, and a changed set of parameters.
+"""Lets ranks agree between two passes: on the order of arrival, bucket sizes, and a changed set of parameters.
 
 All functions here are collective, and are called by all ranks or by none: the decision to call them rests on values
 that all ranks share (the number of passes, the totals of the step's metadata).

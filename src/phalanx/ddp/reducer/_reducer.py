@@ -1,4 +1,4 @@
-"""The reducer: turns gradients that autograd produces into gradients that all ranks share.
+"""Turns gradients that autograd produces into gradients that all ranks share.
 
 How a pass goes:
 1. Autograd reaches an output of a synchronised forward: ``_begin``. Gradients of before are set aside, buffers chosen,

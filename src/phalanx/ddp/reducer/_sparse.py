@@ -1,4 +1,4 @@
-"""Reducing sparse gradients: rows travel, not whole tables.
+"""Reduces sparse gradients: rows travel, not full tables.
 
 Ranks have different rows, so values are gathered with their indices and added up; the result is one coalesced sparse
 gradient that is equal on all ranks (rows are summed in rank order everywhere). If the rows of a step are known

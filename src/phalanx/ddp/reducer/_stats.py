@@ -1,4 +1,4 @@
-"""Times of a step: what the logging data is made of. Owns clocks and counters, decides nothing.
+"""Keeps the times of a step, of which the logging data is made. Owns clocks and counters, decides nothing.
 
 Recorded for the first ten synchronised steps, then for one in every ``sample_rate``.
 """

@@ -1,4 +1,4 @@
-"""Checking the constructor's arguments, once, before anything is built. Pure except for warnings."""
+"""Checks the constructor's arguments, once, before anything is built. Pure except for warnings."""
 
 from __future__ import annotations
 

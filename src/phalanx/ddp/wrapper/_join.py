@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that ran out of data mirror the collectives of those that have not.
+"""Joins ranks with uneven inputs: those that ran out of data mirror the collectives of those that have not.
 
 ``Join`` is general: it works for any set of ``Joinable`` objects on one group. The protocol, per iteration:
 1. The first joinable of an active rank announces it with an all-reduce of 1; a rank that is done contributes 0 and

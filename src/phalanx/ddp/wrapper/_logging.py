@@ -1,4 +1,4 @@
-"""The logging data of a wrapped module, and the dump of the environment that matters to it."""
+"""Collects the logging data of a wrapped module, and dumps the environment that matters to it."""
 
 from __future__ import annotations
 

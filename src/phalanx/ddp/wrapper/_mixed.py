@@ -1,4 +1,4 @@
-"""Mixed precision: forward runs on low-precision copies of the parameters, and gradients come back in full precision.
+"""Runs forward on low-precision copies of the parameters; gradients come back in full precision.
 
 For the length of a forward each parameter's entry in its module is replaced by a cast of it. The cast is part of the
 graph, so autograd itself returns gradients of the parameter's own dtype, accumulated into the one and only

@@ -1,4 +1,4 @@
-"""Walking what goes into and comes out of ``forward``: find tensors, move them, cast them.
+"""Walks what goes into and comes out of ``forward``: finds tensors, moves them, casts them.
 
 Containers are rebuilt only where something inside changed; unknown objects (and remote references) pass untouched.
 """

@@ -1,4 +1,4 @@
-"""Saying who is wrong: replicas that differ, replicas that drift apart, ranks that lost step.
+"""Says who is wrong: replicas that differ, replicas that drift apart, ranks that lost step.
 
 Collective functions; their results and errors are the same on all ranks.
 """

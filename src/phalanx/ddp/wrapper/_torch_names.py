@@ -1,4 +1,4 @@
-"""Functions that ``DistributedDataParallel`` has under the names that PyTorch's trainers call.
+"""Gives ``DistributedDataParallel`` the methods that only PyTorch's trainers call.
 
 They are private there or old, and nothing here needs them; the class takes each as a method. Where a name stands for
 PyTorch's own machinery (graph walks, sinks), docs/parity.md says what does its work here.

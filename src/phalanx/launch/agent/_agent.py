@@ -3,7 +3,7 @@
 Guarantees: only this loop (the caller's thread) starts, stops and judges workers, so nothing here needs a lock; an
 exit is acted upon when it happens, not at a polling interval; every generation ends by one recovery that all agents
 share (``_agent_channel``); whatever way ``run`` is left, no worker remains.
-Assumptions: ``_sources`` threads only post events; the rendezvous agrees on members, this class never does.
+Assumptions: ``_sources`` threads only post events; the rendezvous agrees on nodes, this class never does.
 Rejected: a thread per worker (signals, ordering); waiting for the rendezvous in this thread (a worker may die or a
 signal come meanwhile).
 """
@@ -121,7 +121,7 @@ class Agent:
         """Write the exits of those who were stopped at the very end; after ``run``, when the pool is closed."""
         while (event := self._sources.next(0)) is not None:
             if isinstance(event, Exited):
-                self._observer.worker_exited(event.member)
+                self._observer.worker_exited(event.worker)
 
     @property
     def _generation(self) -> Generation:
@@ -130,7 +130,7 @@ class Agent:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Exited):
-            self._on_exit(event.member)
+            self._on_exit(event.worker)
         elif isinstance(event, Formed):
             self._on_formed(event.info)
         elif isinstance(event, JoinFailed):
@@ -156,7 +156,7 @@ class Agent:
         self._observer.joining()
         self._handler.set_local_size(self._worker_ids.size, tuple(self._worker_ids.ids), self.config.role)
         self._sources.join()
-        self._pool.prepare(sum(worker_id not in self._pool.members for worker_id in self._worker_ids.ids))
+        self._pool.prepare(sum(worker_id not in self._pool.workers for worker_id in self._worker_ids.ids))
 
     def _on_formed(self, info: RendezvousInfo) -> None:
         self._is_joining = False
@@ -170,11 +170,11 @@ class Agent:
             return
         assignments = generation.assignments()
         self._observer.generation_formed(info)
-        new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.members]
-        for member in self._pool.start(new, generation.job_facts()):
-            self._observer.worker_started(member)
+        new = [assignment for assignment in assignments if assignment.worker_id not in self._pool.workers]
+        for worker in self._pool.start(new, generation.job_facts()):
+            self._observer.worker_started(worker)
         for assignment in assignments:
-            self._pool.members[assignment.worker_id].assignment = assignment
+            self._pool.workers[assignment.worker_id].assignment = assignment
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
         self._sources.follow(info, self.config.request_interval, self._hang.watched_ids)
@@ -194,11 +194,11 @@ class Agent:
     def _judge_early_exits(self) -> None:
         """Deal with those who died while the generation was being agreed upon."""
         for worker_id in list(self._worker_ids.ids):
-            member = self._pool.members.get(worker_id)
+            worker = self._pool.workers.get(worker_id)
             if self._is_joining or self._result is not None:
                 return  # the generation is over already, and with it everybody's exit is dealt with
-            if member is not None and not member.is_running and not member.is_judged:
-                self._judge_exit(member)
+            if worker is not None and not worker.is_running and not worker.is_judged:
+                self._judge_exit(worker)
 
     def _on_join_failed(self, error: BaseException) -> None:
         self._is_joining = False
@@ -215,54 +215,54 @@ class Agent:
             raise RendezvousGracefulExitError(f"{error}; this node came too late to take part") from error
         raise error
 
-    def _on_exit(self, member: WorkerHandle) -> None:
-        self._observer.worker_exited(member)
-        if not self._is_joining and not member.is_judged and member.id in self._worker_ids.ids:
-            self._judge_exit(member)
+    def _on_exit(self, worker: WorkerHandle) -> None:
+        self._observer.worker_exited(worker)
+        if not self._is_joining and not worker.is_judged and worker.id in self._worker_ids.ids:
+            self._judge_exit(worker)
 
-    def _judge_exit(self, member: WorkerHandle) -> None:
-        member.is_judged = True
-        if self._heals and not member.has_succeeded and self._generation.channel.has_ended(member.id):
-            log.warning("worker %s was lost after its script had ended; nothing is missing", member.id)
-            member.has_done_its_part = True
-        if self._has_left(member):
-            self._worker_ids.drop(member.id)
-            self._pool.forget(member.id)
-            recovery = _policy.on_leave(self._situation(), reason=f"worker {member.id} left")
+    def _judge_exit(self, worker: WorkerHandle) -> None:
+        worker.is_judged = True
+        if self._heals and not worker.has_succeeded and self._generation.channel.has_ended(worker.id):
+            log.warning("worker %s was lost after its script had ended; nothing is missing", worker.id)
+            worker.has_done_its_part = True
+        if self._has_left(worker):
+            self._worker_ids.drop(worker.id)
+            self._pool.forget(worker.id)
+            recovery = _policy.on_leave(self._situation(), reason=f"worker {worker.id} left")
             if recovery is not None:
-                self._end_generation(recovery, (member.id,))
+                self._end_generation(recovery, (worker.id,))
             else:
                 self._finish_if_done()
-        elif self._take_success(member):
+        elif self._take_success(worker):
             self._finish_if_done()
         else:
             self._on_failure()
 
-    def _take_success(self, member: WorkerHandle) -> bool:
+    def _take_success(self, worker: WorkerHandle) -> bool:
         """Note that a worker has ended well, with its value; False when it has not."""
-        if not (member.has_succeeded and self._pool.fetch_value(member)):
+        if not (worker.has_succeeded and self._pool.fetch_value(worker)):
             return False
-        self._results.values[member.assignment.rank] = member.value
+        self._results.values[worker.assignment.rank] = worker.value
         if self._heals:  # others may wait for the end of its script, of which it need not have told
-            self._generation.channel.say_ended(member.id)
+            self._generation.channel.say_ended(worker.id)
         return True
 
-    def _has_left(self, member: WorkerHandle) -> bool:
+    def _has_left(self, worker: WorkerHandle) -> bool:
         """Return whether its end was agreed: it was asked to go, or said that it would."""
-        if member.is_asked_to_leave:
+        if worker.is_asked_to_leave:
             return True
         channel, number = self._generation.channel, self._generation.number
-        return self._heals and member.has_succeeded and channel.is_leaving(number, member.id)
+        return self._heals and worker.has_succeeded and channel.is_leaving(number, worker.id)
 
     def _on_failure(self) -> None:
         """At least one worker of this node has failed; all that have by now are dealt with together."""
-        members = [self._pool.members[worker_id] for worker_id in self._worker_ids.ids]
-        members = [member for member in members if not member.is_running and not member.has_succeeded]
-        failures = [self._pool.failure_of(member) for member in members]
+        workers = [self._pool.workers[worker_id] for worker_id in self._worker_ids.ids]
+        workers = [worker for worker in workers if not worker.is_running and not worker.has_succeeded]
+        failures = [self._pool.failure_of(worker) for worker in workers]
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        member = next(member for member in members if member.id == first.worker_id)
-        streak = self._generation.streak_after(member, first) if self._heals else None
+        worker = next(worker for worker in workers if worker.id == first.worker_id)
+        streak = self._generation.streak_after(worker, first) if self._heals else None
         recovery = _policy.on_failure(
             self._situation(),
             reason=reason,
@@ -274,10 +274,10 @@ class Agent:
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
             self._observer.worker_failed(failure)
-        self._end_as(recovery, tuple(member.id for member in members))
+        self._end_as(recovery, tuple(worker.id for worker in workers))
 
     def _situation(self) -> Situation:
-        survivors = len([member for member in self._pool.running if member.id in self._worker_ids.ids])
+        survivors = len([worker for worker in self._pool.running if worker.id in self._worker_ids.ids])
         return self._generation.situation(survivors)
 
     # -- the end of a generation ---------------------------------------------------------------------------------
@@ -337,13 +337,13 @@ class Agent:
         for failure in self._pool.kill_all(recovery.replace, recovery.reason):
             self._results.add_failure(failure, self._generation)
         replace = recovery.action is not Action.SHRINK
-        for worker_id, successor in self._worker_ids.close_ranks(self._pool.members, replace=replace).items():
-            member = self._pool.members[worker_id]
+        for worker_id, successor in self._worker_ids.close_ranks(self._pool.workers, replace=replace).items():
+            worker = self._pool.workers[worker_id]
             if successor:
-                self._observer.worker_failed(self._pool.failure_of(member))
-                self._observer.worker_replaced(member, successor)
-            elif not member.is_judged:  # it ended well in the same moment
-                self._take_success(member)
+                self._observer.worker_failed(self._pool.failure_of(worker))
+                self._observer.worker_replaced(worker, successor)
+            elif not worker.is_judged:  # it ended well in the same moment
+                self._take_success(worker)
             self._pool.forget(worker_id)
         if self._worker_ids.ids:
             self._join()
@@ -389,8 +389,8 @@ class Agent:
     # -- finishing -----------------------------------------------------------------------------------------------
 
     def _finish_if_done(self) -> None:
-        members = [self._pool.members[worker_id] for worker_id in self._worker_ids.ids]
-        if self.is_in_exit_barrier or not all(member.is_judged for member in members):
+        workers = [self._pool.workers[worker_id] for worker_id in self._worker_ids.ids]
+        if self.is_in_exit_barrier or not all(worker.is_judged for worker in workers):
             return  # also when all have ended but the news of one, and with it its value, is still to come
         self.state = WorkerState.SUCCEEDED
         self.is_in_exit_barrier = True
@@ -484,16 +484,16 @@ class Agent:
             self._want_regroup(f"a node was resized to {size} workers")
         else:
             for worker_id in self._worker_ids.ids[size:]:
-                member = self._pool.members[worker_id]
-                if not member.is_asked_to_leave:
-                    member.is_asked_to_leave = True
-                    member.process.send_signal(signal.SIGTERM, to_group=False)
+                worker = self._pool.workers[worker_id]
+                if not worker.is_asked_to_leave:
+                    worker.is_asked_to_leave = True
+                    worker.process.send_signal(signal.SIGTERM, to_group=False)
 
     def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
         found = self._hang.check(progress, self._generation.info, time.monotonic())
         if found is not None:
-            member, reason = found
+            worker, reason = found
             log.error("%s; it is killed", reason)
-            self._observer.worker_hung(member, self.config.hang_timeout)
-            member.note = f"{reason}; all stacks are in the logs"
-            member.process.send_signal(signal.SIGKILL)
+            self._observer.worker_hung(worker, self.config.hang_timeout)
+            worker.note = f"{reason}; all stacks are in the logs"
+            worker.process.send_signal(signal.SIGKILL)

@@ -163,7 +163,7 @@ class Generation:
         time.sleep(timeouts.REPAIR)
         return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
-    def streak_after(self, member: WorkerHandle, failure: ProcessFailure) -> Streak:
+    def streak_after(self, worker: WorkerHandle, failure: ProcessFailure) -> Streak:
         """Return the deaths in a row, with that of this worker."""
         steps = {
             w: parse_report(data).step
@@ -171,11 +171,11 @@ class Generation:
         }
         death = Death(
             generation=self.number,
-            born=member.born,
+            born=worker.born,
             step=max(steps.values()),
-            took_part=steps.get(member.id, -1) >= 0,
+            took_part=steps.get(worker.id, -1) >= 0,
             is_killed=failure.is_from_outside,
-            lived=time.monotonic() - member.started_at,
+            lived=time.monotonic() - worker.started_at,
         )
         return _streak.after(self._before.streak, death)
 

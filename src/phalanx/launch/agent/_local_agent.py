@@ -13,6 +13,7 @@ from phalanx.launch.telemetry._health import HealthCheckServer
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.launch.workers._processes import Zygote
 from phalanx.launch.workers._start import WorkerStart
+from phalanx.protocol import timeouts
 
 
 class LocalElasticAgent:
@@ -29,9 +30,9 @@ class LocalElasticAgent:
         spec: WorkerSpec,
         logs_specs: LogsSpecs | None = None,
         start_method: str = "spawn",
-        exit_barrier_timeout: float = 300,
+        exit_barrier_timeout: float = timeouts.EXIT_BARRIER,
         log_line_prefix_template: str | None = None,
-        shutdown_timeout: float = 30,
+        shutdown_timeout: float = timeouts.SHUTDOWN,
         health_check_server: HealthCheckServer | None = None,
         *,
         options: AgentOptions | None = None,

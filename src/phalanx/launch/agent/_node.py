@@ -47,7 +47,7 @@ class NodeAgent:
         # Forked here, not in run(): the caller has no threads of ours yet, and with luck none of its own.
         zygotes = Zygotes.of(config, start, zygote or make_zygote(config, start))
         self._sources = Sources(handler)
-        self.pool = WorkerPool(config, start, zygotes, lambda member: self._sources.post(Exited(member)))
+        self.pool = WorkerPool(config, start, zygotes, lambda worker: self._sources.post(Exited(worker)))
         self._observer = Observer.create(config, self._events_path())
         self.agent = Agent(config, handler, self.pool, self._sources, self._observer)
         self._num_signals = 0
@@ -108,7 +108,7 @@ class NodeAgent:
 
     def workers(self) -> list[Worker]:
         """Describe the workers as they are now."""
-        assignments = [(member.assignment, member.process.pid) for member in list(self.pool.members.values())]
+        assignments = [(worker.assignment, worker.process.pid) for worker in list(self.pool.workers.values())]
         return [
             Worker(
                 local_rank=assignment.local_rank,

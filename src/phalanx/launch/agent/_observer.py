@@ -90,14 +90,14 @@ class Observer:
                 )
             )
 
-    def worker_started(self, member: WorkerHandle) -> None:
-        self._failed.discard(member.process.pid)  # the number of one that failed long ago
-        self._write(WorkerStarted(**self._where(member.assignment.generation), **_who(member)))
+    def worker_started(self, worker: WorkerHandle) -> None:
+        self._failed.discard(worker.process.pid)  # the number of one that failed long ago
+        self._write(WorkerStarted(**self._where(worker.assignment.generation), **_who(worker)))
 
-    def worker_exited(self, member: WorkerHandle) -> None:
-        code = member.process.exit_code
-        assert code is not None, f"worker {member.id} still runs"
-        self._write(WorkerExited(**self._where(member.assignment.generation), **_who(member), exit_code=code))
+    def worker_exited(self, worker: WorkerHandle) -> None:
+        code = worker.process.exit_code
+        assert code is not None, f"worker {worker.id} still runs"
+        self._write(WorkerExited(**self._where(worker.assignment.generation), **_who(worker), exit_code=code))
 
     def worker_failed(self, failure: ProcessFailure) -> None:
         """Count a worker that ended by itself though it should not have; those that were stopped because of it have
@@ -113,9 +113,9 @@ class Observer:
         where = self._where(old.assignment.generation)
         self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.assignment.rank))
 
-    def worker_hung(self, member: WorkerHandle, seconds: float) -> None:
-        where = self._where(member.assignment.generation)
-        self._write(WorkerHung(**where, worker_id=member.id, rank=member.assignment.rank, seconds=seconds))
+    def worker_hung(self, worker: WorkerHandle, seconds: float) -> None:
+        where = self._where(worker.assignment.generation)
+        self._write(WorkerHung(**where, worker_id=worker.id, rank=worker.assignment.rank, seconds=seconds))
 
     def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
         where = self._where(generation)
@@ -145,11 +145,11 @@ class Observer:
         measure(event, self._metrics)
 
 
-def _who(member: WorkerHandle) -> dict[str, Any]:
-    assignment = member.assignment
+def _who(worker: WorkerHandle) -> dict[str, Any]:
+    assignment = worker.assignment
     return {
-        "worker_id": member.id,
+        "worker_id": worker.id,
         "rank": assignment.rank,
         "local_rank": assignment.local_rank,
-        "pid": member.process.pid,
+        "pid": worker.process.pid,
     }

@@ -10,10 +10,7 @@ from phalanx.errors import StoreError
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.protocol import Setbacks
-
-OTHERS_PATIENCE = 30.0
-"""Seconds that a job which has failed waits for the other nodes to say what failed there."""
+from phalanx.protocol import Setbacks, timeouts
 
 
 class Results:
@@ -47,7 +44,7 @@ class Results:
                 self.add_failure(failure, generation)
             generation.channel.say_done(generation.number, generation.info.rank, "failed")
             generation.channel.wait_done(
-                generation.number, generation.info.world_size, "failed", OTHERS_PATIENCE
+                generation.number, generation.info.world_size, "failed", timeouts.OTHER_AGENTS
             )
         except StoreError:
             pass  # a node is gone, or the store: what is known will do

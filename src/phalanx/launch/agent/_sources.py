@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 class Exited:
     """A worker's process has ended."""
 
-    member: WorkerHandle
+    worker: WorkerHandle
 
 
 @dataclass(frozen=True)
 class Formed:
-    """This node is a member of a new generation."""
+    """This node is part of a new generation."""
 
     info: RendezvousInfo
 

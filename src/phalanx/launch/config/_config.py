@@ -104,7 +104,7 @@ class LaunchConfig:
         default=0.0, metadata=flag(kind=float, help="seconds without progress before a worker is killed")
     )
     start_timeout: float = field(
-        default=600.0,
+        default=timeouts.WORKER_START,
         metadata=flag(
             kind=float, help="the same for a worker that has yet to make its first step (if longer)"
         ),
@@ -112,7 +112,7 @@ class LaunchConfig:
     standby: int = field(
         default=0, metadata=flag(kind=int, help="processes kept ready to replace a dead worker")
     )
-    exit_barrier_timeout: float = 300.0
+    exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     """Seconds that a node which is done waits for the others."""
     master_addr: str | None = None
     """Where the workers' store is, if not at the first node's own address; the static rendezvous says it itself."""
@@ -173,7 +173,9 @@ class LaunchConfig:
             rdzv_configs=configs,
             logs_specs=_own_logs(self.logs_specs),
             master_addr=self.master_addr or (static_address(endpoint)[0] if backend == "static" else None),
-            shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or 30) if patience is None else patience,
+            shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or timeouts.SHUTDOWN)
+            if patience is None
+            else patience,
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.rendezvous._interface import RendezvousHandler
+from phalanx.protocol import timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
@@ -102,11 +103,11 @@ class AgentOptions:
     """Says how an agent treats its workers, where ``LocalElasticAgent`` is made by hand."""
 
     on_failure: str = "restart"
-    shutdown_timeout: float = 30.0
-    exit_barrier_timeout: float = 300.0
+    shutdown_timeout: float = timeouts.SHUTDOWN
+    exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     hang_timeout: float = 0.0
     """0: no detection."""
-    start_timeout: float = 600.0
+    start_timeout: float = timeouts.WORKER_START
     """The same until a worker has made its first step."""
 
     def __post_init__(self) -> None:

@@ -24,14 +24,13 @@ from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.protocol import timeouts
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 20.0
 """Seconds for workers to write their stacks; one that does not catch the signal is not waited for."""
 
-_OTHERS_PATIENCE = 30.0
-"""Seconds for the other nodes to write theirs."""
 
 _FRAME = re.compile(r'^ +File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _COLLECTIVES = ("/torch/distributed/", "/phalanx/comm/")
@@ -66,7 +65,7 @@ class HangWatch:
 
     def watched_ids(self) -> list[str]:
         """Return whose reports ``check`` wants to see."""
-        return [member.id for member in self._pool.running] if self.timeout > 0 else []
+        return [worker.id for worker in self._pool.running] if self.timeout > 0 else []
 
     def answer(self, info: RendezvousInfo, reason: str) -> None:
         """Write stacks because another node asks for them; once for a generation."""
@@ -80,10 +79,10 @@ class HangWatch:
         not clear who, or not all stacks are written. Never blocks."""
         if self.timeout <= 0:
             return None
-        stopped = {member.id for member in self._pool.running if _is_stopped(member)}
+        stopped = {worker.id for worker in self._pool.running if _is_stopped(worker)}
         self._detector.observe(progress, now, stopped)
         late = [
-            self._pool.members[each] for each in self._detector.hanging(now) if each in self._pool.members
+            self._pool.workers[each] for each in self._detector.hanging(now) if each in self._pool.workers
         ]
         if not late:
             self._dump = None
@@ -97,17 +96,17 @@ class HangWatch:
         if not self._dump.is_written.is_set():
             return None
         waiting = {each for each, text in self._dump.stacks.items() if is_in_collective(frames_of(text))}
-        member = self._pool.members.get(self._detector.to_blame(now, waiting) or "")
-        if member is None or not member.is_running:
+        worker = self._pool.workers.get(self._detector.to_blame(now, waiting) or "")
+        if worker is None or not worker.is_running:
             return None
-        text = self._explain(member, self._dump.stacks, waiting - {member.id}, progress.get(member.id))
+        text = self._explain(worker, self._dump.stacks, waiting - {worker.id}, progress.get(worker.id))
         self._detector.reset(now)
-        return member, text
+        return worker, text
 
     def _write(self, info: RendezvousInfo, reason: str, *, everywhere: bool) -> _Dump:
         """Begin to write the stacks of this node's workers; ``everywhere``: all nodes shall, and are waited for."""
         self._has_answered = True
-        dump, members = _Dump(), self._pool.running
+        dump, workers = _Dump(), self._pool.running
         number = info.generation
 
         def write() -> None:
@@ -116,10 +115,10 @@ class HangWatch:
                     channel = AgentChannel(store)
                     if everywhere:
                         channel.request_stacks(number, reason)
-                    dump.stacks = dump_stacks(members, reason)
+                    dump.stacks = dump_stacks(workers, reason)
                     channel.say_done(number, info.rank, "stacks")
                     if everywhere:
-                        channel.wait_done(number, info.world_size, "stacks", _OTHERS_PATIENCE)
+                        channel.wait_done(number, info.world_size, "stacks", timeouts.OTHER_AGENTS)
             except StoreError as error:
                 log.warning("not every node has written its stacks: %s", error)
             dump.is_written.set()
@@ -132,43 +131,43 @@ class HangWatch:
         return dump
 
     def _explain(
-        self, member: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
+        self, worker: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
     ) -> str:
-        limit = self._detector.limit(member.id)
-        text = f"rank {member.assignment.rank} made no progress for {limit:g} s{_step_of(report)}"
-        frames = frames_of(stacks.get(member.id, ""))
+        limit = self._detector.limit(worker.id)
+        text = f"rank {worker.assignment.rank} made no progress for {limit:g} s{_step_of(report)}"
+        frames = frames_of(stacks.get(worker.id, ""))
         if frames:
             text += f"; it is in {frames[0]}"
-        elif _is_stopped(member):
+        elif _is_stopped(worker):
             text += "; it is stopped (by SIGSTOP, or a debugger)"
         else:
             text += "; it did not say what it does"
         ranks = sorted(
-            self._pool.members[each].assignment.rank for each in waiting if each in self._pool.members
+            self._pool.workers[each].assignment.rank for each in waiting if each in self._pool.workers
         )
         if ranks:
             text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
         return text
 
 
-def dump_stacks(members: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
+def dump_stacks(workers: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
     """Collect the Python stacks of running workers, log them, and return them by worker id."""
-    asked = [member for member in members if member.is_running and member.stacks_file]
-    before = {member.id: _read(member) for member in asked}
-    deaf = {member.id: _blocking(member) for member in asked}
-    for member in asked:
-        member.process.send_signal(_linux.stack_signal(), to_group=False)
+    asked = [worker for worker in workers if worker.is_running and worker.stacks_file]
+    before = {worker.id: _read(worker) for worker in asked}
+    deaf = {worker.id: _blocking(worker) for worker in asked}
+    for worker in asked:
+        worker.process.send_signal(_linux.stack_signal(), to_group=False)
     found: dict[str, str] = {}
     until = time.monotonic() + _PATIENCE
-    for member in asked:
-        found[member.id] = _wait_for_dump(member, before[member.id], deaf[member.id], until)
+    for worker in asked:
+        found[worker.id] = _wait_for_dump(worker, before[worker.id], deaf[worker.id], until)
         log.error(
             "stacks of rank %d (pid %d), because %s:\n%s",
-            member.assignment.rank,
-            member.process.pid,
+            worker.assignment.rank,
+            worker.process.pid,
             reason,
-            found[member.id]
-            or f"(no answer; process state: {_linux.process_state(member.process.pid) or 'gone'})",
+            found[worker.id]
+            or f"(no answer; process state: {_linux.process_state(worker.process.pid) or 'gone'})",
         )
     return found
 
@@ -183,39 +182,39 @@ def _step_of(report: bytes | None) -> str:
         return ""
 
 
-def _is_stopped(member: WorkerHandle) -> bool:
-    return _linux.process_state(member.process.pid) in ("T", "t")
+def _is_stopped(worker: WorkerHandle) -> bool:
+    return _linux.process_state(worker.process.pid) in ("T", "t")
 
 
-def _blocking(member: WorkerHandle) -> frozenset[int]:
+def _blocking(worker: WorkerHandle) -> frozenset[int]:
     """Its threads that never take the signal."""
-    state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+    state = _linux.signal_state(worker.process.pid, _linux.stack_signal())
     return state.blocking if state else frozenset()
 
 
-def _wait_for_dump(member: WorkerHandle, before: str, deaf: frozenset[int], until: float) -> str:
+def _wait_for_dump(worker: WorkerHandle, before: str, deaf: frozenset[int], until: float) -> str:
     """Return what the worker has added to its file: all of it, though it may be held up between any two lines.
 
     A thread that runs a signal's handler does not take the same signal: that shows when the handler is done. Where the
     kernel does not tell, a file that has stopped growing counts as complete.
     """
     text = before
-    while time.monotonic() < until and member.is_running and not _is_stopped(member):
-        last, text = text, _read(member)
+    while time.monotonic() < until and worker.is_running and not _is_stopped(worker):
+        last, text = text, _read(worker)
         # Looked at before the state: a handler that has begun and is not there has ended.
         has_begun = text != before
-        state = _linux.signal_state(member.process.pid, _linux.stack_signal())
+        state = _linux.signal_state(worker.process.pid, _linux.stack_signal())
         if state is not None and not state.is_caught:
             break  # no Python, or not yet: nothing will be written
         if has_begun and (not (state.blocking - deaf) if state else text == last and not _linux.IS_LINUX):
             break
         time.sleep(0.02)
-    return _read(member)[len(before) :]
+    return _read(worker)[len(before) :]
 
 
-def _read(member: WorkerHandle) -> str:
+def _read(worker: WorkerHandle) -> str:
     try:
-        with open(member.stacks_file, errors="replace") as file:
+        with open(worker.stacks_file, errors="replace") as file:
             return file.read()
     except OSError:
         return ""

@@ -95,7 +95,7 @@ class WorkerPool:
         on_exit: Callable[[WorkerHandle], None],
     ) -> None:
         self.config = config
-        self.members: dict[str, WorkerHandle] = {}
+        self.workers: dict[str, WorkerHandle] = {}
         self._start = start
         self._zygotes = zygotes
         self._tell = on_exit
@@ -148,7 +148,7 @@ class WorkerPool:
         error_file = dest.error_files.get(rank, "")
         has_directory = bool(error_file) and error_file != os.devnull
         stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
-        member = WorkerHandle(
+        worker = WorkerHandle(
             assignment=assignment,
             process=process,
             error_file=error_file if has_directory else "",
@@ -164,13 +164,13 @@ class WorkerPool:
         order, fds = start.order(env, rank, stacks, self._scratch)
         order["cpus"] = self._cpus_of(assignment)
         prefix = self._prefix(assignment)
-        fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, member, prefix)
-        fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, member, prefix)
+        fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, worker, prefix)
+        fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, worker, prefix)
         if self._start.is_function:
-            member.result_fd = open_anonymous()
-            fds["result"] = member.result_fd
+            worker.result_fd = open_anonymous()
+            fds["result"] = worker.result_fd
         with self._changed:
-            self.members[assignment.worker_id] = member
+            self.workers[assignment.worker_id] = worker
         process.order(order, fds)
         for name, fd in fds.items():
             if name != "result":
@@ -179,7 +179,7 @@ class WorkerPool:
             process.exit_code is not None
         ):  # it died before it had its order, so nobody could know whose it was
             self._on_exit(process)
-        return member
+        return worker
 
     def _take_parked(self) -> tuple[WorkerProcess, bool]:
         while True:
@@ -194,10 +194,10 @@ class WorkerPool:
         files: Mapping[int, str],
         tees: Mapping[int, str],
         filtered_path: str,
-        member: WorkerHandle,
+        worker: WorkerHandle,
         prefix: bytes,
     ) -> dict[str, int]:
-        rank = member.assignment.local_rank
+        rank = worker.assignment.local_rank
         path, is_tee = files.get(rank, ""), rank in tees
         config = self.config
         filters = (
@@ -209,7 +209,7 @@ class WorkerPool:
         if file_fd >= 0 and not is_tee:
             return {name: file_fd}
         if file_fd < 0 and path and name == "stderr":
-            member.stderr_path = ""
+            worker.stderr_path = ""
         path = path if file_fd >= 0 else ""
         if not path and name == "stdout":
             return {}  # the agent's own stdout, inherited
@@ -221,7 +221,7 @@ class WorkerPool:
             filtered_path=filtered_path,
         )
         if name == "stderr":
-            member.stderr_sinks = sinks
+            worker.stderr_sinks = sinks
         return {name: self._pump.add(sinks)}
 
     def _cpus_of(self, assignment: RankAssignment) -> list[int]:
@@ -246,49 +246,49 @@ class WorkerPool:
 
     def _on_exit(self, process: WorkerProcess) -> None:
         with self._changed:
-            member = next((m for m in self.members.values() if m.process is process and not m.is_told), None)
-            if member is not None:
-                member.is_told = True
+            worker = next((m for m in self.workers.values() if m.process is process and not m.is_told), None)
+            if worker is not None:
+                worker.is_told = True
             self._changed.notify_all()
-        if member is not None:
-            self._tell(member)
+        if worker is not None:
+            self._tell(worker)
 
     @property
     def running(self) -> list[WorkerHandle]:
-        return [member for member in self.members.values() if member.is_running]
+        return [worker for worker in self.workers.values() if worker.is_running]
 
-    def fetch_value(self, member: WorkerHandle) -> bool:
+    def fetch_value(self, worker: WorkerHandle) -> bool:
         """Read the return value of a worker that ended well; False, and it has failed, when that is not possible."""
-        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        outcome = read_result(worker.result_fd) if worker.result_fd >= 0 else None
         if outcome and outcome[0] == "unreadable":
-            member.problem = (
+            worker.problem = (
                 f"the worker function ended well, but its return value cannot be unpickled: {outcome[1]}"
             )
             return False
-        member.value = outcome[1] if outcome else None
+        worker.value = outcome[1] if outcome else None
         return True
 
-    def failure_of(self, member: WorkerHandle) -> ProcessFailure:
+    def failure_of(self, worker: WorkerHandle) -> ProcessFailure:
         """Return what is known about a worker that died."""
-        exit_code = member.process.exit_code
-        assert exit_code is not None, f"worker {member.id} (pid {member.process.pid}) still runs"
+        exit_code = worker.process.exit_code
+        assert exit_code is not None, f"worker {worker.id} (pid {worker.process.pid}) still runs"
         failure = ProcessFailure.observe(
             exitcode=exit_code,
-            error_file=member.error_file,
-            ended_at=member.process.ended_at,
-            local_rank=member.assignment.local_rank,
-            pid=member.process.pid,
-            rank=member.assignment.rank,
-            worker_id=member.id,
-            generation=member.assignment.generation,
-            note=member.note,
-            stderr_tail=self._stderr_tail(member),
+            error_file=worker.error_file,
+            ended_at=worker.process.ended_at,
+            local_rank=worker.assignment.local_rank,
+            pid=worker.process.pid,
+            rank=worker.assignment.rank,
+            worker_id=worker.id,
+            generation=worker.assignment.generation,
+            note=worker.note,
+            stderr_tail=self._stderr_tail(worker),
         )
-        outcome = read_result(member.result_fd) if member.result_fd >= 0 else None
+        outcome = read_result(worker.result_fd) if worker.result_fd >= 0 else None
         if outcome and outcome[0] == "error":
             failure.exception = outcome[1]
-        if member.problem:
-            failure.message, failure.is_incurable = member.problem, True
+        if worker.problem:
+            failure.message, failure.is_incurable = worker.problem, True
         return failure
 
     def _failures_before(self, moment: float) -> list[ProcessFailure]:
@@ -296,21 +296,21 @@ class WorkerPool:
 
         Its end may have been on its way here when it was told to stop because of another's.
         """
-        ended = [m for m in self.members.values() if not (m.is_running or m.has_succeeded or m.is_judged)]
-        found = [(self.failure_of(member), member) for member in ended]
+        ended = [m for m in self.workers.values() if not (m.is_running or m.has_succeeded or m.is_judged)]
+        found = [(self.failure_of(worker), worker) for worker in ended]
         return [
             failure
-            for failure, member in found
+            for failure, worker in found
             if (failure.error_file and failure.timestamp < moment)
-            or (failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not member.is_killed)
+            or (failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not worker.is_killed)
         ]
 
-    def _stderr_tail(self, member: WorkerHandle) -> tuple[str, ...]:
-        if member.stderr_sinks is not None:
+    def _stderr_tail(self, worker: WorkerHandle) -> tuple[str, ...]:
+        if worker.stderr_sinks is not None:
             self._pump.drain()
-            return tail_of_sinks(member.stderr_sinks, TAIL_LINES)
-        if member.stderr_path and member.stderr_path != os.devnull:
-            return tail_of_file(member.stderr_path, TAIL_LINES)
+            return tail_of_sinks(worker.stderr_sinks, TAIL_LINES)
+        if worker.stderr_path and worker.stderr_path != os.devnull:
+            return tail_of_file(worker.stderr_path, TAIL_LINES)
         return ()
 
     # -- stopping ------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class WorkerPool:
         told_at = time.time()
         self.stop()
         unheard = self._failures_before(told_at)
-        for worker_id in list(self.members):
+        for worker_id in list(self.workers):
             self.forget(worker_id)
         return unheard
 
@@ -340,36 +340,36 @@ class WorkerPool:
     def kill_all(self, worker_ids: Collection[str], reason: str) -> list[ProcessFailure]:
         """End those of these workers that run here at once; the failures of those that the kernel lets die."""
         ended = []
-        for member in [m for m in self.running if m.id in worker_ids]:
-            log.error("worker %s (rank %d) is killed: %s", member.id, member.assignment.rank, reason)
-            member.is_judged, member.note, member.is_killed = True, reason, True
-            member.process.send_signal(signal.SIGKILL)
-            if self._wait([member], KILL_PATIENCE, can_hurry=False):
-                ended.append(self.failure_of(member))
+        for worker in [m for m in self.running if m.id in worker_ids]:
+            log.error("worker %s (rank %d) is killed: %s", worker.id, worker.assignment.rank, reason)
+            worker.is_judged, worker.note, worker.is_killed = True, reason, True
+            worker.process.send_signal(signal.SIGKILL)
+            if self._wait([worker], KILL_PATIENCE, can_hurry=False):
+                ended.append(self.failure_of(worker))
         return ended
 
-    def _stop(self, members: Sequence[WorkerHandle], signum: int, patience: float) -> None:
-        for member in members:
-            member.process.send_signal(signum)
-            member.process.send_signal(signal.SIGCONT)
-        if not self._wait(members, patience, can_hurry=True):
-            for member in members:
-                member.is_killed = member.is_running
-                member.process.send_signal(signal.SIGKILL)
-            self._wait(members, KILL_PATIENCE, can_hurry=False)
-        for member in members:
-            if member.is_running:
-                pid = member.process.pid
+    def _stop(self, workers: Sequence[WorkerHandle], signum: int, patience: float) -> None:
+        for worker in workers:
+            worker.process.send_signal(signum)
+            worker.process.send_signal(signal.SIGCONT)
+        if not self._wait(workers, patience, can_hurry=True):
+            for worker in workers:
+                worker.is_killed = worker.is_running
+                worker.process.send_signal(signal.SIGKILL)
+            self._wait(workers, KILL_PATIENCE, can_hurry=False)
+        for worker in workers:
+            if worker.is_running:
+                pid = worker.process.pid
                 log.error(
                     "worker %s (pid %d, state %s) does not die; the kernel holds it (a device or a network file "
                     "system that does not answer?). It is left behind.",
-                    member.id, pid, _linux.process_state(pid) or "unknown",
+                    worker.id, pid, _linux.process_state(pid) or "unknown",
                 )  # fmt: skip
 
-    def _wait(self, members: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool) -> bool:
+    def _wait(self, workers: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool) -> bool:
         until = time.monotonic() + seconds
         with self._changed:
-            while any(member.is_running for member in members):
+            while any(worker.is_running for worker in workers):
                 left = until - time.monotonic()
                 if left <= 0 or (can_hurry and self._hurry.is_set()):
                     return False
@@ -379,10 +379,10 @@ class WorkerPool:
     def forget(self, worker_id: str) -> None:
         """Drop a worker that has ended from the table."""
         with self._changed:
-            member = self.members.pop(worker_id)
-        member.process.let_go()
-        if member.result_fd >= 0:
-            os.close(member.result_fd)
+            worker = self.workers.pop(worker_id)
+        worker.process.let_go()
+        if worker.result_fd >= 0:
+            os.close(worker.result_fd)
 
     def close(self) -> None:
         """Kill what is left, flush the logs, end the zygote."""
@@ -390,7 +390,7 @@ class WorkerPool:
             process.discard()
         self._zygotes.close()
         self._pump.close()
-        for worker_id in list(self.members):
+        for worker_id in list(self.workers):
             self.forget(worker_id)
 
 

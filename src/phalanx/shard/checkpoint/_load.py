@@ -1,4 +1,4 @@
-"""Loading: any layout from any other, each rank reading only the byte ranges that its boxes need; no collectives.
+"""Loads any layout from any other, each rank reading only the byte ranges that its boxes need; no collectives.
 
 Files are mapped, and every block of which a byte is used is checked against the index first. Nothing is unpickled.
 """

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its shards into one file, rank 0 the index; the checkpoint appears at once or not at all.
+"""Saves: every rank writes its shards into one file, rank 0 the index; the checkpoint appears at once or not at all.
 
 Phases: (1) each rank writes ``<folder>.partial/rank-R-of-N.safetensors``; (2) one exchange tells all ranks where every
 shard is, or who failed; (3) rank 0 writes the index and renames the folder; (4) a barrier, after which all may read it.

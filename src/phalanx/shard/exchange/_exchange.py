@@ -1,4 +1,4 @@
-"""Moving boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
+"""Moves boxes between ranks: planned as copies of overlaps, done in one collective for any number of tensors.
 
 Phases of ``exchange``: (1) each rank packs what it owes the others into one buffer of bytes (in shared memory where
 peers can read that), or sends from where it lies if it is one run of memory; (2) one ``scatter`` if a single rank

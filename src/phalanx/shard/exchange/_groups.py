@@ -1,4 +1,4 @@
-"""Which group a sharded tensor lives on, and which rank of it a placement means.
+"""Finds which group a sharded tensor lives on, and which rank of it a placement means.
 
 Owns ``load_with_process_group`` and the translation of what users pass (a ``Group``, a c10d process group, or None).
 """

@@ -1,4 +1,4 @@
-"""Resharding: from any layout to any other by overlap boxes and one exchange; differentiable.
+"""Reshards from any layout to any other by overlap boxes and one exchange; differentiable.
 
 Owns the plan for one tensor and the autograd function. The gradient of a move is the move back.
 """

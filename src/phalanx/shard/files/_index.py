@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which file holds which box of which tensor, and the digests of its bytes.
+"""Keeps the index of a sharded checkpoint: which file holds which box of which tensor, and the digests of its bytes.
 
 Owns the JSON format and its checks. A checkpoint is a folder: ``index.json`` and one safetensors file per rank. Each
 stored shard has a BLAKE3 digest per block, so that a reader can trust a part of it without reading the rest; the index

@@ -1,4 +1,4 @@
-"""Safetensors files written and read in place: the header, a mapping to write through, and reads of byte ranges.
+"""Writes and reads safetensors files in place: the header, a mapping to write through, and reads of byte ranges.
 
 Owns the format: eight bytes of header length, a JSON header, then the tensors' bytes. Nothing here is ever executed or
 unpickled. Reading checks that every range lies inside the file.

@@ -1,4 +1,4 @@
-"""Boxes in index space: the arithmetic behind specs, resharding and partial loads. Pure; no tensors move here.
+"""Computes with boxes in index space, for specs, resharding and partial loads. Pure; no tensors move here.
 
 A ``Box`` is a half-open hyper-rectangle: where it begins in each dim and how long it is. A 0-dim box holds one element.
 A box with a zero length holds nothing and overlaps nothing, wherever it begins.

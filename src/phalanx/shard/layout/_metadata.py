@@ -1,4 +1,4 @@
-"""What a sharded tensor is made of: one ``ShardMetadata`` per shard, the global size, the tensor's properties.
+"""Describes a sharded tensor: one ``ShardMetadata`` per shard, the global size, the tensor's properties.
 
 Values only; the same on every rank. ``to_json`` and ``from_json`` carry them between ranks and into index files.
 """

@@ -1,4 +1,4 @@
-"""Where a shard lives: the value behind the strings ``"rank:0/cpu"``, ``"trainer0/cuda:0"`` and ``"cpu"``.
+"""Says where a shard lives: the value behind the strings ``"rank:0/cpu"``, ``"trainer0/cuda:0"`` and ``"cpu"``.
 
 Ranks are those of the whole job (a group's ``ranks``), not ranks inside a subgroup.
 """

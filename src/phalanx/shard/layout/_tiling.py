@@ -1,4 +1,4 @@
-"""Whether boxes fill a tensor exactly, in time that grows with their number and not with its square.
+"""Checks whether boxes fill a tensor exactly, in time that grows with their number and not with its square.
 
 A function on a grid with finite support is known by its mixed differences, which for a box are non-zero at its corners
 only (plus where an even number of upper ends meet, minus else). So boxes tile the tensor if, and only if, their corners

@@ -1,4 +1,4 @@
-"""Operations that users register: for every sharded tensor, or for one kind of spec.
+"""Registers operations of users: for every sharded tensor, or for one kind of spec.
 
 Module state on purpose: registration is by decorator, at import, as in torch.
 """

@@ -1,4 +1,4 @@
-"""Embedding lookups in a sharded table: each rank asks for its own batch's rows and gets them as a plain tensor.
+"""Looks up rows of a sharded table: each rank asks for its own batch's rows and gets them as a plain tensor.
 
 Phases: (1) each rank reduces its indices to the distinct ones and all ranks hear all lists; (2) the owners send exactly
 the parts of rows that were asked for, in one exchange, whatever the layout of the table; (3) the lookup itself runs on

@@ -1,4 +1,4 @@
-"""Operations in which each rank's plain tensors are its own: run on the full sharded tensors, on every rank.
+"""Runs operations in which each rank's plain tensors are its own, on the full sharded tensors, on every rank.
 
 Phases: (1) one ``all_gather`` per sharded argument makes it full on every rank; (2) the operation itself runs on plain
 tensors, so every option means what it means in torch; (3) backward is one ``reduce_scatter``: the owners of the shards

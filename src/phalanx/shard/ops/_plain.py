@@ -1,4 +1,4 @@
-"""What a plain tensor beside a sharded one means: the same values on every rank, or each rank's own.
+"""Says what a plain tensor beside a sharded one means: the same values on every rank, or each rank's own.
 
 Owns the policy and its check. The default, ``verify``, compares a fingerprint of the plain tensors across the ranks in
 one small collective per operation and raises if they differ, because nothing else could tell a wrong result from a

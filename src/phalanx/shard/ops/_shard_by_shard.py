@@ -1,4 +1,4 @@
-"""Element by element on the local shards: no communication when the layouts agree.
+"""Runs element by element on the local shards: no communication when the layouts agree.
 
 Owns how their arguments are sharded; which operations work this way the table of operators says. A plain tensor among
 the arguments stands for the same values on every rank: each shard sees its slice of it. If such a tensor needs a

@@ -1,4 +1,4 @@
-"""A plan that balances bytes: which parameters to shard, and how, so that every rank stays under a budget.
+"""Finds a plan that balances bytes: which parameters to shard, and how, so that every rank stays under a budget.
 
 Owns the decisions, as pure functions of names, sizes and kinds. Embedding tables that are large beside a rank's fair
 share are sharded by rows over all ranks, smaller ones go undivided to the rank with the least; weights of linear layers

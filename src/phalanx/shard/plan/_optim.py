@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters: each rank updates its own shards; the state is sharded like the parameters.
+"""Runs optimizers over sharded parameters: each rank updates its own shards; the state is sharded like them.
 
 Element-wise optimizers of torch also take sharded parameters directly. ``ShardedOptimizer`` hands the local tensors to
 any optimizer, and its state dict speaks of parameters by name, with sharded tensors in it, so that it can be saved and

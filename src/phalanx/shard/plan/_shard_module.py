@@ -1,4 +1,4 @@
-"""Sharding tensors, parameters and modules; hooks on modules' outputs and state dicts.
+"""Shards tensors, parameters and modules; hooks modules' outputs and state dicts.
 
 Owns the functions that users call. Every rank calls them with the same arguments; the data is the source rank's.
 """

@@ -1,4 +1,4 @@
-"""Sharding plans: which parameter gets which spec, which submodule a sharder, and what happens to outputs.
+"""Defines sharding plans: which parameter gets which spec, which submodule a sharder, what happens to outputs.
 
 Owns ``ShardingPlan``, ``ShardingPlanner``, ``Sharder`` and the checks of a plan that need no communication.
 """

@@ -1,4 +1,4 @@
-"""Factories: ``empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn``; one body. Every rank calls them.
+"""Makes sharded tensors: ``empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn``; every rank calls them.
 
 Random values come from each rank's own torch generator, as in torch: seed the ranks differently.
 """

@@ -1,4 +1,4 @@
-"""Agreeing on a tensor that every rank has pieces of: checks of the local shards, then of all ranks' together.
+"""Agrees on a tensor that every rank has shards of: checks of the local shards, then of all ranks' together.
 
 Owns ``init_from_local_shards``' checks. Any number of tensors needs one exchange of metadata.
 """

@@ -1,4 +1,4 @@
-"""Pickling of sharded tensors: each rank pickles its own shards, and they can only come back to the same rank.
+"""Pickles sharded tensors: each rank its own shards, which can only come back to the same rank.
 
 Owns what is remembered of the place and the checks on return. To load on another number of ranks, see ``_save``.
 """

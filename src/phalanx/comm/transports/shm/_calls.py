@@ -1,4 +1,4 @@
-"""What a rank says about the collective it is in, as one number, so that ranks in different ones find out.
+"""Writes down as one number which collective a rank is in, so that ranks in different ones find out.
 
 Matching is by order only; without this a mistake in a program would mix up bytes silently.
 """

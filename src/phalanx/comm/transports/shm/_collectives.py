@@ -1,4 +1,4 @@
-"""The collectives through slots, as generators (see ``_engine``): tensors of any size stream through in pieces.
+"""Runs the collectives through slots, as generators (see ``_engine``): tensors of any size stream through in pieces.
 
 All take contiguous tensors and touch them by address, so autograd's version counters stay as they are. How many
 steps a collective has must come out alike on every rank: from sizes that all know, or from the first step's records.

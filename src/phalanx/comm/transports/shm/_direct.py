@@ -1,4 +1,4 @@
-"""The collectives on shared tensors: nothing is copied in, peers work on the tensors themselves.
+"""Runs the collectives on shared tensors: nothing is copied in, peers work on the tensors themselves.
 
 Plan of each, as phases on every rank:
 

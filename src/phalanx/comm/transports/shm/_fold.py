@@ -1,4 +1,4 @@
-"""How values of all ranks become one: always the same binary tree over ranks, whatever rank or algorithm does it.
+"""Folds the values of all ranks into one: always the same binary tree, whatever rank or algorithm does it.
 
 The tree is that of ``transports._reduce.tree_reduce`` (neighbours pairwise, level by level), which tests compare
 with; the forms here write into given memory and allocate nothing. Every node rounds once in the tensor's own dtype, so

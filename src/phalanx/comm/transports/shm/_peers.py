@@ -1,4 +1,4 @@
-"""Who is gone: processes that died, ranks that closed or gave up their group, and whether that matters to a wait.
+"""Sees who is gone: processes that died, ranks that closed or gave up their group, and whether a wait minds.
 
 A death is told by the process's watcher thread (``_liveness``), which wakes the sleeper. A rank that went after it gave
 all that a wait needs is no loss to that wait; the next one that needs it will find out.

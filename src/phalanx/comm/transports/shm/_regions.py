@@ -1,4 +1,4 @@
-"""Shared tensors in the collectives of one group: naming this rank's, mapping the peers'.
+"""Names this rank's shared tensors to the collectives of one group, and maps the peers'.
 
 A rank names the memory of its tensor in the call record (``RegionAddress``). A number in its table of the segment says
 that it still exists; when the last tensor on it is gone the entry becomes 0 and peers drop their mappings the next time

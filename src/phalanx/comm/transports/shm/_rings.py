@@ -1,4 +1,4 @@
-"""send and recv: one ring of bytes for every ordered pair of ranks, messages with tags.
+"""Sends and receives: one ring of bytes for every ordered pair of ranks, messages with tags.
 
 A message is a header of four words (tag, bytes, two spare) and its bytes, padded to 32. The sender writes as far as the
 ring has room, the receiver frees as it reads, so messages of any size pass. A message whose tag nobody asked for yet is

@@ -1,4 +1,4 @@
-"""One mapped segment and the memory of shared tensors: private, nameless, gone with the last process that maps it.
+"""Maps one segment and the memory of shared tensors: private, nameless, gone with the last process that maps it.
 
 A segment is a memfd (mode 0600, sealed against shrinking, never linked anywhere, not counted against ``/dev/shm``).
 Peers open it through ``/proc/<pid>/fd/<n>``, which the kernel allows to the same user only, and check a random nonce or

@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share a segment: two rounds over the store, alike on every rank.
+"""Lets the ranks of a group come to share a segment: two rounds over the store, alike on every rank.
 
 1. Rank 0 makes the segment and publishes where it is (process, descriptor, nonce).
 2. Every rank maps it and publishes how that went. If all is well the group stands and rank 0 closes the descriptor;

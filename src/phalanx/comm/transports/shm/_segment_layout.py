@@ -1,4 +1,4 @@
-"""Where everything lies in the segment that the ranks of one group share. Pure arithmetic, no memory touched.
+"""Computes where everything lies in the segment that the ranks of one group share. Touches no memory.
 
 ::
 

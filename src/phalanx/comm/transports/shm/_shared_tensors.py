@@ -1,4 +1,4 @@
-"""Tensors in shared memory, and finding out that a tensor is one.
+"""Makes tensors in shared memory, and finds out that a tensor is one.
 
 Such memory belongs to the process, not to a group: after a regroup, and in every subgroup, the same buffers are used in
 place again. Each allocation is a memfd of its own, mapped for as long as a tensor uses it; peers open it through

@@ -1,4 +1,4 @@
-"""The few things that Python cannot say by itself: futex, memory fence, raw copies, private anonymous files.
+"""Does the few things that Python cannot say by itself: futex, memory fence, raw copies, private anonymous files.
 
 Owns every use of ctypes of this transport. Linux only; importing it elsewhere is harmless, ``unavailable`` then says
 why the transport cannot be used.

@@ -1,4 +1,4 @@
-"""This rank's end of the slots: put a piece, say so, see that the others' pieces are there, say they are read.
+"""Works this rank's end of the slots: puts a piece, says so, sees that the others' are there, says they are read.
 
 The order of every step, on every rank (see ``_segment_layout`` for the flags)::
 
