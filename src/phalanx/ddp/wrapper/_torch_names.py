@@ -17,12 +17,14 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from phalanx import comm
 from phalanx._torch_faults import check_fused_tensors
 from phalanx.ddp.hooks import optimizer_overlap
-from phalanx.ddp.hooks._builtin import builtin_hook
 from phalanx.ddp.hooks._hook_signature import check_comm_hook
+from phalanx.ddp.hooks.default import Hook, allreduce_hook, fp16_compress_hook
 from phalanx.ddp.wrapper import _nested_values as values
 
 if TYPE_CHECKING:
     from phalanx.ddp.wrapper._wrapper import DistributedDataParallel
+
+BUILTIN: dict[str, Hook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
 
 
 # ---- inputs and outputs
@@ -115,7 +117,7 @@ def check_hook(ddp: DistributedDataParallel, hook: Callable[..., Any]) -> None:
 
 def register_builtin_comm_hook(ddp: DistributedDataParallel, comm_hook_type: Any) -> None:
     """Register one of the built-in hooks by torch's enum value (or its name): ALLREDUCE or FP16_COMPRESS."""
-    ddp.register_comm_hook(ddp.group, builtin_hook(comm_hook_type))
+    ddp.register_comm_hook(ddp.group, _builtin_hook(comm_hook_type))
 
 
 def register_fused_optim(
@@ -199,3 +201,13 @@ def set_ddp_runtime_logging_sample_rate(ddp: DistributedDataParallel, sample_rat
     if sample_rate < 1:
         ddp._log_and_throw(ValueError, f"the sample rate is {sample_rate}; expected at least 1")
     ddp._stats.sample_rate = sample_rate
+
+
+def _builtin_hook(comm_hook_type: Any) -> Hook:
+    """Find the hook for an enum member (or its name)."""
+    name = getattr(comm_hook_type, "name", str(comm_hook_type)).rpartition(".")[2]
+    if name not in BUILTIN:
+        raise ValueError(
+            f"unknown built-in communication hook {comm_hook_type!r}; expected one of {sorted(BUILTIN)}"
+        )
+    return BUILTIN[name]
