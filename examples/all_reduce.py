@@ -35,7 +35,7 @@ def main() -> None:
     store.close()
     if codes != [0, 0]:
         raise SystemExit(f"the workers ended with exit codes {codes}")
-    print("A real all-reduce between two worker processes. The elastic training demo will take its place.")
+    print("A real all-reduce between two worker processes.")
 
 
 if __name__ == "__main__":
