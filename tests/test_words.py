@@ -27,15 +27,6 @@ BANNED = {
 # tensor, or a copied view.
 BANNED_FOR_CLASSES_AND_FILES = BANNED | {"cut", "fresh", "part", "parts", "stale", "whole"}
 
-# What is still to be renamed: these only become fewer.
-STILL_TWICE: set[str] = {
-    "Call", "RankState", "ShardedDims", "Step",
-}  # fmt: skip
-STILL_RETURNING: set[str] = set()
-STILL_BANNED: set[str] = {
-    "_Whole",
-}  # fmt: skip
-
 
 def words_of(name: str) -> set[str]:
     """
@@ -95,18 +86,16 @@ def banned_names() -> set[str]:
 
 def test_no_class_name_is_defined_twice() -> None:
     twice = {name for name, places in classes().items() if len(places) > 1}
-    assert twice - listed("classes") <= STILL_TWICE, {
-        name: classes()[name] for name in twice - listed("classes")
-    }
+    assert twice <= listed("classes"), {name: classes()[name] for name in twice - listed("classes")}
     assert listed("classes") <= twice, "no longer defined twice; take it out of docs/words.md"
 
 
 def test_a_file_name_that_returns_has_one_meaning() -> None:
     twice = {name for name, places in stems().items() if len(places) > 1}
-    unsaid = twice - listed("files") - STILL_RETURNING
+    unsaid = twice - listed("files")
     assert not unsaid, f"say in docs/words.md what {unsaid} mean everywhere, or call them something else"
     assert listed("files") <= twice, "no longer there twice; take it out of docs/words.md"
 
 
 def test_no_metaphor_stands_for_a_word_of_the_field() -> None:
-    assert banned_names() <= STILL_BANNED, sorted(banned_names() - STILL_BANNED)
+    assert not banned_names(), sorted(banned_names())

@@ -1,7 +1,8 @@
 """Which collectives turn one layout into another, as a value that can be printed and asked for its bytes.
 
-Owns ``Step``, ``Plan`` and ``plan_redistribute``. A step changes the placement on one mesh axis; ``_search.py`` finds
-the cheapest ones, ``_execute.py`` runs them. Every rank finds the same plan; the promise of bytes is this rank's own.
+Owns ``RedistributeStep``, ``Plan`` and ``plan_redistribute``. A step changes the placement on one mesh axis;
+``_search.py`` finds the cheapest ones, ``_execute.py`` runs them. Every rank finds the same plan; the promise of bytes
+is this rank's own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from phalanx.tensor.redistribute._search import LOCAL_KINDS, Grid, LeastCost, ch
 
 
 @dataclass(frozen=True)
-class Step:
+class RedistributeStep:
     """One placement change on one axis; ``kind`` names the collective, or a local action."""
 
     kind: str
@@ -50,7 +51,7 @@ class Plan:
 
     source: Spec
     target: Spec
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributeStep, ...]
     actions: list[Any] = field(
         default_factory=list, compare=False, repr=False
     )  # the executor's, see _steps.py
@@ -98,9 +99,9 @@ def _grid(spec: Spec) -> Grid:
     return Grid(spec.mesh.shape, spec.shape, spec.dtype.itemsize)
 
 
-def _steps(source: Spec, target: Spec) -> Iterator[Step]:
+def _steps(source: Spec, target: Spec) -> Iterator[RedistributeStep]:
     before = source
     for kind, axis, placements in cheapest(_grid(source), source.placements, target.placements):
         after = source.with_placements(placements)
-        yield Step(kind, axis, before, after)
+        yield RedistributeStep(kind, axis, before, after)
         before = after

@@ -38,7 +38,7 @@ from phalanx.tensor.layout._placement import (
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import without_user_modes
 from phalanx.tensor.redistribute._log import log_redistribution
-from phalanx.tensor.redistribute._plan import Plan, Step
+from phalanx.tensor.redistribute._plan import Plan, RedistributeStep
 
 Begin = Callable[[Tensor, bool], tuple[Any, Any]]
 Finish = Callable[[Any], Tensor] | None
@@ -57,7 +57,7 @@ def actions_of(plan: Plan) -> list[Action]:
 class _AxisShards:
     """How the step's axis shards what the other axes leave of a dim in ``sharded``, and who holds which rows."""
 
-    def __init__(self, step: Step, sharded: Spec) -> None:
+    def __init__(self, step: RedistributeStep, sharded: Spec) -> None:
         axis, mesh = step.axis, sharded.mesh
         given = sharded.placements[axis]
         assert isinstance(given, Shard), f"{step!r} has no cut in {sharded!r}"
@@ -107,11 +107,11 @@ class _AxisShards:
         return torch.cat(pieces, self.dim)
 
 
-def group_of(step: Step) -> Group:
+def group_of(step: RedistributeStep) -> Group:
     return step.source.mesh.get_group(step.axis)
 
 
-def _all_gather(step: Step) -> Action:
+def _all_gather(step: RedistributeStep) -> Action:
     group, axis_shards = group_of(step), _AxisShards(step, step.source)
     if axis_shards.is_even:
         return _even_gather(group, axis_shards.dim, step)
@@ -125,7 +125,7 @@ def _all_gather(step: Step) -> Action:
     return begin, axis_shards.join
 
 
-def _even_gather(group: Group, dim: int, step: Step) -> Action:
+def _even_gather(group: Group, dim: int, step: RedistributeStep) -> Action:
     front = list(step.source.local_shape)
     front[0], front[dim] = front[dim], front[0]
     shape = (front[0] * group.size, *front[1:])
@@ -153,7 +153,7 @@ def _back_to(dim: int, shape: Sequence[int]) -> Finish:
     return lambda output: output.transpose(0, dim).contiguous()
 
 
-def _all_to_all(step: Step) -> Action:
+def _all_to_all(step: RedistributeStep) -> Action:
     group, arriving, leaving = group_of(step), _AxisShards(step, step.source), _AxisShards(step, step.target)
     if arriving.dim == leaving.dim:
         return _reorder(step, arriving, leaving)
@@ -173,7 +173,7 @@ def _all_to_all(step: Step) -> Action:
     return begin, arriving.join
 
 
-def _reorder(step: Step, held: _AxisShards, wanted: _AxisShards) -> Action:
+def _reorder(step: RedistributeStep, held: _AxisShards, wanted: _AxisShards) -> Action:
     """Shard the dim in another way: each rank sends the rows that another one wants, and sorts what arrives."""
     group, dim = group_of(step), held.dim
     rows, own, ranks = held.rows(group.rank), wanted.rows(group.rank), range(group.size)
@@ -189,7 +189,7 @@ def _reorder(step: Step, held: _AxisShards, wanted: _AxisShards) -> Action:
     return begin, lambda received: torch.cat(received, dim).index_select(dim, order.to(received[0].device))
 
 
-def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Action:
+def _even_exchange(group: Group, arriving: int, leaving: int, step: RedistributeStep) -> Action:
     """Equal shards travel as one tensor, rank by rank in front; a copy only where the dim is not the first."""
     shape, target = step.source.local_shape, step.target.local_shape
     one = (*shape[:leaving], target[leaving], *shape[leaving + 1 :])
@@ -211,14 +211,14 @@ def _even_exchange(group: Group, arriving: int, leaving: int, step: Step) -> Act
     return begin, lambda received: received.movedim(0, arriving).contiguous().view(target)
 
 
-def reduction_in_place(step: Step) -> Callable[..., Any]:
+def reduction_in_place(step: RedistributeStep) -> Callable[..., Any]:
     """``all_reduce(tensor, async_op=...)`` of the step, for a contiguous tensor of the layout it begins with."""
     group, op = group_of(step), _reduce_op(step)
     plain = PLAIN[op].get(step.source.dtype) if 0 not in step.source.local_shape else None
     return partial(group.all_reduce, op=op) if plain is None else all_reduce_fitting(group, plain)
 
 
-def _all_reduce(step: Step) -> Action:
+def _all_reduce(step: RedistributeStep) -> Action:
     all_reduce = reduction_in_place(step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
@@ -228,7 +228,7 @@ def _all_reduce(step: Step) -> Action:
     return begin, None
 
 
-def _reduce_scatter(step: Step) -> Action:
+def _reduce_scatter(step: RedistributeStep) -> Action:
     group, op, axis_shards = group_of(step), _reduce_op(step), _AxisShards(step, step.target)
     if axis_shards.is_even:
         return _even_reduce_scatter(group, axis_shards.dim, axis_shards.lengths[0], op, step)
@@ -241,7 +241,7 @@ def _reduce_scatter(step: Step) -> Action:
     return begin, None
 
 
-def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Step) -> Action:
+def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: RedistributeStep) -> Action:
     front = list(step.source.local_shape)
     front[0], front[dim] = front[dim], front[0]
     shape = (length, *front[1:])
@@ -257,7 +257,7 @@ def _even_reduce_scatter(group: Group, dim: int, length: int, op: str, step: Ste
     return begin, _back_to(dim, shape)
 
 
-def _slice(step: Step) -> Action:
+def _slice(step: RedistributeStep) -> Action:
     axis_shards, own = _AxisShards(step, step.target), step.target.coordinate[step.axis]
     if axis_shards.blocks > 1:
         return _local(lambda local: axis_shards.shard_of(local, own))
@@ -265,7 +265,7 @@ def _slice(step: Step) -> Action:
     return _local(lambda local: torch.narrow_copy(local, axis_shards.dim, start, size))
 
 
-def _split(step: Step) -> Action:
+def _split(step: RedistributeStep) -> Action:
     """Replicate to Partial: one rank keeps the value, the others hold what changes nothing."""
     after = step.target.placements[step.axis]
     assert isinstance(after, Partial), f"{step!r} makes a partial"
@@ -274,7 +274,7 @@ def _split(step: Step) -> Action:
     return _local(torch.ones_like if after.reduce_op == "product" else torch.zeros_like)
 
 
-def _pad(step: Step) -> Action:
+def _pad(step: RedistributeStep) -> Action:
     """Shard to Partial: what the others hold is filled with what changes nothing."""
     axis_shards, after, own = (
         _AxisShards(step, step.source),
@@ -294,7 +294,7 @@ def _pad(step: Step) -> Action:
     return _local(pad)
 
 
-def _relabel(step: Step) -> Action:
+def _relabel(step: RedistributeStep) -> Action:
     return _local(lambda local: local)
 
 
@@ -303,7 +303,7 @@ def _local(compute: Callable[[Tensor], Tensor]) -> Action:
     return lambda local, async_op: (None, compute(local)), None
 
 
-def _reduce_op(step: Step) -> str:
+def _reduce_op(step: RedistributeStep) -> str:
     before = step.source.placements[step.axis]
     assert isinstance(before, Partial), f"{step!r} reduces a partial"
     return before.reduce_op
@@ -315,7 +315,7 @@ def _resized(local: Tensor, dim: int, length: int) -> list[int]:
     return shape
 
 
-_ACTIONS: dict[str, Callable[[Step], Action]] = {
+_ACTIONS: dict[str, Callable[[RedistributeStep], Action]] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "all_reduce": _all_reduce,

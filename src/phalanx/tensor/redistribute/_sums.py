@@ -23,7 +23,7 @@ from phalanx._torch_private import register_hook_dict
 from phalanx.comm import Group
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._log import listening, log_collectives
-from phalanx.tensor.redistribute._plan import Step
+from phalanx.tensor.redistribute._plan import RedistributeStep
 from phalanx.tensor.redistribute._steps import group_of, reduction_in_place
 
 Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
@@ -39,7 +39,7 @@ def hooked(local: Tensor, hooks: Hooks) -> Tensor:
     return alias
 
 
-def sums_over(step: Step) -> Sums:
+def sums_over(step: RedistributeStep) -> Sums:
     """Say what ``sum_partial`` needs for a step that sums, made once for each."""
     return OrderedDict({0: partial(_pass_gradient, (group_of(step),))}), reduction_in_place(step)
 
