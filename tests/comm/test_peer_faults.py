@@ -14,7 +14,7 @@ import torch
 from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.faults import kill_at, play
 from phalanx.comm.stores import MemoryStore
-from phalanx.comm.transports import _connect
+from phalanx.comm.transports import _creation
 from phalanx.comm.transports._interface import GroupSpec
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, StoreTimeout
 from processes import run_processes
@@ -223,9 +223,9 @@ def die_while_forming(worker):
     store = worker.store()
     if worker.rank == 1:
         # The identity is written, then the process dies before it connects.
-        from phalanx.comm.transports import _connect
+        from phalanx.comm.transports import _creation
 
-        _connect.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        _creation.make_engine = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost, match="while generation 0 formed"):
         worker.group(timeout=60)
     store.close()
@@ -245,7 +245,7 @@ def test_an_address_that_never_comes_while_the_group_forms_is_a_fault_of_a_peer(
     with pytest.raises(
         PeerTimeout, match="did not say within 4 s how it is reached in generation 7"
     ) as caught:
-        _connect._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
+        _creation._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
     assert caught.value.generation == 7
 
 
