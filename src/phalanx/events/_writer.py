@@ -135,7 +135,7 @@ class EventLog(JsonLines):
 
     With ``worker`` it is that worker's own file; else several agents of a machine may share it.
 
-    >>> from phalanx.events._types import ShutDown
+    >>> from phalanx.events._event_types import ShutDown
     >>> EventLog(None).write(ShutDown(job="demo", reason="done", succeeded=True))
     """
 

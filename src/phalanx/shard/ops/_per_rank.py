@@ -41,7 +41,7 @@ def whole_on_every_rank(tensor: ShardedTensor) -> Tensor:
     if tensor.requires_grad and torch.is_grad_enabled():
         # A rank without shards must take part in backward as well: this input makes its result part of the graph.
         anchor = torch.empty(0, requires_grad=True)
-        result: Tensor = _Gathered.apply(layout, tensor.dtype, anchor, *locals_)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = _GlobalResult.apply(layout, tensor.dtype, anchor, *locals_)  # type: ignore[no-untyped-call]  # torch's
         return result
     return layout.gather(locals_, tensor.dtype)
 
@@ -82,7 +82,7 @@ def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
 
 
-class _Gathered(torch.autograd.Function):
+class _GlobalResult(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: _Layout, dtype: torch.dtype, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.layout = layout

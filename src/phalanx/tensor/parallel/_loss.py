@@ -102,7 +102,7 @@ def _cross_entropy(
     local_target = _local_target(target, rows)
     _check_target(local_target, spec.shape[dim], ignore_index)
     scale = _row_weights(local_target, weight, ignore_index, exact)
-    cut = _ShardedClasses(dim, spec.local_offset(dim), _class_groups(spec, dim))
+    cut = _ClassShards(dim, spec.local_offset(dim), _class_groups(spec, dim))
     with listening() as heard:
         losses: Tensor = _RowLoss.apply(checked_local(logits), local_target, cut)  # type: ignore[no-untyped-call]  # torch's
     log_collectives("loss_parallel of", spec, heard)
@@ -112,7 +112,7 @@ def _cross_entropy(
     return total.to(shown)
 
 
-class _ShardedClasses(NamedTuple):
+class _ClassShards(NamedTuple):
     """Where this rank's classes are: the dim, the first class, and the groups that hold the others."""
 
     dim: int
@@ -127,7 +127,7 @@ class _RowLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, target: Tensor, cut: _ShardedClasses) -> Tensor:
+    def forward(ctx: Any, given: Tensor, target: Tensor, cut: _ClassShards) -> Tensor:
         logits = given.to(torch.promote_types(given.dtype, torch.float32))
         lowest = torch.finfo(logits.dtype).min
         shape = [n for d, n in enumerate(logits.shape) if d != cut.dim]
@@ -158,7 +158,7 @@ class _RowLoss(torch.autograd.Function):
         return (softmax * grads[0].unsqueeze(ctx.cut.dim)).to(logits.dtype), None, None
 
 
-def _own_position(logits: Tensor, target: Tensor, cut: _ShardedClasses) -> tuple[Tensor, Tensor]:
+def _own_position(logits: Tensor, target: Tensor, cut: _ClassShards) -> tuple[Tensor, Tensor]:
     """Return the target's index among this rank's classes (any, where it is not here), and whether it is here."""
     own = target - cut.offset
     here = (own >= 0) & (own < logits.shape[cut.dim])

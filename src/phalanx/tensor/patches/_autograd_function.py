@@ -58,7 +58,7 @@ class _Context:
         self._ctx.set_materialize_grads(value)
 
 
-class _FunctionCall:
+class _AppliedFunction:
     """One application: the layouts of inputs and outputs, and the user's context."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -79,7 +79,7 @@ class _Lifted(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        call: _FunctionCall = _pending.call
+        call: _AppliedFunction = _pending.call
         ctx.call = call
         context = call.context = _Context(ctx)
         given = [wrap(a, spec) if spec is not None else a for a, spec in zip(args, call.inputs, strict=True)]
@@ -100,7 +100,7 @@ class _Lifted(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        call: _FunctionCall = ctx.call
+        call: _AppliedFunction = ctx.call
         given = _wrapped(grads, call.outputs)
         function = call.function
         run = function.backward if function.backward is not Function.backward else function.vjp
@@ -124,7 +124,7 @@ def _gradient(value: Any, spec: Spec | None) -> Any:
 
 
 def _apply_lifted(function: Any, args: tuple[Any, ...]) -> Any:
-    call = _pending.call = _FunctionCall(function, args)
+    call = _pending.call = _AppliedFunction(function, args)
     result = _named(function).apply(*(checked_local(a) if isinstance(a, DTensor) else a for a in args))
     results = (result,) if call.single else result
     wrapped = []
@@ -149,7 +149,7 @@ def _named(function: Any) -> Any:
 class FunctionNode:
     """The ``grad_fn`` of a lifted Function's result: hooks on it see DTensors."""
 
-    def __init__(self, node: Any, call: _FunctionCall) -> None:
+    def __init__(self, node: Any, call: _AppliedFunction) -> None:
         self._node = node
         self._call = call
 

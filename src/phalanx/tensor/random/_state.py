@@ -34,7 +34,7 @@ _MARK = b"phalanx1"
 _MOST_STREAMS = (_generator_state.ROOM - _HEADER.size) // _ENTRY.size
 
 
-class _RandomState:
+class _RandomStates:
     """Of one rank, since torch was last seeded."""
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class _RandomState:
         }
 
 
-_process_state = _RandomState()
-_simulated: weakref.WeakKeyDictionary[Any, _RandomState] = weakref.WeakKeyDictionary()
+_process_state = _RandomStates()
+_simulated: weakref.WeakKeyDictionary[Any, _RandomStates] = weakref.WeakKeyDictionary()
 
 
-def _rank_state() -> _RandomState:
+def _rank_state() -> _RandomStates:
     token = rank_token()
     if token is None:
         return _process_state
     state = _simulated.get(token)
     if state is None:
-        state = _simulated[token] = _RandomState()
+        state = _simulated[token] = _RandomStates()
     return state
 
 
@@ -118,7 +118,7 @@ def _mixed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
 
 
-def _stream(state: _RandomState, mesh: DeviceMesh) -> Stream:
+def _stream(state: _RandomStates, mesh: DeviceMesh) -> Stream:
     known = state.streams.get(state.key(mesh))
     if known is None:
         seed, number = _agree(mesh, state.num_meshes)
