@@ -33,9 +33,7 @@ def known() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.py") if path.stem[0] != "_" and path.stem != "compare")
 
 
-def run(
-    name: str, options: list[str], environment: dict[str, str], *, quiet: bool
-) -> dict[str, Figure] | None:
+def run(name: str, options: list[str], environment: dict[str, str], *, quiet: bool) -> dict[str, Figure] | None:
     """Run a benchmark; its figures, None if it failed."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         file = Path(folder) / "figures"

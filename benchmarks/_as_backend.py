@@ -64,9 +64,7 @@ def run_rank(rank: int, address: str, results: Any, size: int) -> None:
         timings = compare(ways, group.barrier, *rounds_for(nbytes, quick=False))
         if rank == 0:
             results.put((f"all_reduce {amount(nbytes)}", timings))
-    timings = compare(
-        {"gloo": wide_step(gloo), "phalanx": wide_step(ours)}, group.barrier, rounds=12, calls=2
-    )
+    timings = compare({"gloo": wide_step(gloo), "phalanx": wide_step(ours)}, group.barrier, rounds=12, calls=2)
     if rank == 0:
         results.put(("step of torch's DDP", timings))
         results.put(None)
@@ -76,9 +74,7 @@ def run_rank(rank: int, address: str, results: Any, size: int) -> None:
 
 def main() -> None:
     names = ("gloo", "phalanx", "async", "Group")
-    print(
-        "plain torch on the phalanx backend, 2 ranks; medians in microseconds per call; ratio is gloo / phalanx"
-    )
+    print("plain torch on the phalanx backend, 2 ranks; medians in microseconds per call; ratio is gloo / phalanx")
     print(f"{'':<22}" + "".join(f"{name:>12}" for name in names) + f"{'ratio':>8}")
     with disturbance_told():
         for what, timings in on_ranks(2, run_rank, 2):

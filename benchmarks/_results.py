@@ -66,9 +66,7 @@ def machine() -> dict[str, Any]:
     """Where this runs: what a reader needs to judge the figures."""
     cpu = "unknown"
     if (info := Path("/proc/cpuinfo")).exists():
-        names = [
-            line.partition(":")[2] for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
+        names = [line.partition(":")[2] for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = " ".join(names[0].split()) if names else platform.machine()
     return {
         "cpu": cpu,
@@ -85,9 +83,7 @@ def commit_of(tree: Path) -> str:
     found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if found.returncode:
         return "unknown"
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "src", "benchmarks/*.py"], capture_output=True, text=True
-    )
+    changed = subprocess.run([*git, "status", "--porcelain", "src", "benchmarks/*.py"], capture_output=True, text=True)
     return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
@@ -141,9 +137,7 @@ def write(figures: dict[str, dict[str, Figure]], others: dict[str, float], tree:
 
 def _row(figure: Figure) -> dict[str, Any]:
     values = {key: value for key, value in asdict(figure).items() if key != "name"} | {"ratio": figure.ratio}
-    return {
-        key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()
-    }
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -174,6 +168,4 @@ def newest_with(benchmark: str) -> Stored:
         stored = Stored.read(path)
         if stored.content["figures"].get(benchmark):
             return stored
-    raise FileNotFoundError(
-        f"no run in {FOLDER} has figures of {benchmark}; run `python -m benchmarks {benchmark}`"
-    )
+    raise FileNotFoundError(f"no run in {FOLDER} has figures of {benchmark}; run `python -m benchmarks {benchmark}`")

@@ -68,9 +68,7 @@ def contenders(kind: str, nbytes: int, gloo: Any, group: Group) -> dict[str, Cal
     return {**calls[kind], "memcpy": lambda: other.copy_(whole)}
 
 
-def run_rank(
-    rank: int, address: str, results: Any, size: int, plan: list[tuple[str, int]], quick: bool
-) -> None:
+def run_rank(rank: int, address: str, results: Any, size: int, plan: list[tuple[str, int]], quick: bool) -> None:
     torch.set_num_threads(1)
     store = connect(address)
     native = store.namespace(f"gloo/{size}").as_c10d()
@@ -121,14 +119,10 @@ def main(arguments: list[str] | None = None) -> None:
         for nbytes in (SIZES if kind == "all_reduce" else OTHER_SIZES)
         if nbytes <= min(options.up_to, 32 if options.quick and kind != "all_reduce" else 128) * MB
     ]
-    print(
-        "medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors, of calls in a"
-    )
+    print("medians in microseconds per call; ratios are gloo / shm and gloo / shm on shared tensors, of calls in a")
     print("loop, and of the first call after something else")
     columns = "".join(f"{name:>10}" for name in ("gloo", "shm", "shared", "memcpy"))
-    print(
-        f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}{'1st shm':>10}{'1st shrd':>10}"
-    )
+    print(f"ranks {'collective':<15}{'bytes':>7}{columns}{'shm':>10}{'shared':>10}{'1st shm':>10}{'1st shrd':>10}")
     for size in options.ranks:
         with disturbance_told():
             for item in on_ranks(size, run_rank, size, plan, options.quick):

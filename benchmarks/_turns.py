@@ -77,9 +77,7 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
     """Run ``run(rank, store address, results, *args)`` in ``size`` processes; what is put into results, until None."""
     context = multiprocessing.get_context("spawn")
     store, results = TCPStore.serve(), context.Queue()
-    processes = [
-        context.Process(target=run, args=(rank, store.address, results, *args)) for rank in range(size)
-    ]
+    processes = [context.Process(target=run, args=(rank, store.address, results, *args)) for rank in range(size)]
     for process in processes:
         process.start()
     while (item := results.get(timeout=300)) is not None:

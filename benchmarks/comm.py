@@ -157,9 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds and sizes of the same-host comparison"
-    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes of the same-host comparison")
     parser.add_argument("--faults", action="store_true", help="only how long survivors of a kill need")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -112,9 +112,7 @@ def source_of(tree: str) -> Iterator[Path]:
         return
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", tree, "src"], capture_output=True)
     if packed.returncode:
-        raise SystemExit(
-            f"{tree} is neither a folder with src nor a commit: {packed.stderr.decode().strip()}"
-        )
+        raise SystemExit(f"{tree} is neither a folder with src nor a commit: {packed.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory(prefix="phalanx-compare-") as folder:
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(folder, filter="data")
@@ -164,9 +162,7 @@ def compare_files(old: Stored, new: Stored) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", help="tree or commit; runs the benchmarks")
     parser.add_argument("--new", default=str(ROOT), help="tree or commit; default: this tree")
     parser.add_argument("--rounds", type=int, default=5)

@@ -163,9 +163,7 @@ def run(target: Callable[..., None], *args: Any) -> list[tuple[dict[str, float],
     pipes, processes = [], []
     for rank in range(WORLD):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_main, args=(target, rank, store.address, *args, theirs), daemon=True
-        )
+        process = context.Process(target=_main, args=(target, rank, store.address, *args, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -199,13 +197,7 @@ def main() -> int:
             worst = {variant: max(answer[0][variant] for answer in answers) for variant in variants}
             for variant, seconds in worst.items():
                 base = worst["torch fp16" if variant.endswith("fp16") else "torch"]
-                goal = (
-                    ""
-                    if variant.startswith("torch")
-                    else "1.00"
-                    if variant.startswith("gloo")
-                    else GOALS[name]
-                )
+                goal = "" if variant.startswith("torch") else "1.00" if variant.startswith("gloo") else GOALS[name]
                 ratio = seconds / base
                 print(
                     f"{name:14s} {view!s:10s} {variant:16s} {seconds * 1e3:9.2f} {ratio:10.2f} {goal!s:>6s}",
@@ -216,9 +208,7 @@ def main() -> int:
                     record(case, "ms", seconds * 1e3, base * 1e3)
         print(f"{'':14s} same host is the backend {answers[0][1].get('same host')!r}")
     if not options.no_memory:
-        print(
-            "\nMiB above the start (gradient_as_bucket_view=True): peak resident, proportional after a step"
-        )
+        print("\nMiB above the start (gradient_as_bucket_view=True): peak resident, proportional after a step")
         for name in options.only.split(","):
             torchs = 0.0, 0.0
             for variant in ("torch", "gloo", "same host"):

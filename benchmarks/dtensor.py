@@ -131,9 +131,7 @@ def check_alike(name: str, results: dict[str, Any], leaves: dict[str, list[Any]]
     theirs, ours = ([results[side], *(leaf.grad for leaf in leaves[side])] for side in SIDES)
     for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
         what = f"gradient {i - 1} differs" if i else "forward differs"
-        torch.testing.assert_close(
-            x.to_local(), y.to_local(), msg=lambda text, w=what: f"{name}: {w}: {text}"
-        )
+        torch.testing.assert_close(x.to_local(), y.to_local(), msg=lambda text, w=what: f"{name}: {w}: {text}")
 
 
 def check_layouts(name: str, results: dict[str, Any]) -> None:

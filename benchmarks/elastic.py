@@ -128,9 +128,7 @@ class Contender:
         found = []
         for path in self.directory.glob("marks-*"):
             found += [
-                tuple(json.loads(line))
-                for line in path.read_text().splitlines(keepends=True)
-                if line[-1] == "\n"
+                tuple(json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
             ]
         return sorted(found)
 
@@ -278,9 +276,7 @@ def ddp_steps(rank: int, size: int, parts: int, batch: int) -> Iterator[None]:
     optimizer = torch.optim.AdamW(model.parameters())
     data = Tokens()
     while True:
-        loader = iter(
-            DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, size, rank), drop_last=True)
-        )
+        loader = iter(DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, size, rank), drop_last=True))
         for _ in range(len(data) // size // batch // parts):
             for part in range(parts):
                 if part < parts - 1:
@@ -348,9 +344,7 @@ def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> Non
         record("elastic/step/micro-batches", "ms", many * 1e3, micro * 1e3)
         print(f"job over DDP, same work in one batch    {one / plain:6.3f}")
         print(f"job over DDP, same work in micro-batches {many / micro:5.3f}")
-        print(
-            f"slots: 4 of 4 over one of 16            {many / one:6.3f}   (DDP's micro-batches: {micro / plain:.3f})"
-        )
+        print(f"slots: 4 of 4 over one of 16            {many / one:6.3f}   (DDP's micro-batches: {micro / plain:.3f})")
     dist.barrier()
     os._exit(0)  # the generators hold groups; nothing here is worth an orderly end
 
@@ -367,8 +361,7 @@ def steady(rounds: int) -> None:
         port = listener.getsockname()[1]
     url = store.address if "://" in store.address else f"tcp://{store.address}"
     processes = [
-        context.Process(target=steady_worker, args=(rank, 2, url, port, rounds), daemon=True)
-        for rank in range(2)
+        context.Process(target=steady_worker, args=(rank, 2, url, port, rounds), daemon=True) for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -383,13 +376,9 @@ def main() -> None:
         worker = torch_worker if sys.argv[1] == "torchrun-worker" else phalanx_worker
         worker(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument(
-        "--torchrun-kills", type=int, default=20, help="fewer: a hang of its costs LIMIT seconds"
-    )
+    parser.add_argument("--torchrun-kills", type=int, default=20, help="fewer: a hang of its costs LIMIT seconds")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then

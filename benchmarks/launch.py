@@ -64,9 +64,7 @@ class Recovery:
             return f"recovered in {self.seconds:.2f} s"
         if self.how == "hung":
             return f"hung (no group of all workers within {HUNG_AFTER:g} s, the launcher still ran)"
-        return self.how + (
-            "" if self.exit_code is None else f" (the launcher ended with code {self.exit_code})"
-        )
+        return self.how + ("" if self.exit_code is None else f" (the launcher ended with code {self.exit_code})")
 
 
 COMMANDS = {

@@ -61,14 +61,10 @@ def torch_handlers(count: int) -> list[object]:
     server = TCPStore("localhost", 0, None, True, wait_for_workers=False)
     handlers: list[object] = []
     for index in range(count):
-        store = (
-            server if index == 0 else TCPStore("localhost", server.port, None, False, wait_for_workers=False)
-        )
+        store = server if index == 0 else TCPStore("localhost", server.port, None, False, wait_for_workers=False)
         backend = C10dRendezvousBackend(store, "bench")
         handlers.append(
-            DynamicRendezvousHandler.from_backend(
-                "bench", store, backend, count, count, timeout=RendezvousTimeout()
-            )
+            DynamicRendezvousHandler.from_backend("bench", store, backend, count, count, timeout=RendezvousTimeout())
         )
     return handlers
 

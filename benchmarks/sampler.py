@@ -139,9 +139,7 @@ def main() -> None:
         value = medians([in_child(ours_alone, length) for _ in range(1 if quick else 9)])
         for what, unit, scale in (("first", "ms", 1e3), ("seek", "ms", 1e3), ("memory", "MB", 1)):
             record(f"sampler/{what}/{length:.0e}/8", unit, value[what] * scale)
-        print(
-            f"{length:>14.0e} {value['first'] * 1e3:>12.3f} {value['seek'] * 1e3:>10.3f} {value['memory']:>8.2f}"
-        )
+        print(f"{length:>14.0e} {value['first'] * 1e3:>12.3f} {value['seek'] * 1e3:>10.3f} {value['memory']:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ def worker(rank: int, folder: str, quick: bool, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def by_turns(
-    repeats: int, ours: Callable[[], float], theirs: Callable[[], float]
-) -> tuple[list[float], list[float]]:
+def by_turns(repeats: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[list[float], list[float]]:
     ours(), theirs()  # warm up
     pairs = [(ours(), theirs()) for _ in range(repeats)]
     return [a for a, _ in pairs], [b for _, b in pairs]
@@ -117,9 +115,7 @@ def gather_case(rank: int, folder: Path, quick: bool) -> Any:
     rows = 256 if quick else 16384
     ours, theirs = pair(rows)
     out = torch.empty(rows, 1024) if rank == 0 else None
-    return by_turns(
-        7, lambda: measure(lambda: ours.gather(0, out)), lambda: measure(lambda: theirs.gather(0, out))
-    )
+    return by_turns(7, lambda: measure(lambda: ours.gather(0, out)), lambda: measure(lambda: theirs.gather(0, out)))
 
 
 def reshard_case(rank: int, folder: Path, quick: bool) -> Any:
@@ -199,9 +195,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=worker, args=(rank, folder, quick, results)) for rank in range(RANKS)
-        ]
+        workers = [context.Process(target=worker, args=(rank, folder, quick, results)) for rank in range(RANKS)]
         for process in workers:
             process.start()
         found = results.get(timeout=250)
@@ -213,8 +207,7 @@ def main() -> None:
         goal = GOALS[name.rpartition(" (")[0]]
         verdict = "met" if a / b <= goal else "missed"
         print(
-            f"{name:24} ours {a * 1e3:8.1f} ms   torch {b * 1e3:8.1f} ms   ratio {a / b:.3g}"
-            f"   (goal {goal}: {verdict})"
+            f"{name:24} ours {a * 1e3:8.1f} ms   torch {b * 1e3:8.1f} ms   ratio {a / b:.3g}   (goal {goal}: {verdict})"
         )
 
 

@@ -42,9 +42,7 @@ class CharModel(nn.Module):
         super().__init__()
         self.chars = nn.Embedding(num_chars, width)
         self.places = nn.Embedding(CONTEXT, width)
-        block = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True
-        )
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, num_chars)
 
@@ -55,9 +53,7 @@ class CharModel(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent / "data" / "harbour.txt")
     parser.add_argument("--out", type=Path, help="directory for logs, saves and the result")

@@ -88,13 +88,9 @@ def show(history: History) -> None:
     for name in ("generation", "at step", "workers", "joined", "lost", "regroup took"):
         table.add_column(name, justify="right")
     for mark in history.rounds:
-        joined, left = (
-            ", ".join(w.rpartition(".")[2] for w in workers) for workers in (mark.joined, mark.left)
-        )
+        joined, left = (", ".join(w.rpartition(".")[2] for w in workers) for workers in (mark.joined, mark.left))
         name = f"{mark.round[0]}.{mark.round[1]}"
-        table.add_row(
-            name, str(mark.step), str(len(mark.workers)), joined, left, f"{mark.seconds * 1000:.0f} ms"
-        )
+        table.add_row(name, str(mark.step), str(len(mark.workers)), joined, left, f"{mark.seconds * 1000:.0f} ms")
     console.print(table)
 
 
@@ -110,9 +106,7 @@ def free_port() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
     args = parser.parse_args()
@@ -130,16 +124,12 @@ def main() -> int:
             process.terminate()
         code = process.wait()
     if code != 0 or len(done) != 2:
-        console.print(
-            f"[red]the elastic run ended with code {code} after {done}[/]; see {elastic / 'console.log'}"
-        )
+        console.print(f"[red]the elastic run ended with code {code} after {done}[/]; see {elastic / 'console.log'}")
         return 1
     run_alone(alone, args.steps)
 
     history = read_history(elastic / "logs")
-    (loss, digest), (loss_alone, digest_alone) = (
-        (d / "result").read_text().split() for d in (elastic, alone)
-    )
+    (loss, digest), (loss_alone, digest_alone) = ((d / "result").read_text().split() for d in (elastic, alone))
     verdict = check_directory(elastic / "logs")
     show(history)
     console.print(f"elastic: loss {loss}  sha256 {digest}", soft_wrap=True)

@@ -49,9 +49,7 @@ def make_model() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--out", type=Path, help="directory for logs and saves")
@@ -87,9 +85,7 @@ def main() -> None:
 
     result = job.evaluate(test_set, score, batch_size=50)
     if job.rank == 0:
-        print(
-            f"{job.step} steps, test loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f}, {job.digest()}"
-        )
+        print(f"{job.step} steps, test loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f}, {job.digest()}")
 
 
 if __name__ == "__main__":

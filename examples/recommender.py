@@ -101,8 +101,7 @@ def run(size: int, folder: str) -> list[float]:
     context = multiprocessing.get_context("spawn")
     results, store = context.Queue(), TCPStore.serve()
     workers = [
-        context.Process(target=worker, args=(rank, size, store.address, folder, results))
-        for rank in range(size)
+        context.Process(target=worker, args=(rank, size, store.address, folder, results)) for rank in range(size)
     ]
     for process in workers:
         process.start()

@@ -22,7 +22,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("again"):
         metafunc.fixturenames.append("turn")
         turns = [
-            pytest.param(turn, marks=[pytest.mark.soak, pytest.mark.timeout(300)])
-            for turn in range(1, SOAK_TIMES)
+            pytest.param(turn, marks=[pytest.mark.soak, pytest.mark.timeout(300)]) for turn in range(1, SOAK_TIMES)
         ]
         metafunc.parametrize("turn", [pytest.param(0, id="once"), *turns])

@@ -21,9 +21,7 @@ long = settings(max_examples=LONG, suppress_health_check=list(HealthCheck))
 scalars = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from(
-        [0, 1, -1, 2**31, 2**63, 10**30, -(10**30), 1e308, float("nan"), float("inf"), "", "\ud800"]
-    ),
+    st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30, -(10**30), 1e308, float("nan"), float("inf"), "", "\ud800"]),
     st.integers(),
     st.floats(),
     st.text(max_size=8),
@@ -41,9 +39,7 @@ raw = st.one_of(st.binary(max_size=60), deep, junk.map(lambda value: json.dumps(
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where something can be changed in a JSON value."""
     found = [path] if path else []
-    children = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         found += places(child, (*path, key))
     return found

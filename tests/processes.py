@@ -63,9 +63,7 @@ class Outcome:
     error: str = ""
 
 
-def _main(
-    connection: Connection, stacks: str, worker: Worker, function: Callable[..., Any], args: Any
-) -> None:
+def _main(connection: Connection, stacks: str, worker: Worker, function: Callable[..., Any], args: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -104,9 +102,7 @@ def run_processes(
 class Processes:
     """The processes of one test."""
 
-    def __init__(
-        self, size: int, function: Callable[..., Any], args: Any, store_url: str, folder: Path
-    ) -> None:
+    def __init__(self, size: int, function: Callable[..., Any], args: Any, store_url: str, folder: Path) -> None:
         self._folder = folder
         self._pipes: list[Connection] = []
         self.processes = []
@@ -128,9 +124,7 @@ class Processes:
             ready = wait(list(awaited.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 errors = "\n".join(f"rank {rank}:\n{error}" for rank, (_, error) in values.items() if error)
-                raise AssertionError(
-                    f"ranks {sorted(awaited)} did not end in {timeout} s\n{errors}\n{self._stacks()}"
-                )
+                raise AssertionError(f"ranks {sorted(awaited)} did not end in {timeout} s\n{errors}\n{self._stacks()}")
             for rank, pipe in list(awaited.items()):
                 if pipe in ready:
                     try:

@@ -71,9 +71,7 @@ def issue(draw: Draw, number: int) -> tuple[list, Check]:
     if dtype.is_complex:  # they have no order
         op = "sum"
     background = rng.random() < 0.3
-    shared_by = (
-        [rng.random() < 0.5] * size if rng.random() < 0.8 else [rng.random() < 0.5 for _ in range(size)]
-    )
+    shared_by = [rng.random() < 0.5] * size if rng.random() < 0.8 else [rng.random() < 0.5 for _ in range(size)]
     count = draw.count()
     counts = [draw.count() for _ in range(size)] if rng.random() < 0.3 else [count] * size
     what = f"#{number} {kind} {dtype} {op} root {root} counts {counts} shared {shared_by} async {background}"
@@ -103,16 +101,12 @@ def issue(draw: Draw, number: int) -> tuple[list, Check]:
     if kind == "all_gather":
         outputs = [torch.empty(c, dtype=dtype) for c in counts]
         work = group.all_gather(outputs, mine(counts[me]), **start)
-        return [work], lambda: [
-            _same(o, draw.data(r, number, counts[r], dtype), what) for r, o in enumerate(outputs)
-        ]
+        return [work], lambda: [_same(o, draw.data(r, number, counts[r], dtype), what) for r, o in enumerate(outputs)]
     if kind == "reduce_scatter":
         whole = mine(sum(counts))
         output = torch.empty(counts[me], dtype=dtype)
         work = group.reduce_scatter(output, list(whole.split(counts)), op, **start)
-        return [work], lambda: _same(
-            output, reduced([p.split(counts)[me] for p in all_of(sum(counts))]), what
-        )
+        return [work], lambda: _same(output, reduced([p.split(counts)[me] for p in all_of(sum(counts))]), what)
     if kind == "all_to_all":
         table = [[draw.count() for _ in range(size)] for _ in range(size)]
         whole = mine(sum(table[me]))
@@ -133,9 +127,7 @@ def issue(draw: Draw, number: int) -> tuple[list, Check]:
         output = torch.empty(counts[me], dtype=dtype)
         work = group.scatter(output, inputs, root, **start)
         whole_count = sum(counts)
-        return [work], lambda: _same(
-            output, draw.data(root, number, whole_count, dtype).split(counts)[me], what
-        )
+        return [work], lambda: _same(output, draw.data(root, number, whole_count, dtype).split(counts)[me], what)
     if kind == "exchange" and size > 1:  # with the neighbours, both directions at once
         right, left = (me + 1) % size, (me - 1) % size
         output = torch.empty(count, dtype=dtype)

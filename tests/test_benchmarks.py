@@ -33,9 +33,7 @@ def test_a_run_is_stored_with_its_ratios_machine_and_commit(folder: Path) -> Non
     content = json.loads(path.read_text())
     assert content["figures"]["dtensor"]["dtensor/forward/add"]["ratio"] == 3.25
     assert content["machine"]["cores"] >= 1
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert head.stdout.startswith(content["commit"].rstrip("+")) or content["commit"] == "unknown"
     assert Stored.read(path).figures("dtensor")["dtensor/block"].high == 1100.0
 

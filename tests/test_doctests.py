@@ -29,20 +29,12 @@ def examples(module: ModuleType) -> Iterator[doctest.DocTest]:
     """Those of every docstring in a module's file, also of names that say they belong to the package above it."""
     path = Path(str(module.__file__))
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and ">>> " in str(node.value.value)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and ">>> " in str(node.value.value):
             text, line = str(node.value.value), node.lineno
-            yield doctest.DocTestParser().get_doctest(
-                text, dict(vars(module)), module.__name__, str(path), line
-            )
+            yield doctest.DocTestParser().get_doctest(text, dict(vars(module)), module.__name__, str(path), line)
 
 
-@pytest.mark.parametrize(
-    "top", [*(f"phalanx.{name}" for name in PACKAGES), "benchmarks", "tools", "tests.test_meta"]
-)
+@pytest.mark.parametrize("top", [*(f"phalanx.{name}" for name in PACKAGES), "benchmarks", "tools", "tests.test_meta"])
 def test_examples_in_docstrings_hold(top: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for name in modules_of(top):

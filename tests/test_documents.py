@@ -89,9 +89,7 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
     first = readme(names, group)
     next(first)
     yield
-    job = type(names["job"])(
-        names["model"], names["optimizer"], names["dataset"], num_slots=1, slot_batch_size=200
-    )
+    job = type(names["job"])(names["model"], names["optimizer"], names["dataset"], num_slots=1, slot_batch_size=200)
     step = next(iter(job.steps(epochs=1)))
     for micro in step:
         micro.backward(names["loss_fn"](names["model"](micro.inputs), micro.targets))
@@ -328,19 +326,13 @@ def test_links_and_files_in_text_exist() -> None:
     folders = ("src", "tests", "benchmarks", "examples", "docs", "tools", ".github")
     tracked = [file.relative_to(ROOT) for suffix in suffixes for file in ROOT.glob(suffix)]
     tracked += [
-        file.relative_to(ROOT)
-        for folder in folders
-        for suffix in suffixes
-        for file in (ROOT / folder).rglob(suffix)
+        file.relative_to(ROOT) for folder in folders for suffix in suffixes for file in (ROOT / folder).rglob(suffix)
     ]
     wrong = []
     for document in DOCUMENTS:
         text = prose(document)
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            if (
-                not target.startswith(("http:", "https:", "mailto:"))
-                and not (document.parent / target).exists()
-            ):
+            if not target.startswith(("http:", "https:", "mailto:")) and not (document.parent / target).exists():
                 wrong.append(f"{document.relative_to(ROOT)}: no {target}")
         for anchor in re.findall(r"\]\(#([^)]+)\)", text):
             heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -383,14 +375,10 @@ def test_every_stop_of_the_tour_is_there() -> None:
     for file, functions in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", TOUR.read_text()):
         path = ROOT / "src" / "phalanx" / file
         known = names_in(path) if path.exists() else set()
-        wrong += [
-            f"{file} has no {name}" for name in re.findall(r"`([\w.]+)`", functions) if name not in known
-        ]
+        wrong += [f"{file} has no {name}" for name in re.findall(r"`([\w.]+)`", functions) if name not in known]
     code = [path for folder in ("src", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     known = set().union(*map(names_in, code))
-    wrong += [
-        f"no function {name}" for name in re.findall(r"`([\w.]+)\(\)`", TOUR.read_text()) if name not in known
-    ]
+    wrong += [f"no function {name}" for name in re.findall(r"`([\w.]+)\(\)`", TOUR.read_text()) if name not in known]
     assert not wrong, "\n".join(wrong)
 
 
@@ -401,11 +389,7 @@ def test_the_layers_of_the_tour_are_those_that_the_tests_keep() -> None:
         row = re.search(rf"^{package} +(\S.*?)  +\((.*?)\)$", TOUR.read_text(), re.MULTILINE)
         assert row, f"ARCHITECTURE.md does not say what {package} is and imports"
         said = set(re.findall(r"\w+", row[2])) & set(LAYERS)
-        assert said == LAYERS[package] & {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"}, (
-            package
-        )
-        folders = {
-            name for name in SUBLAYERS[package] if (ROOT / "src" / "phalanx" / package / name).is_dir()
-        }
+        assert said == LAYERS[package] & {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"}, package
+        folders = {name for name in SUBLAYERS[package] if (ROOT / "src" / "phalanx" / package / name).is_dir()}
         unsaid = {name for name in folders if f"`{package}/{name}`" not in TOUR.read_text()}
         assert not unsaid, f"ARCHITECTURE.md has no paragraph on {package}: {sorted(unsaid)}"

@@ -44,8 +44,7 @@ LAYERS = {
     "ddp": VALUES | {"comm"},
     "elastic": VALUES | {"events", "comm", "data"},
     "_torch_hook": {"_after_import", "_torch_private", "comm"},
-    "__init__": VALUES
-    | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "__init__": VALUES | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
     "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
@@ -212,10 +211,7 @@ def test_imports_inside_a_package_point_down_only() -> None:
                 continue
             beside = found.for_types and folder_of(found.importer) == folder_of(found.imported)
             excused = beside or (found.importer, found.imported) in EXCEPTIONS
-            if (
-                height(found.imported, package, order) > height(found.importer, package, order)
-                and not excused
-            ):
+            if height(found.imported, package, order) > height(found.importer, package, order) and not excused:
                 wrong.append(str(found))
     assert not wrong, "\n".join(wrong)
 
@@ -284,9 +280,7 @@ def unexplained_imports(path: Path) -> Iterator[str]:
                     if not isinstance(statement, ast.Import | ast.ImportFrom):
                         continue
                     first, last = statement.lineno, statement.end_lineno or statement.lineno
-                    above = itertools.takewhile(
-                        lambda row: row.strip().startswith("#"), lines[first - 2 :: -1]
-                    )
+                    above = itertools.takewhile(lambda row: row.strip().startswith("#"), lines[first - 2 :: -1])
                     comment = " ".join([*above, *(row.partition("#")[2] for row in lines[first - 1 : last])])
                     if WHY_LATE.search(comment) or explained_until == first - 1:
                         explained_until = last
@@ -327,9 +321,7 @@ def test_no_part_of_torch_that_is_ours_to_write_is_used() -> None:
         ]
         text = path.read_text()
         wrong += [f"{path}: uses {name}" for name in re.findall(r"\bdist\.(?:Reducer|Logger)\b", text)]
-        wrong += [
-            f"{path}: uses {name}" for name in re.findall(r"nn\.parallel\.DistributedDataParallel", text)
-        ]
+        wrong += [f"{path}: uses {name}" for name in re.findall(r"nn\.parallel\.DistributedDataParallel", text)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -399,12 +391,7 @@ def parity_rows() -> list[tuple[str, str, str]]:
     rows = []
     for line in (ROOT / "docs" / "parity.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if (
-            line.startswith("|")
-            and len(cells) == 3
-            and not set(cells[0]) <= set("-: ")
-            and cells[1] != "ours"
-        ):
+        if line.startswith("|") and len(cells) == 3 and not set(cells[0]) <= set("-: ") and cells[1] != "ours":
             rows.append((cells[0], cells[1], cells[2]))
     return rows
 

@@ -103,9 +103,7 @@ def fuzz(given_settings):
     def test(record: StoreRecord, data: st.DataObject) -> None:
         good = record.to_json()
         bad = data.draw(
-            st.one_of(
-                raw, torn(good), changed(json.loads(good)).map(lambda value: json.dumps(value).encode())
-            )
+            st.one_of(raw, torn(good), changed(json.loads(good)).map(lambda value: json.dumps(value).encode()))
         )
         try:
             found = type(record).from_json(bad)
@@ -147,9 +145,7 @@ def test_keys_are_named_in_one_place_and_none_twice() -> None:
     for name in protocol.__all__:
         value = getattr(protocol, name)
         if name.endswith(("_key", "_prefix")):
-            arguments = [
-                "done" if one == "stage" else f"<{one}>" for one in value.__annotations__ if one != "return"
-            ]
+            arguments = ["done" if one == "stage" else f"<{one}>" for one in value.__annotations__ if one != "return"]
             value = value(*arguments)
         elif not (isinstance(value, str) and re.fullmatch("[A-Z]+", name)):
             continue
@@ -197,9 +193,7 @@ def test_one_flag_says_how_long_agents_and_their_workers_wait(
         env = worker_environment(assignment, generation.job_facts(), config, {})
         coordinator = make_coordinator(None, env, comm_timeout=5.0)
         assert isinstance(coordinator, StoreCoordinator)
-        assert (
-            coordinator.timeout == expected < handler.join_timeout == conf.get("join_timeout", timeouts.JOIN)
-        )
+        assert coordinator.timeout == expected < handler.join_timeout == conf.get("join_timeout", timeouts.JOIN)
         coordinator.close()
     finally:
         handler.shutdown()

@@ -70,9 +70,7 @@ def test_optimizers_in_backward_and_averagers(dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match="_register_fused_optim: .*" + REFUSED):
             model._register_fused_optim(torch.optim.SGD, 0.1, fused=True)
         with pytest.raises(ValueError, match=REFUSED):
-            model._register_fused_optim(
-                torch.optim.SGD, 0.1, optim_params=iter([model.module.bias]), fused=True
-            )
+            model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=iter([model.module.bias]), fused=True)
         with pytest.raises(ValueError, match=REFUSED):
             apply_optimizer_in_backward(torch.optim.SGD, layer(dtype).parameters(), lr=0.1, fused=True)
         plain = torch.optim.SGD(layer(dtype).parameters(), 0.1, fused=True)

@@ -83,9 +83,7 @@ def record(function: Callable[[], Any]) -> list[Call]:
     return found
 
 
-def run_recorded(
-    directory: Path, flags: list[str], script: str, **environment: str
-) -> list[tuple[str, int, str, str]]:
+def run_recorded(directory: Path, flags: list[str], script: str, **environment: str) -> list[tuple[str, int, str, str]]:
     """What the processes of ``phalanx run`` recorded: (seconds, pid, file, function), in order."""
     (directory / "train.py").write_text(script)
     log = directory / "recorded"
@@ -112,9 +110,7 @@ def test_x_plus_y() -> None:
 
     [(first, remembered)] = simulate(1).run(on_rank)
     check_walk(stops("`x + y` on DTensors, the first time"), first)
-    assert [
-        stop.call for stop in stops("`x + y` on DTensors, remembered")
-    ] == remembered  # and code without a file
+    assert [stop.call for stop in stops("`x + y` on DTensors, remembered")] == remembered  # and code without a file
 
 
 @pytest.mark.fast
@@ -164,9 +160,7 @@ def test_kill_until_the_next_commit(tmp_path: Path) -> None:
     flags = ["--nproc-per-node", "2", "--on-failure", "heal"]
     recorded = run_recorded(tmp_path, flags, KILLED, RECORD_AFTER=str(tmp_path / "mark"))
     survivor = int((tmp_path / "survivor").read_text().split()[0])
-    agents = {
-        pid for _, pid, file, _ in recorded if file in ("launch/agent/_agent.py", "launch/workers/_zygote.py")
-    }
+    agents = {pid for _, pid, file, _ in recorded if file in ("launch/agent/_agent.py", "launch/workers/_zygote.py")}
     heading = "`kill -9` until the next commit"
     check_walk(stops(heading, 0), [(file, name) for _, pid, file, name in recorded if pid in agents])
     check_walk(stops(heading, 1), [(file, name) for _, pid, file, name in recorded if pid == survivor])

@@ -90,9 +90,7 @@ def dtensor(found: Figures) -> Iterable[Sequence[str]]:
     )
     for title, start, goal in groups:
         these = [figure for name, figure in found.items() if name.startswith(f"dtensor/{start}")]
-        sides = [
-            span(these, side) if len(these) > 1 else amount(these[0], side) for side in ("theirs", "ours")
-        ]
+        sides = [span(these, side) if len(these) > 1 else amount(these[0], side) for side in ("theirs", "ours")]
         yield title, *sides, f"{mean(these):.2f}x", f"{goal:g}x"
 
 

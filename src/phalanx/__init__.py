@@ -47,9 +47,7 @@ _HOMES = {
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset(
-    {"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "shard", "tensor", "world"}
-)
+_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "shard", "tensor", "world"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -37,8 +37,7 @@ def signature_problem(secret: bytes, body: str, mac: Any, *, remedy: str) -> str
         return ""
     if mac is None:
         return (
-            f"is not signed, but there is a secret; if it was saved without one and you trust it, "
-            f"{remedy} to read it"
+            f"is not signed, but there is a secret; if it was saved without one and you trust it, {remedy} to read it"
         )
     if isinstance(mac, str) and mac.isascii() and hmac.compare_digest(mac, sign(secret, body)):
         return ""

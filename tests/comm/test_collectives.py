@@ -146,9 +146,7 @@ def conjugations_and_signs_that_torch_put_off_are_carried_out(group: Group) -> N
     size, conjugated = group.size, torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert conjugated.is_conj()
     expected = torch.tensor([1 - 2j, 3 + 4j])
-    target = (
-        torch.tensor([1 + 2j, 3 - 4j]).conj() if group.rank == 0 else torch.zeros(2, dtype=torch.complex64)
-    )
+    target = torch.tensor([1 + 2j, 3 - 4j]).conj() if group.rank == 0 else torch.zeros(2, dtype=torch.complex64)
     group.broadcast(target, src=0)
     same(target, expected, "broadcast")
     for make in (torch.Tensor.clone, torch.conj):  # where results go may be a conjugated view too
@@ -266,18 +264,14 @@ def all_to_all_takes_even_and_uneven(group: Group) -> None:
     assert received[:, 0].tolist() == [100.0 * r + 2 * group.rank for r in range(group.size)]
     counts = [r + 1 for r in range(group.size)]
     received = torch.empty((group.rank + 1) * group.size, dtype=torch.int64)
-    group.all_to_all_single(
-        received, torch.full((sum(counts),), group.rank), [group.rank + 1] * group.size, counts
-    )
+    group.all_to_all_single(received, torch.full((sum(counts),), group.rank), [group.rank + 1] * group.size, counts)
     assert received.tolist() == [r for r in range(group.size) for _ in range(group.rank + 1)]
 
 
 def min_and_max_keep_nan_on_whichever_rank_it_is(group: Group) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for op, infinity in (("max", -torch.inf), ("min", torch.inf)):
-            rows = torch.tensor(
-                [[-1.5, 2.0, -0.0, infinity], [3.0, -4.0, 0.5, infinity], [0.0, 1.0, 2.0, infinity]]
-            )
+            rows = torch.tensor([[-1.5, 2.0, -0.0, infinity], [3.0, -4.0, 0.5, infinity], [0.0, 1.0, 2.0, infinity]])
             rows = torch.cat([rows, torch.eye(3)], 1).to(dtype)
             rows[:, 4:][torch.eye(3, dtype=torch.bool)] = torch.nan
             expected = torch.amax(rows, 0) if op == "max" else torch.amin(rows, 0)
@@ -358,9 +352,7 @@ def subgroups_talk_among_themselves(group: Group) -> None:
 
 
 def wrong_arguments_name_rank_and_value(group: Group) -> None:
-    with pytest.raises(
-        ValueError, match=rf"rank {group.rank}: broadcast with src=9; expected a rank in \[0, 3\)"
-    ):
+    with pytest.raises(ValueError, match=rf"rank {group.rank}: broadcast with src=9; expected a rank in \[0, 3\)"):
         group.broadcast(torch.ones(1), src=9)
     with pytest.raises(ValueError, match="got 2 tensors as outputs; expected one per rank"):
         group.all_gather([torch.ones(1)] * 2, torch.ones(1))

@@ -56,9 +56,7 @@ def test_an_old_event_does_not_count_for_the_process_that_has_the_number_now() -
     watcher = _liveness._Watcher()
     with sleeper() as (_, identity):
         assert watcher.add(identity, told.append)
-        watcher._tell(
-            watcher._fds[identity]
-        )  # as if it had been said of a process that was forgotten meanwhile
+        watcher._tell(watcher._fds[identity])  # as if it had been said of a process that was forgotten meanwhile
         watcher._tell(10**6)
         assert told == []
         assert identity in watcher._fds, "it is watched as before"

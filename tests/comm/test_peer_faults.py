@@ -156,9 +156,7 @@ def wait_while_the_peer_is_away(worker, backend: str, call: str) -> float:
 
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
 @pytest.mark.parametrize(("call", "expected"), [("all_reduce", 3.0), ("recv", 2.0)])
-def test_a_wait_that_ran_out_gives_peer_timeout_and_may_be_repeated(
-    backend: str, call: str, expected: float
-) -> None:
+def test_a_wait_that_ran_out_gives_peer_timeout_and_may_be_repeated(backend: str, call: str, expected: float) -> None:
     outcomes = run_processes(2, wait_while_the_peer_is_away, backend, call)
     assert [(o.value, o.error) for o in outcomes] == [(expected, "")] * 2
 
@@ -206,9 +204,7 @@ def test_abort_wakes_whoever_waits_and_the_next_generation_forms() -> None:
 def a_peer_never_comes(worker):
     if worker.rank == 1:
         return None
-    with pytest.raises(
-        PeerTimeout, match=r"ranks \[1\] did not join generation 0 of job 'test' within 0.5 s"
-    ):
+    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not join generation 0 of job 'test' within 0.5 s"):
         worker.group(timeout=0.5)
     with pytest.raises(PeerLost, match="enough"):
         worker.group(timeout=60, generation=1, interrupt=lambda: PeerLost("enough"))
@@ -242,9 +238,7 @@ def test_an_address_that_never_comes_while_the_group_forms_is_a_fault_of_a_peer(
     def make() -> None:
         raise StoreTimeout("no ['group/0/1'] after 4 s")
 
-    with pytest.raises(
-        PeerTimeout, match="did not say within 4 s how it is reached in generation 7"
-    ) as caught:
+    with pytest.raises(PeerTimeout, match="did not say within 4 s how it is reached in generation 7") as caught:
         _creation._make_in_thread(spec, {0: own_identity(), 1: own_identity()}, lambda: None, make)
     assert caught.value.generation == 7
 
@@ -271,9 +265,7 @@ def test_generations_on_one_store_do_not_see_each_other() -> None:
 def resources() -> tuple[int, int, int]:
     """Descriptors, threads, and KB of memory of its own: pages of libraries come and go as the machine needs room."""
     with open("/proc/self/status") as file:
-        sizes = {
-            line.split(":")[0]: line.split()[1] for line in file if line.startswith(("RssAnon", "VmSwap"))
-        }
+        sizes = {line.split(":")[0]: line.split()[1] for line in file if line.startswith(("RssAnon", "VmSwap"))}
     return (
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),

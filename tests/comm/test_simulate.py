@@ -186,9 +186,7 @@ def test_a_rank_that_loses_a_result_has_taken_part_and_its_peers_have_the_result
         with faults.play(faults.lose_result_at(rank=1, step=1, name="all_reduce")):
             group.all_reduce(tensor)
             if group.rank == 1:
-                with pytest.raises(
-                    PeerLost, match="rank 1 was told to lose contact at the end of all_reduce"
-                ):
+                with pytest.raises(PeerLost, match="rank 1 was told to lose contact at the end of all_reduce"):
                     group.all_reduce(tensor)
                 with pytest.raises(PeerLost, match="told to lose contact"):
                     group.barrier()

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.fast
 
 
 def sampler_of(length=23, num_slots=4, slot_batch_size=2, **options):
-    return ElasticBatchSampler(
-        range(length), num_slots, slot_batch_size, **{"slots": range(num_slots), **options}
-    )
+    return ElasticBatchSampler(range(length), num_slots, slot_batch_size, **{"slots": range(num_slots), **options})
 
 
 def test_a_step_is_a_stretch_of_the_epoch_and_slots_are_its_parts():
@@ -46,12 +44,7 @@ def test_indices_do_not_depend_on_what_was_done_before():
 def test_steps_run_on_through_epochs_with_new_orders():
     sampler = sampler_of(24)
     epochs = [
-        [
-            index
-            for step in range(3 * e, 3 * e + 3)
-            for slot in range(4)
-            for index in sampler.indices(step, slot)
-        ]
+        [index for step in range(3 * e, 3 * e + 3) for slot in range(4) for index in sampler.indices(step, slot)]
         for e in range(3)
     ]
     assert all(sorted(epoch) == list(range(24)) for epoch in epochs)

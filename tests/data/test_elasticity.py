@@ -46,8 +46,7 @@ class Replicas:
 
     def start(self, count, state=None):
         self.samplers = [
-            ElasticDistributedSampler(range(self.length), count, rank, **self.options)
-            for rank in range(count)
+            ElasticDistributedSampler(range(self.length), count, rank, **self.options) for rank in range(count)
         ]
         for sampler in self.samplers:
             if state is not None:

@@ -52,9 +52,7 @@ def worker_options(num_workers, persistent=False):
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=fast), 2])
 def test_a_loader_gives_the_samplers_epochs(num_workers):
     sampler = ElasticDistributedSampler(Squares(41), 2, 1)
-    loader = DataLoader(
-        Squares(41), batch_size=4, sampler=sampler, **worker_options(num_workers, persistent=True)
-    )
+    loader = DataLoader(Squares(41), batch_size=4, sampler=sampler, **worker_options(num_workers, persistent=True))
     assert len(loader) == 6
     for epoch in range(3):
         reference = ElasticDistributedSampler(Squares(41), 2, 1)
@@ -90,8 +88,7 @@ def train_with_loaders(length, num_slots, slot_batch_size, tail, events, num_wor
 
     def start(workers, state):
         samplers = [
-            ElasticBatchSampler(range(length), num_slots, slot_batch_size, slots=[], tail=tail)
-            for _ in range(workers)
+            ElasticBatchSampler(range(length), num_slots, slot_batch_size, slots=[], tail=tail) for _ in range(workers)
         ]
         for rank, sampler in enumerate(samplers):
             sampler.resize(workers, rank)
@@ -186,8 +183,7 @@ def test_a_prefetching_loader_resumes_from_what_was_used(num_workers):
     trained = []
     samplers = [ElasticDistributedSampler(Squares(60), 2, rank) for rank in range(2)]
     loaders = [
-        DataLoader(Squares(60), batch_size=3, sampler=sampler, **worker_options(num_workers))
-        for sampler in samplers
+        DataLoader(Squares(60), batch_size=3, sampler=sampler, **worker_options(num_workers)) for sampler in samplers
     ]
     iterators = [iter(loader) for loader in loaders]
     for _ in range(4):

@@ -44,8 +44,7 @@ def resumed_twice(order, length):
     used, state = [], None
     for count, rounds in ((3, 2), (2, 3), (1, None)):
         samplers = [
-            ElasticDistributedSampler(range(length), count, rank, order=order, tail="uneven")
-            for rank in range(count)
+            ElasticDistributedSampler(range(length), count, rank, order=order, tail="uneven") for rank in range(count)
         ]
         if state is not None:
             for sampler in samplers:
@@ -126,8 +125,7 @@ def test_block_shuffle_moves_the_short_block_and_the_insides():
     insides = {tuple(index % 4 for index in whole(order, seed) if index < 4) for seed in range(200)}
     assert len(insides) == 24
     pairs = [
-        [[index % 4 for index in whole(order, seed) if index // 4 == block] for block in (0, 1)]
-        for seed in range(20)
+        [[index % 4 for index in whole(order, seed) if index // 4 == block] for block in (0, 1)] for seed in range(20)
     ]
     assert sum(one != other for one, other in pairs) > 10, "each block has a shuffle of its own"
 

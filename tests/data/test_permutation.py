@@ -114,9 +114,7 @@ def test_small_lengths_reach_all_permutations_equally_often(length):
     assert abs(chi_square_z(observed, 100)) < 4
 
 
-@pytest.mark.parametrize(
-    "length", [7, 64, 1000, TABLE_LIMIT, TABLE_LIMIT + 1, 5003, 20_000, 65_537, 10**9, 10**12]
-)
+@pytest.mark.parametrize("length", [7, 64, 1000, TABLE_LIMIT, TABLE_LIMIT + 1, 5003, 20_000, 65_537, 10**9, 10**12])
 def test_position_chi_square(length):
     """Over many keys, an index is equally likely to stand anywhere: cells of position by index."""
     cells, keys = min(length, 16), 400

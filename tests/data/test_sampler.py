@@ -125,20 +125,14 @@ class Halfway(torch.utils.data.Dataset):
     ],
 )
 def test_every_iterable_dataset_is_refused_even_with_a_length(kind, use):
-    with pytest.raises(
-        TypeError, match=f"dataset {kind.__name__} is iterable: .* Expected a map-style dataset"
-    ):
+    with pytest.raises(TypeError, match=f"dataset {kind.__name__} is iterable: .* Expected a map-style dataset"):
         use(kind())
 
 
 def test_loaders_and_mappings_are_no_datasets():
-    with pytest.raises(
-        TypeError, match=r"dataset is a DataLoader.*pass the dataset that it reads \(loader\.dataset"
-    ):
+    with pytest.raises(TypeError, match=r"dataset is a DataLoader.*pass the dataset that it reads \(loader\.dataset"):
         ElasticDistributedSampler(torch.utils.data.DataLoader(Numbers(3)), 1, 0)
-    with pytest.raises(
-        TypeError, match="dataset is a dict with keys 'train', 'test'; pass one of its values"
-    ):
+    with pytest.raises(TypeError, match="dataset is a dict with keys 'train', 'test'; pass one of its values"):
         ElasticDistributedSampler({"train": Numbers(3), "test": Numbers(3)}, 1, 0)
 
 
@@ -246,9 +240,7 @@ class Endless(Numbers):
 
 @pytest.mark.parametrize("shuffle", [True, False, "block"])
 def test_a_trillion_samples_take_less_than_a_megabyte(shuffle):
-    next(
-        iter(ElasticDistributedSampler(Endless(10**11), 8, 3, shuffle=shuffle))
-    )  # what is imported at first use
+    next(iter(ElasticDistributedSampler(Endless(10**11), 8, 3, shuffle=shuffle)))  # what is imported at first use
     sampler = ElasticDistributedSampler(Endless(10**12), 8, 3, shuffle=shuffle)
     tracemalloc.start()
     try:

@@ -12,9 +12,7 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 160), nn.ReLU(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 4)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, 160), nn.ReLU(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -100,8 +98,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {
-        name: None if param.grad is None else param.grad.to_dense().clone()
-        for name, param in module.named_parameters()
+        name: None if param.grad is None else param.grad.to_dense().clone() for name, param in module.named_parameters()
     }
 
 
@@ -114,9 +111,7 @@ def assert_same(actual: nn.Module, expected: nn.Module, what: str, *, exact: boo
         assert (grad is None) == (other is None), f"{what}: {name}.grad is {grad} but {other}"
         if grad is not None:
             _close(grad, other, f"{what}: gradient of {name}", exact)
-    for (name, tensor), other in zip(
-        actual.state_dict().items(), expected.state_dict().values(), strict=True
-    ):
+    for (name, tensor), other in zip(actual.state_dict().items(), expected.state_dict().values(), strict=True):
         _close(tensor, other, f"{what}: {name}", exact)
 
 

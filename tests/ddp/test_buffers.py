@@ -140,8 +140,6 @@ def test_ignored_parameters_and_buffers_are_left_alone():
         assert module.seen == 10.0 * group.rank
         assert module.layer.bias.grad.tolist() == [1.0] * 4
         assert module.layer.weight.grad.unique().tolist() == [1.5]
-        assert [name for name, _ in model._get_data_parallel_params(module, named_params=True)] == [
-            "layer.weight"
-        ]
+        assert [name for name, _ in model._get_data_parallel_params(module, named_params=True)] == ["layer.weight"]
 
     simulate(2).run(main)

@@ -85,9 +85,7 @@ def test_a_change_that_only_one_rank_makes_is_named():
             model.zero_grad()
             cases.loss_of(model(cases.batch(step, group.rank))).backward()
 
-    with pytest.raises(
-        RankFailed, match=r"rank 0 has parameter 'second.bias' \(of 5\), rank 1 has not \(of 4\)"
-    ):
+    with pytest.raises(RankFailed, match=r"rank 0 has parameter 'second.bias' \(of 5\), rank 1 has not \(of 4\)"):
         simulate(2).run(main)
 
 

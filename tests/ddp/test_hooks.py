@@ -142,9 +142,7 @@ def test_wrong_hooks_are_refused():
         with pytest.raises(RuntimeError, match="once"):
             model.register_comm_hook(None, default.allreduce_hook)
         with pytest.raises(ValueError, match="reduce='sum'"):
-            DistributedDataParallel(nn.Linear(2, 2), reduce="sum").register_comm_hook(
-                None, default.allreduce_hook
-            )
+            DistributedDataParallel(nn.Linear(2, 2), reduce="sum").register_comm_hook(None, default.allreduce_hook)
 
     simulate(1).run(main)
 
@@ -245,9 +243,7 @@ def test_batched_powersgd_compresses_the_whole_bucket_as_one_square():
         state = powersgd.PowerSGDState(group, 1, start_powerSGD_iter=2)
         state.iter = 2
         buffer = square.flatten()[:395] * (group.rank + 1)
-        result = powersgd.batched_powerSGD_hook(
-            state, GradBucket(0, buffer.clone(), params, is_last=True)
-        ).wait()
+        result = powersgd.batched_powerSGD_hook(state, GradBucket(0, buffer.clone(), params, is_last=True)).wait()
         assert result.shape == (395,)
         return result, state.error_dict[0], buffer
 
@@ -269,14 +265,10 @@ def test_post_local_sgd_goes_from_global_to_subgroup_to_local_gradients():
         state = post_local_sgd.PostLocalSGDState(group, pair, 1)
         results = []
         for _ in range(2):
-            bucket = GradBucket(
-                0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True
-            )
+            bucket = GradBucket(0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True)
             results.append(post_local_sgd.post_localSGD_hook(state, bucket).wait().item())
         state.post_local_gradient_allreduce = False
-        bucket = GradBucket(
-            0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True
-        )
+        bucket = GradBucket(0, torch.tensor([float(group.rank)]), [nn.Parameter(torch.zeros(1))], is_last=True)
         results.append(post_local_sgd.post_localSGD_hook(state, bucket).wait().item())
         return results
 
@@ -374,9 +366,7 @@ def test_saved_hook_state_continues_bit_for_bit(kind, cap):
 def test_powersgd_forgets_rather_than_misapplies_what_it_knew_of_other_parameters():
     state = powersgd.PowerSGDState(None, 1, start_powerSGD_iter=2)
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))]
-    buckets = [
-        GradBucket(0, torch.zeros(8), params, is_last=True, members=order) for order in ((0, 1), (1, 0))
-    ]
+    buckets = [GradBucket(0, torch.zeros(8), params, is_last=True, members=order) for order in ((0, 1), (1, 0))]
     state.recall(buckets[0])
     state.error_dict[0] = torch.ones(8)
     state.recall(buckets[0])

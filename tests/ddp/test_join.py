@@ -201,9 +201,7 @@ def test_the_fingerprint_is_taken_in_join_while_all_ranks_have_data():
 
 def test_a_fingerprint_in_join_needs_the_first_place():
     def main(group):
-        first, second = (
-            DistributedDataParallel(cases.make(cases.Mlp), fingerprint_every=every) for every in (0, 2)
-        )
+        first, second = (DistributedDataParallel(cases.make(cases.Mlp), fingerprint_every=every) for every in (0, 2))
 
         def both():
             with Join([first, second]):

@@ -38,9 +38,7 @@ def test_every_dense_parameter_is_in_one_bucket_of_its_dtype(infos, random, size
     random.shuffle(order)
     caps = Caps(tuple(sizes), True)
     buckets = assign_buckets(infos, order, caps)
-    assert sorted(i for bucket in buckets for i in bucket) == [
-        i for i, info in enumerate(infos) if not info.sparse
-    ]
+    assert sorted(i for bucket in buckets for i in bucket) == [i for i, info in enumerate(infos) if not info.sparse]
     place = {index: k for k, index in enumerate(order)}
     for bucket in buckets:
         assert len({infos[i].dtype for i in bucket}) == 1

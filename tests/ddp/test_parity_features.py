@@ -121,11 +121,7 @@ def _errors(worker):
             with pytest.raises(Exception) as caught:  # which one is what is compared
                 mistake(kind)
             raised.append(
-                next(
-                    t
-                    for t in (TypeError, ValueError, AssertionError, RuntimeError)
-                    if caught.errisinstance(t)
-                )
+                next(t for t in (TypeError, ValueError, AssertionError, RuntimeError) if caught.errisinstance(t))
             )
         assert raised[0] is raised[1], (number, raised)
 

@@ -130,9 +130,7 @@ def _post_local_sgd(worker):
     their_subgroups = [dist.new_group(ranks) for ranks in pairs]
     their_subgroup = their_subgroups[pairs.index(mine)]
     left, right = DistributedDataParallel(cases.make(cases.Mlp)), TorchDDP(cases.make(cases.Mlp))
-    left.register_comm_hook(
-        post_local_sgd.PostLocalSGDState(None, our_subgroup, 3), post_local_sgd.post_localSGD_hook
-    )
+    left.register_comm_hook(post_local_sgd.PostLocalSGDState(None, our_subgroup, 3), post_local_sgd.post_localSGD_hook)
     right.register_comm_hook(
         post_localSGD_hook.PostLocalSGDState(None, their_subgroup, 3), post_localSGD_hook.post_localSGD_hook
     )

@@ -82,9 +82,7 @@ def _compare(worker, kinds):
         for kind in kinds:
             for precision in PRECISIONS:
                 left, right = cases.make(kind), cases.make(kind)
-                mine = _ours(
-                    DistributedDataParallel(left, mixed_precision=_MixedPrecision(**precision)), worker.rank
-                )
+                mine = _ours(DistributedDataParallel(left, mixed_precision=_MixedPrecision(**precision)), worker.rank)
                 theirs = _written_out(right, worker.rank, **precision)
                 _check(worker.size, precision, (mine, theirs), (left, right))
     finally:

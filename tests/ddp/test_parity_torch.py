@@ -19,9 +19,7 @@ def join_torch(worker):
     """Torch's default group; ours is found through it."""
     host, port = worker.store_url.removeprefix("tcp://").rsplit(":", 1)
     store = dist.TCPStore(host, int(port), is_master=False)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=worker.rank, world_size=worker.size
-    )
+    dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=worker.rank, world_size=worker.size)
 
 
 def _same_path(worker, names):

@@ -31,9 +31,7 @@ def _step(model, rank, step):
 def test_gradients_are_as_before_the_failed_step_and_training_goes_on(view, before, at, warm):
     def main(group):
         survivors = group.subgroup([0, 1]) if group.rank < 2 else None
-        model = DistributedDataParallel(
-            cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001
-        )
+        model = DistributedDataParallel(cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
         for step in range(warm):
             model.zero_grad()
             _step(model, group.rank, step)
@@ -139,9 +137,7 @@ def test_regrouping_loses_no_memory():
             # All ranks have left the collectives of the groups before this one: they met in this one since.
             gc.collect()
             assert {id(plan()) for plan in plans if plan() is not None} == {id(model.reducer.plan)}
-            alive = [
-                step for step, storages in enumerate(memory) if any(ref() is not None for ref in storages)
-            ]
+            alive = [step for step, storages in enumerate(memory) if any(ref() is not None for ref in storages)]
             assert not alive or min(alive) > len(memory) - 4, "buckets of an earlier group are still there"
 
     simulate(2).run(main)
@@ -152,9 +148,7 @@ def test_regrouping_loses_no_memory():
 def test_the_buckets_of_a_failed_step_are_given_back(view):
     def main(group):
         survivors = group.subgroup([0, 1]) if group.rank < 2 else None
-        model = DistributedDataParallel(
-            cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001
-        )
+        model = DistributedDataParallel(cases.make(cases.Mlp), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
         memory = []
         for step in range(3):
             model.zero_grad()

@@ -302,9 +302,7 @@ def test_mixed_precision_computes_low_reduces_low_and_keeps_full_weights():
 
 def test_mixed_precision_of_parameters_equals_casting_by_hand():
     def main(group):
-        model = DistributedDataParallel(
-            cases.make(cases.Mlp), mixed_precision=_MixedPrecision(torch.bfloat16)
-        )
+        model = DistributedDataParallel(cases.make(cases.Mlp), mixed_precision=_MixedPrecision(torch.bfloat16))
         twin = cases.make(cases.Mlp)
         for step in range(3):
             model.zero_grad()
@@ -532,9 +530,7 @@ def test_the_methods_of_torchs_class_exist():
         model = DistributedDataParallel(nn.Linear(2, 2))
         model._update_process_group(group.subgroup([0]))
         assert model.group.size == 1
-        with pytest.raises(
-            AssertionError, match="CPU"
-        ):  # torch's own scatter and gather are for accelerators
+        with pytest.raises(AssertionError, match="CPU"):  # torch's own scatter and gather are for accelerators
             model.gather([torch.zeros(1, 2)], "cpu")
 
     simulate(1).run(main)

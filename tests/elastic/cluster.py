@@ -54,9 +54,7 @@ class Cluster:
         self.size = num_workers
         self.scratch = directory / "tmp"
         self.scratch.mkdir(parents=True, exist_ok=True)
-        flags = [
-            f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"
-        ]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"]
         script_flag = options.get("script_flag", "").split()
         self.output = (directory / "output").open("wb")
         self.agents = [
@@ -105,9 +103,7 @@ class Cluster:
             if condition():
                 return
             assert not has_ended, f"ended before {what}:\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, (
-                f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
-            )
+            assert time.monotonic() < deadline, f"{what} did not happen in {timeout} s:\n{self.text()[-4000:]}"
             time.sleep(0.02)
 
     def wait_step(self, step: int) -> None:
@@ -166,9 +162,7 @@ class Cluster:
             try:
                 code = agent.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(
-                    f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}"
-                ) from None
+                raise AssertionError(f"phalanx run did not end in {timeout} s:\n{self.text()[-6000:]}") from None
             assert code == 0, f"phalanx run ended with {code}:\n{self.text()[-6000:]}"
         unexpected = [line for line in errors_of(self.text()) if line not in tracebacks]
         assert unexpected == [], f"a worker that nobody killed has failed:\n{self.text()[-6000:]}"
@@ -197,9 +191,7 @@ class Cluster:
         found += [str(path) for path in files if not path.name.startswith("torchinductor_")]
         shared = [path.name for path in Path("/dev/shm").iterdir()]
         pids = [str(record["pid"]) for record in self.events("started")]
-        return found + [
-            name for name in shared if "phalanx" in name or any(f"_{pid}_" in name for pid in pids)
-        ]
+        return found + [name for name in shared if "phalanx" in name or any(f"_{pid}_" in name for pid in pids)]
 
     def _processes(self) -> list[str]:
         """Those that were started with this job's scratch directory, and live."""

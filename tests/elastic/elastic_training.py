@@ -86,9 +86,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def make_job(
-    kind: str = "adamw", parts: int = 1, num_workers: int = 0, length: int = 203, **keywords: Any
-) -> Job:
+def make_job(kind: str = "adamw", parts: int = 1, num_workers: int = 0, length: int = 203, **keywords: Any) -> Job:
     model = make_model()
     optimizer = make_optimizer(kind, model)
     mean = Mean(model)

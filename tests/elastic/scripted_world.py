@@ -51,9 +51,7 @@ class World:
         self.saves: Saves | None = None
         self.hold = 3600.0
         self._local = threading.local()
-        monkeypatch.setattr(
-            job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator
-        )
+        monkeypatch.setattr(job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator)
 
     def agree(self, generation: int, *workers: str) -> None:
         node = ms.MemberNode("n", 1, "h", "", 0, len(workers), worker_ids=workers)
@@ -61,9 +59,7 @@ class World:
         self.keys.set(ms.members_key(generation), record.to_json())
 
     def break_(self, generation: int, *lost: str) -> None:
-        self.keys.set(
-            ms.broken_key(generation), ms.Broken(reason="the script says so", workers=lost).to_json()
-        )
+        self.keys.set(ms.broken_key(generation), ms.Broken(reason="the script says so", workers=lost).to_json())
 
     def start(
         self,

@@ -94,9 +94,7 @@ def test_the_one_behind_adopts_the_step_and_what_follows_commits_runs_once_every
         (6, Outcome.ADOPTED),
         (7, Outcome.APPLIED),
     ]
-    assert script.told["b"] == lone.told["a"], (
-        "loss, norm and samples of the adopted step are those of the others"
-    )
+    assert script.told["b"] == lone.told["a"], "loss, norm and samples of the adopted step are those of the others"
     verdict = check_directory(world.directory)
     assert (verdict.problems, verdict.num_steps) == ([], 15)
 

@@ -80,9 +80,7 @@ def test_a_kill_inside_an_evaluation_an_error_and_an_exit_after_the_loop(start, 
     cluster.signal(first[1])
     cluster.wait_until(lambda: holder(cluster, 1) != first[1], "another rank 1")
     touch(cluster, "go-evaluation")
-    cluster.wait_until(
-        lambda: all(holder(cluster, rank) != first[rank] for rank in range(3)), "three replacements"
-    )
+    cluster.wait_until(lambda: all(holder(cluster, rank) != first[rank] for rank in range(3)), "three replacements")
     touch(cluster, "go")
     cluster.finish(tracebacks=["RuntimeError: told to fail after the loop"])
     assert (cluster.directory / "result").read_text() == alone
@@ -98,9 +96,7 @@ def test_all_workers_killed_after_the_loop_is_a_failure_that_says_so(start):
     for rank in (0, 1):
         cluster.signal(holder(cluster, rank))
     assert cluster.process.wait(150) == 1, cluster.text()
-    assert (
-        "StepsLost: all workers were lost after 6 committed steps, and the job has no saves" in cluster.text()
-    )
+    assert "StepsLost: all workers were lost after 6 committed steps, and the job has no saves" in cluster.text()
     assert not (cluster.directory / "result").exists()
 
 

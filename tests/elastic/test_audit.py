@@ -37,9 +37,7 @@ def test_a_clean_log_is_clean(records):
 
 def edit(records, kind, change, **where):
     """The records with one of them changed, or left out if ``change`` returns None."""
-    target = next(
-        r for r in records if r["kind"] == kind and all(r[key] == value for key, value in where.items())
-    )
+    target = next(r for r in records if r["kind"] == kind and all(r[key] == value for key, value in where.items()))
     out = [change(dict(r)) if r is target else r for r in records]
     return [r for r in out if r is not None]
 
@@ -133,9 +131,7 @@ def test_a_job_that_went_back_to_an_earlier_save_twice():
 
 
 def test_a_log_that_begins_with_a_save_from_elsewhere_proves_what_it_has():
-    verdict = check(
-        [JOB, {"kind": "attempt", "attempt": 9, "step": 6, "parent": 5}, *attempt(9, range(6, 12))]
-    )
+    verdict = check([JOB, {"kind": "attempt", "attempt": 9, "step": 6, "parent": 5}, *attempt(9, range(6, 12))])
     assert verdict.problems == []
     assert (verdict.first_step, verdict.num_steps, verdict.num_epochs) == (6, 6, 1)
     assert not verdict.is_complete
@@ -147,9 +143,7 @@ def test_a_log_that_lacks_its_last_lines_is_not_complete():
     whole = [JOB, *attempt(9, range(12)), end]
     assert check(whole).is_complete
     cut = check([JOB, *attempt(9, range(8)), end])
-    assert cut.problems == [
-        "the log is incomplete: the job ended after step 11, the last commit here is of step 7"
-    ]
+    assert cut.problems == ["the log is incomplete: the job ended after step 11, the last commit here is of step 7"]
     lost = check([*whole, {"kind": "lost", "lines": 3}])
     assert lost.problems == ["the log is incomplete: 3 lines could not be written"]
 

@@ -71,9 +71,7 @@ def test_the_bits_are_those_of_a_loop_written_by_hand():
                 weight = len(indices) / SLOT_BATCH
                 (F.cross_entropy(model(x), y) * weight).backward()
                 total += weight
-            leaves[slot, slot + 1] = [
-                torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params
-            ]
+            leaves[slot, slot + 1] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
             used = [u or p.grad is not None for u, p in zip(used, params, strict=True)]
             if slot == 0:
                 kept = [b.clone() for b in model.buffers()]

@@ -23,9 +23,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 keys = st.text() | st.integers() | st.booleans()
 values = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(keys, inner) | st.lists(inner).map(tuple) | st.sets(st.integers())
-    ),
+    lambda inner: st.lists(inner) | st.dictionaries(keys, inner) | st.lists(inner).map(tuple) | st.sets(st.integers()),
     max_leaves=20,
 )
 

@@ -15,9 +15,7 @@ def newest(cluster: Cluster) -> dict:
 
 
 def test_connections_that_end_cost_a_regroup_and_whoever_cannot_keep_any_is_replaced(tmp_path, undisturbed):
-    cluster = Cluster(
-        tmp_path / "job", 3, NUM_STEPS, hold=10, max_restarts="3", script_flag="--gloo --timeout=60"
-    )
+    cluster = Cluster(tmp_path / "job", 3, NUM_STEPS, hold=10, max_restarts="3", script_flag="--gloo --timeout=60")
     try:
         cluster.wait_until(lambda: cluster.step() >= 5 and len(cluster.pids()) == 3, "step 5")
         workers = list(cluster.pids())

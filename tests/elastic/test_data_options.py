@@ -87,9 +87,7 @@ def test_workers_that_order_their_samples_otherwise_are_told_so():
     with pytest.raises(RankFailed) as caught:
         simulate(2).run(main)
     assert isinstance(caught.value.__cause__, WorkersDiffer)
-    assert "order is 'shuffled(sequential)' on worker rank0 and 'sequential' on" in str(
-        caught.value.__cause__
-    )
+    assert "order is 'shuffled(sequential)' on worker rank0 and 'sequential' on" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -150,17 +148,11 @@ def test_a_job_and_its_evaluation_refuse_what_is_no_map_of_samples():
         evaluate([1], batch_size=0)
     with pytest.raises(TypeError, match="function is a Tensor; expected a function of a batch"):
         evaluate(torch.zeros(4, 2), torch.zeros(4))
-    with pytest.raises(
-        TypeError, match=r"function returned a tensor of shape \(\); expected means .* by name"
-    ):
+    with pytest.raises(TypeError, match=r"function returned a tensor of shape \(\); expected means .* by name"):
         evaluate(torch.zeros(4, 2), lambda batch: batch.mean())
     with pytest.raises(TypeError, match="function returned NoneType"):
         evaluate(torch.zeros(4, 2), lambda batch: None)
-    with pytest.raises(
-        TypeError, match=r"a tensor of shape \(4,\) as 'loss'; expected its mean .* loss\.mean\(\)"
-    ):
+    with pytest.raises(TypeError, match=r"a tensor of shape \(4,\) as 'loss'; expected its mean .* loss\.mean\(\)"):
         evaluate(torch.zeros(4, 2), lambda batch: {"loss": batch[:, 0]})
-    assert evaluate(torch.ones(6, 2), lambda batch: {"mean": batch.mean()}) == {"mean": 1.0}, (
-        "a tensor has samples"
-    )
+    assert evaluate(torch.ones(6, 2), lambda batch: {"mean": batch.mean()}) == {"mean": 1.0}, "a tensor has samples"
     job.close()

@@ -36,9 +36,7 @@ def reference(num_slots):
     slots = gradients(num_slots)
     sums = []
     for i, (shape, dtype) in enumerate(SHAPES):
-        leaves = {
-            (s, s + 1): torch.zeros(shape, dtype=dtype) if g[i] is None else g[i] for s, g in enumerate(slots)
-        }
+        leaves = {(s, s + 1): torch.zeros(shape, dtype=dtype) if g[i] is None else g[i] for s, g in enumerate(slots)}
         sums.append(fold(num_slots, leaves, torch.add))
     return sums
 

@@ -40,9 +40,7 @@ def count_copies(worker, count: int) -> tuple[int, bool]:
     exchange, partials = Reduction(group, group.size, pool), Partials(pool, group.size)
     partials.push(worker.rank, [torch.full((count,), worker.rank + 1.0)], {})
     tensor = partials.pieces[0][1].tensors[0]
-    assert _shared_tensors.find(tensor.data_ptr(), 4 * count) is not None, (
-        "a copy in private memory was used again"
-    )
+    assert _shared_tensors.find(tensor.data_ptr(), 4 * count) is not None, "a copy in private memory was used again"
     window = group._transport._window
     copied = []
     put = window.put

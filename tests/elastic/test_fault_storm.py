@@ -161,9 +161,7 @@ class Storm:
             "script_flag": "--gloo" if scene.gloo else "",
         }
         nodes = (Node(),) if namespace is None else two_nodes(directory, namespace)
-        self.cluster = Cluster(
-            directory, scene.num_workers, NUM_STEPS, hold=1, script=SCRIPT, nodes=nodes, **options
-        )
+        self.cluster = Cluster(directory, scene.num_workers, NUM_STEPS, hold=1, script=SCRIPT, nodes=nodes, **options)
         self.stranger: Stranger | None = None
 
     def lay_out(self, strike: Strike, step: int) -> None:
@@ -206,9 +204,7 @@ class Storm:
         self.cluster.wait_until(self.has_struck, f"{strike} at step {step}", STRIKE_LIMIT)
         step = self.cluster.step()
         self.cluster.hold(step + 2)
-        self.cluster.wait_until(
-            lambda: self.cluster.step() > step, f"a step after {strike} at {step}", STRIKE_LIMIT
-        )
+        self.cluster.wait_until(lambda: self.cluster.step() > step, f"a step after {strike} at {step}", STRIKE_LIMIT)
         self.wait_all_there()
 
     @contextlib.contextmanager
@@ -273,9 +269,7 @@ class Survived:
     num_garbage: int
 
 
-def run_storm(
-    directory: Path, undisturbed: str, scene: Scene, namespace: Namespace | None = None
-) -> Survived:
+def run_storm(directory: Path, undisturbed: str, scene: Scene, namespace: Namespace | None = None) -> Survived:
     storm = Storm(directory, scene, namespace)
     try:
         if scene.has_stranger:
@@ -291,9 +285,7 @@ def run_storm(
         assert verdict.num_steps == NUM_STEPS
         assert storm.has_struck(), f"of {scene} not all came: {sorted(storm.faults.iterdir())}"
         assert (directory / "result").exists(), f"after {scene} the result is missing"
-        assert {(directory / "result").read_text(), *storm.cluster.digests()} == {undisturbed}, (
-            f"after {scene}"
-        )
+        assert {(directory / "result").read_text(), *storm.cluster.digests()} == {undisturbed}, f"after {scene}"
         if storm.num_workers > 2:  # else a strike may have hit all of them
             assert storm.cluster.events("went_back") == [], f"after {scene} steps were computed again"
         if storm.stranger is not None:
@@ -324,9 +316,7 @@ def tell(survived: Sequence[Survived]) -> None:
     """For whoever runs the soak: pytest's ``-rP`` shows it."""
     faults = Counter(fault for one in survived for fault in one.faults)
     times = sorted(seconds for one in survived for seconds in one.regroups)
-    print(
-        f"{sum(faults.values())} faults in {len(survived)} jobs; {sum(s.num_garbage for s in survived)} x garbage"
-    )
+    print(f"{sum(faults.values())} faults in {len(survived)} jobs; {sum(s.num_garbage for s in survived)} x garbage")
     print(", ".join(f"{count} {fault}" for fault, count in sorted(faults.items())))
     print(f"{len(times)} regroups: median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
 
@@ -337,9 +327,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("quiet")
     for folder in ("faults", "struck"):
         (directory / folder).mkdir()
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=300
-    )
+    subprocess.run([sys.executable, str(SCRIPT), str(directory), str(NUM_STEPS), "0"], check=True, timeout=300)
     return (directory / "result").read_text()
 
 
@@ -352,9 +340,7 @@ def test_a_sample_of_the_storm(tmp_path, undisturbed):
 
 
 def test_a_sample_of_the_storm_on_two_machines(tmp_path, undisturbed):
-    scene = Scene(
-        strikes=(("data.silence", "micro.kill"),), ending=("last.kill", "after.kill"), num_workers=1
-    )
+    scene = Scene(strikes=(("data.silence", "micro.kill"),), ending=("last.kill", "after.kill"), num_workers=1)
     with new_namespace(2) as namespace:
         run_storm(tmp_path / "job", undisturbed, scene, namespace)
 

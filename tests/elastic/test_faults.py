@@ -40,9 +40,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(start, undisturbed):
     first, second, third = cluster.pids()
     cluster.close_door()
     cluster.signal(second)
-    cluster.wait_until(
-        lambda: [r for r in cluster.events("regrouped") if r["left"]], "regroup of the survivors"
-    )
+    cluster.wait_until(lambda: [r for r in cluster.events("regrouped") if r["left"]], "regroup of the survivors")
     survived = next(r for r in cluster.events("regrouped") if r["left"])
     assert survived["workers"] == [first, third], "survivors did not wait for the replacement"
     cluster.open_door()
@@ -66,9 +64,7 @@ def test_who_misses_the_end_of_a_step_that_others_have_applied_takes_it_over(sta
     assert (second, HOLD + 3) in received
 
 
-@pytest.mark.parametrize(
-    "kind", ["raise", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("segv", "exit"))]
-)
+@pytest.mark.parametrize("kind", ["raise", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("segv", "exit"))])
 def test_a_worker_that_fails_by_itself_is_replaced_from_the_standby(start, undisturbed, kind):
     cluster = start(2, standby="1")
     cluster.wait_step(10)
@@ -97,9 +93,7 @@ def test_rank_0_and_another_worker_killed_at_once(start, undisturbed):
 
 
 def test_a_stopped_worker_is_ejected_and_replaced(start, undisturbed):
-    cluster = start(
-        3, hang_timeout="3", max_restarts="100"
-    )  # one that only starts slowly may be taken for hung
+    cluster = start(3, hang_timeout="3", max_restarts="100")  # one that only starts slowly may be taken for hung
     cluster.wait_until(lambda: cluster.step() >= 10 and len(cluster.pids()) > 1, "step 10")
     stopped = list(cluster.pids())[1]
     cluster.signal(stopped, signal.SIGSTOP)

@@ -38,9 +38,7 @@ names = st.sampled_from("abcdef")
 )
 def test_every_rank_is_ended_or_has_a_member_or_is_vacant(holders, ended, members, host):
     vacant = find_vacant(holders, ended, members)
-    assert {v.rank for v in vacant} == {
-        rank for rank, worker in enumerate(holders) if worker not in ended | members
-    }
+    assert {v.rank for v in vacant} == {rank for rank, worker in enumerate(holders) if worker not in ended | members}
     hosts = ["h1", "h2", "h1", "h2", "h1", "h2"][: len(holders)]
     order = prefer(vacant, hosts, host)
     assert sorted(order, key=lambda v: v.rank) == vacant

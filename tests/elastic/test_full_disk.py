@@ -95,9 +95,7 @@ def test_a_disk_that_stays_full_is_the_last_thing_that_is_said(disks):
 def test_a_polite_leave_that_could_not_save_is_no_success(disks):
     directory, done = disks["left"]
     assert done.returncode == 1
-    assert (
-        "NotSaved: all workers were told to leave, and the state at step 6 could not be saved" in done.stderr
-    )
+    assert "NotSaved: all workers were told to leave, and the state at step 6 could not be saved" in done.stderr
     assert find_save(directory / "saves")[0].step == 4
 
 
@@ -134,9 +132,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, place):
 @pytest.mark.fast
 def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, monkeypatch):
     def fail(tensors, path):
-        raise safetensors.SafetensorError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        )
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", fail)
     with pytest.raises(OSError, match=r"No space left on device: .*file") as error:
@@ -173,9 +169,7 @@ def test_the_writer_tries_again_by_itself_with_the_newest_snapshot(tmp_path, mon
         return directory
 
     monkeypatch.setattr(_save_writer, "write_save", write)
-    writer = SaveWriter(
-        tmp_path, keep=1, on_saved=lambda step, path: None, on_failed=lambda *told: tick(*told)
-    )
+    writer = SaveWriter(tmp_path, keep=1, on_saved=lambda step, path: None, on_failed=lambda *told: tick(*told))
     writer._backoff = Backoff(clock=lambda: now[0])
 
     def tick(step, error, delay):

@@ -166,10 +166,7 @@ def test_models_that_differ_in_order_only_are_told_apart():
 
     one = {"parameter a": "float32 ()", "parameter b": "float32 ()"}
     told = tell_apart("x", one, "y", dict(reversed(one.items())))
-    assert (
-        told
-        == "parameters and buffers come in another order: parameter a on worker x where parameter b is on y"
-    )
+    assert told == "parameters and buffers come in another order: parameter a on worker x where parameter b is on y"
 
 
 def test_workers_that_run_different_jobs_are_told_so():
@@ -410,9 +407,7 @@ def test_an_evaluation_does_not_depend_on_those_before_it():
 
 
 def test_events_tell_the_story(tmp_path):
-    job = make_job(
-        run=RunOptions(progress=False, log_dir=tmp_path), saves=Saves(directory=tmp_path / "saves", every=3)
-    )
+    job = make_job(run=RunOptions(progress=False, log_dir=tmp_path), saves=Saves(directory=tmp_path / "saves", every=3))
     train(job, max_steps=4)
     job.close()
     events = [json.loads(line) for line in (tmp_path / "events-rank0.jsonl").read_text().splitlines()]

@@ -178,9 +178,7 @@ def test_an_example_gives_the_same_digest_alone_and_on_two_workers(name, tmp_pat
     for prefix in ([], launcher):
         command = [sys.executable, *prefix, *script]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         found.append([line for line in done.stdout.splitlines() if " steps, " in line])
     assert len(found[0]) == 1

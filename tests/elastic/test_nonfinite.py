@@ -147,9 +147,7 @@ def test_mistakes_in_the_guard_are_named_and_long_lists_are_cut():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_finite_values_whose_sum_overflows_are_finite(dtype):
     most = torch.finfo(dtype).max
     assert is_finite(torch.full((300,), most, dtype=dtype))
@@ -209,9 +207,7 @@ def test_a_gradient_that_is_finite_when_computed_again_counts(tmp_path, num_work
         return loss
 
     job = make(log_dir=tmp_path, data=DataOptions(num_workers=num_workers))
-    with pytest.warns(
-        RuntimeWarning, match="the gradient of step 2 was not finite and is when computed again"
-    ):
+    with pytest.warns(RuntimeWarning, match="the gradient of step 2 was not finite and is when computed again"):
         outcomes = train(job, once)
     assert outcomes == [Outcome.APPLIED] * 2 + [Outcome.DROPPED] + [Outcome.APPLIED] * 4
     job.close()
@@ -290,9 +286,7 @@ def test_a_weight_that_is_not_finite_is_refused_and_a_slot_of_weight_zero_left_o
             for weight in (NAN, INF):
                 with pytest.raises(ValueError, match="expected a finite number, at least 0"):
                     micro.backward(plain(step, micro), weight=weight)
-            micro.backward(
-                plain(step, micro) * (NAN if micro.slot == SLOT else 1), weight=float(micro.slot != SLOT)
-            )
+            micro.backward(plain(step, micro) * (NAN if micro.slot == SLOT else 1), weight=float(micro.slot != SLOT))
         assert step.commit() is Outcome.APPLIED
 
 

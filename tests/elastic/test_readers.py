@@ -52,9 +52,7 @@ def fuzz_saves(given_settings):
         folder, path, good = saved
         body = json.loads(json.loads(good["state.json"])["body"])
         state = data.draw(st.one_of(changed(body).map(seal), junk.map(seal), raw, torn(good["state.json"])))
-        tensors = data.draw(
-            st.one_of(st.just(good["tensors.safetensors"]), torn(good["tensors.safetensors"]), raw)
-        )
+        tensors = data.draw(st.one_of(st.just(good["tensors.safetensors"]), torn(good["tensors.safetensors"]), raw))
         if data.draw(st.booleans()) and tensors != good["tensors.safetensors"]:
             state = seal({**body, "tensors": _hash(tensors)})  # crafted: the checksum fits
         (path / "state.json").write_bytes(state)

@@ -104,9 +104,7 @@ class Checker(HTMLParser):
 
 
 def test_the_page_is_whole_and_fetches_nothing(logs):
-    page = render(
-        read_history(logs), title="A <test> & more", facts=[("steps", "20")], digests=["ab" * 32] * 2
-    )
+    page = render(read_history(logs), title="A <test> & more", facts=[("steps", "20")], digests=["ab" * 32] * 2)
     checker = Checker()
     checker.feed(page)
     assert checker.open == []

@@ -123,9 +123,7 @@ def test_damaged_saves_never_push_good_ones_out(tmp_path):
     assert found == [2, 3, 5, 6, 7], "two readable ones; what is newer is left to be looked at"
     for step in (8, 9):
         write(tmp_path, step)
-    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [8, 9], (
-        "what is damaged and older goes"
-    )
+    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [8, 9], "what is damaged and older goes"
 
 
 def test_a_save_older_than_readable_ones_is_written_and_stays_beside_the_newest(tmp_path):
@@ -185,9 +183,7 @@ def test_saves_are_signed_when_there_is_a_secret(tmp_path, monkeypatch):
 
 def test_a_job_signs_its_saves_and_falls_back_to_one_that_is_signed(tmp_path, monkeypatch):
     def job(secret=None):
-        return make_job(
-            saves=Saves(directory=tmp_path, every=2, secret=secret), run=RunOptions(progress=False)
-        )
+        return make_job(saves=Saves(directory=tmp_path, every=2, secret=secret), run=RunOptions(progress=False))
 
     monkeypatch.setenv("PHALANX_CHECKPOINT_SECRET", "from the environment")
     train(job(), max_steps=4, wait_for_saves=True)
@@ -293,9 +289,7 @@ def test_a_job_whose_saves_are_all_damaged_stops_and_says_what_to_do(tmp_path):
 
 def test_a_worker_with_a_readable_save_helps_those_whose_own_are_damaged(tmp_path):
     """Each node may have a disk of its own."""
-    train(
-        make_job(saves=Saves(directory=tmp_path / "1", every=2), run=RunOptions(progress=False)), max_steps=2
-    )
+    train(make_job(saves=Saves(directory=tmp_path / "1", every=2), run=RunOptions(progress=False)), max_steps=2)
     shutil.copytree(tmp_path / "1", tmp_path / "0")
     damage(tmp_path / "0")
 

@@ -262,9 +262,7 @@ def what_works_hold() -> list[object]:
         "all_gather": dist.all_gather(parts(), x, async_op=True),
         "all_gather_into_tensor": dist.all_gather_into_tensor(torch.empty(2 * size), x, async_op=True),
         "all_to_all": dist.all_to_all(parts(), parts(), async_op=True),
-        "all_to_all_single": dist.all_to_all_single(
-            torch.empty(2 * size), torch.ones(2 * size), async_op=True
-        ),
+        "all_to_all_single": dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), async_op=True),
         "gather": dist.gather(x, parts() if rank == 0 else None, 0, async_op=True),
         "scatter": dist.scatter(x, parts() if rank == 0 else None, 0, async_op=True),
         "barrier": dist.barrier(async_op=True),

@@ -83,9 +83,7 @@ class Launcher:
         self.agents: list[AgentProcess] = []
         self._nursery = nursery
 
-    def run(
-        self, *words: object, cold: bool = False, options: Sequence[str] = (), **env: str
-    ) -> AgentProcess:
+    def run(self, *words: object, cold: bool = False, options: Sequence[str] = (), **env: str) -> AgentProcess:
         """``phalanx run`` with these words. A worker script is named by its file name in ``workers``.
 
         ``options`` are those of a cold agent's interpreter.
@@ -195,9 +193,7 @@ def wait_for() -> Callable[..., None]:
             ended = agent is not None and agent.has_ended
             if time.monotonic() > until or (ended and not condition()):
                 shown = f"; the agent printed:\n{agent.output}" if agent else ""
-                raise AssertionError(
-                    f"{'the agent ended before' if ended else 'waited in vain for'} {what}{shown}"
-                )
+                raise AssertionError(f"{'the agent ended before' if ended else 'waited in vain for'} {what}{shown}")
             time.sleep(0.01)
 
     return wait

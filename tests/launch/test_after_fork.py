@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # some import torch anew, which takes a minute on a machine that is very busy
+pytestmark = pytest.mark.timeout(300)  # some import torch anew, which takes a minute on a machine that is very busy
 
 HERE = Path(__file__).parent / "workers"
 
 OPTIONS = ("-W", "ignore::FutureWarning", "-X", "no_debug_ranges", "-q")
 """Of the agent's interpreter: its workers get them too, however they are started."""
 
-IMPORTED_EARLIER = (
-    "torch is imported already; once a fresh interpreter has done so too, there is no difference"
-)
+IMPORTED_EARLIER = "torch is imported already; once a fresh interpreter has done so too, there is no difference"
 NAMES_THE_JOB = "every job has its own ports, names and paths"
 
 ALLOWED = {

@@ -95,9 +95,7 @@ def test_static_address_and_entrypoint_names():
 def test_worker_spec_checks_itself():
     for fields in ({"local_world_size": 0}, {"monitor_interval": 0.0}, {"max_restarts": -1}):
         with pytest.raises(ValueError):
-            WorkerSpec(
-                **{"role": "r", "local_world_size": 1, "rdzv_handler": None, "entrypoint": "x", **fields}
-            )
+            WorkerSpec(**{"role": "r", "local_world_size": 1, "rdzv_handler": None, "entrypoint": "x", **fields})
 
 
 @pytest.mark.parametrize("text", ["", "4", "0:4", "a", "0:1,", "0:1;1:2"])
@@ -112,15 +110,11 @@ def test_streams_by_rank():
 
 
 def envs(count: int, generation: int = 0) -> dict[int, dict[str, str]]:
-    return {
-        r: {"TORCHELASTIC_RUN_ID": "my job/1", "PHALANX_GENERATION": str(generation)} for r in range(count)
-    }
+    return {r: {"TORCHELASTIC_RUN_ID": "my job/1", "PHALANX_GENERATION": str(generation)} for r in range(count)}
 
 
 def test_log_paths_by_run_generation_and_rank(tmp_path):
-    specs = DefaultLogsSpecs(
-        str(tmp_path / "new"), redirects=Std.OUT, tee={1: Std.ERR}, local_ranks_filter={1}
-    )
+    specs = DefaultLogsSpecs(str(tmp_path / "new"), redirects=Std.OUT, tee={1: Std.ERR}, local_ranks_filter={1})
     given = envs(2, generation=3)
     dest = specs.reify(given)
     run = os.listdir(tmp_path / "new")

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.fast
 MEMBERS = ("a", "b", "c", "d")
 
 
-def word(
-    by: str, *of: str, late: bool = False, step: int = 7, peers: tuple[str, ...] = MEMBERS
-) -> LostContact:
+def word(by: str, *of: str, late: bool = False, step: int = 7, peers: tuple[str, ...] = MEMBERS) -> LostContact:
     return LostContact(by=by, of=of, late=late, peers=peers, step=step, reason="it said so")
 
 
@@ -61,9 +59,7 @@ def test_without_a_name_all_regroup_a_stated_number_of_times_and_then_the_job_fa
 def test_a_replacement_counts_as_a_restart_and_without_restarts_the_job_goes_on_with_fewer():
     judgement = judge([word("a", late=True)], ("a", "b"))
     for max_restarts, action, restarts in ((1, Action.HEAL, 1), (0, Action.SHRINK, 0)):
-        now = Situation(
-            heals=True, restarts=0, max_restarts=max_restarts, num_nodes=1, min_nodes=1, survivors=2
-        )
+        now = Situation(heals=True, restarts=0, max_restarts=max_restarts, num_nodes=1, min_nodes=1, survivors=2)
         recovery = on_lost_contact(now, judgement, True)
         assert (recovery.action, recovery.restarts, recovery.replace) == (action, restarts, ("b",))
 
@@ -86,9 +82,7 @@ def test_a_record_survives_its_journey_and_garbage_is_refused():
     good = json.loads(word("a", "b").to_json())
     bad = [b"", b"\xff", b"[" * 100_000, b"7", json.dumps({**good, "of": "b"}).encode()]
     bad += [json.dumps({**good, key: {}}).encode() for key in good]
-    bad += [
-        json.dumps({k: v for k, v in good.items() if k != key}).encode() for key in ("v", "of", "peers", "by")
-    ]
+    bad += [json.dumps({k: v for k, v in good.items() if k != key}).encode() for key in ("v", "of", "peers", "by")]
     for data in bad:
         with pytest.raises(RecordError):
             LostContact.from_json(data)

@@ -74,9 +74,7 @@ def test_failures_never_use_more_restarts_than_allowed(now, is_incurable):
 
 
 def test_a_replacement_that_cannot_start_does_not_kill_the_survivors():
-    now = Situation(
-        heals=True, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
-    )
+    now = Situation(heals=True, restarts=0, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True)
     assert _policy.on_failure(now, reason="x", is_incurable=True).action is Action.SHRINK
 
 
@@ -190,9 +188,7 @@ def test_a_worker_that_starts_has_a_limit_of_its_own():
     hang.observe({"old": at(step=5), "new": None}, now=1)
     assert hang.hanging(now=12) == ["old"]
     hang.observe({"old": at(step=6), "new": at(step=-1, count=0)}, now=50)
-    hang.observe(
-        {"old": at(step=6), "new": at(step=6, count=0)}, now=51
-    )  # has the state, has its first to make
+    hang.observe({"old": at(step=6), "new": at(step=6, count=0)}, now=51)  # has the state, has its first to make
     assert hang.hanging(now=70) == ["old"]
     assert hang.hanging(now=152) == ["old", "new"]
     hang.observe({"old": at(step=7), "new": at(step=7)}, now=160)
@@ -242,9 +238,7 @@ def test_every_generation_has_one_recovery():
 def test_everything_in_a_recovery_travels_to_the_other_agents():
     channel = AgentChannel(MemoryStore())
     streak = Streak(errors=2, kills=1, generation=4, begin=7, step=9)
-    sent = Recovery(
-        action=Action.REGROUP, restarts=3, reason="x", starts_anew=True, streak=streak, ports_taken=2
-    )
+    sent = Recovery(action=Action.REGROUP, restarts=3, reason="x", starts_anew=True, streak=streak, ports_taken=2)
     channel.decide(4, sent)
     assert channel.recovery_before(5) == sent
 
@@ -316,9 +310,7 @@ def test_of_scripts_that_report_no_steps_a_long_life_is_taken_for_progress():
 def test_replacements_that_cannot_start_leave_a_job_that_goes_on_with_fewer():
     """The script was edited under a running job: survivors train on, whoever starts now dies."""
     streak = streak_of(crash(0, step=10, took_part=True), *(crash(g, step=10 + g) for g in range(1, 4)))
-    now = Situation(
-        heals=True, restarts=3, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True
-    )
+    now = Situation(heals=True, restarts=3, max_restarts=9, num_nodes=1, min_nodes=1, survivors=2, is_under_way=True)
     recovery = _policy.on_failure(now, reason="x", is_incurable=False, streak=streak)
     assert (recovery.action, recovery.streak) == (Action.SHRINK, Streak())
     plain = replace(now, can_regroup=False)
@@ -334,9 +326,7 @@ def test_a_crash_loop_under_restart_is_bounded_by_its_restarts_alone():
 
 
 def test_workers_that_cannot_regroup_start_anew_whatever_happens():
-    now = Situation(
-        heals=True, restarts=0, max_restarts=1, num_nodes=2, min_nodes=1, survivors=3, can_regroup=False
-    )
+    now = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=2, min_nodes=1, survivors=3, can_regroup=False)
     failed = _policy.on_failure(now, reason="x", is_incurable=False)
     assert (failed.action, failed.starts_anew, failed.restarts) == (Action.RESTART, True, 1)
     changed = _policy.on_membership_change(now, reason="x")
@@ -379,9 +369,7 @@ def test_failures_of_all_nodes_are_found_again():
     channel = AgentChannel(MemoryStore())
     for rank, seconds in ((0, 20.0), (3, 10.0)):
         where = {"rank": rank, "worker_id": f"w{rank}", "host": f"h{rank}", "generation": 2, "local_rank": 0}
-        channel.report(
-            ProcessFailure(pid=rank, exitcode=-9, timestamp=seconds, stderr_tail=("a", "b"), **where)
-        )
+        channel.report(ProcessFailure(pid=rank, exitcode=-9, timestamp=seconds, stderr_tail=("a", "b"), **where))
     found = channel.failures(2)
     assert sorted(found) == [0, 3]
     assert found[3].stderr_tail == ("a", "b")
@@ -413,9 +401,7 @@ def test_a_huge_failure_is_told_to_others_in_a_size_that_every_store_takes():
     store = MemoryStore()
     where = {"rank": 0, "worker_id": "w", "generation": 0, "local_rank": 0, "pid": 1, "exitcode": 1}
     huge = "a" * 1_000_000 + "z"
-    AgentChannel(store).report(
-        ProcessFailure(message=huge, traceback=huge, stderr_tail=(huge,) * 20, **where)
-    )
+    AgentChannel(store).report(ProcessFailure(message=huge, traceback=huge, stderr_tail=(huge,) * 20, **where))
     (data,) = store.items("agents/failures/0/").values()
     assert len(data) < 500_000
     told = AgentChannel(store).failures(0)[0]
@@ -431,9 +417,7 @@ def test_wishes_that_make_no_sense_are_no_wishes():
 
 def test_report_shows_what_is_known(tmp_path):
     path = tmp_path / "error.json"
-    path.write_text(
-        json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
-    )
+    path.write_text(json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}}))
     failure = ProcessFailure.observe(
         exitcode=1,
         error_file=str(path),

@@ -13,9 +13,7 @@ from phalanx.comm.stores import TCPStore
 from phalanx.launch.cli import _doctor
 from phalanx.launch.cli._doctor import check_endpoint, check_two_workers
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # each imports torch anew, which takes a minute on a machine that is very busy
+pytestmark = pytest.mark.timeout(300)  # each imports torch anew, which takes a minute on a machine that is very busy
 
 
 def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -38,17 +38,13 @@ EVENTS: list[events.AnyEvent] = [
         rank=0,
         machine={"threads": 1},
     ),
-    types.StepCommitted(
-        worker="w", step=4, epoch=0, loss=None, samples=32, generation=1, round=0, world_size=2
-    ),
+    types.StepCommitted(worker="w", step=4, epoch=0, loss=None, samples=32, generation=1, round=0, world_size=2),
     types.GroupLost(worker="w", generation=1, step=5, reason="closed"),
     types.StateSent(worker="w", to="x", bytes=100),
     types.StateReceived(worker="x", step=5, source="w"),
     types.RankTakenOver(worker="x", step=9, rank=1, generation=2),
     types.StepsRepeated(worker="w", step=0, before=5),
-    types.NonFiniteFound(
-        worker="w", step=3, reaction="stop", epoch=0, loss="nan", grads=("a",), slots={"1": [4, 5]}
-    ),
+    types.NonFiniteFound(worker="w", step=3, reaction="stop", epoch=0, loss="nan", grads=("a",), slots={"1": [4, 5]}),
     types.Resumed(worker="w", step=3),
     types.Saved(worker="w", step=3, path="/saves/3"),
     types.SaveFailed(worker="w", step=3, error="full", next_attempt_in=2.0),
@@ -87,9 +83,7 @@ def test_the_log_is_appended_by_several_writers_and_read_back(tmp_path: Path) ->
     assert [event.kind for event in read_events(path)] == [event.kind for event in EVENTS]
 
 
-def test_a_torn_or_foreign_line_is_skipped_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_or_foreign_line_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
     good = to_json(EVENTS[0])
     path.write_text(f'{good[:20]}\n{good}\n{{"v":9,"kind":"later"}}\n[]\n')
@@ -99,9 +93,7 @@ def test_a_torn_or_foreign_line_is_skipped_and_named(
     assert [text.partition(": ")[0][-6:] for text in said] == ["line 1", "line 3", "line 4"]
 
 
-def test_a_log_that_cannot_be_written_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     log = EventLog(tmp_path / "file" / "events.jsonl")
     with caplog.at_level(logging.WARNING):

@@ -24,9 +24,7 @@ SHELL = ("single_node.sh", "multi_node_c10d.sh", "multi_node_etcd.sh", "slurm.sb
 @pytest.mark.parametrize("name", SHELL)
 def test_shell_examples_parse(name: str) -> None:
     shell = "bash" if name.endswith(".sbatch") else "sh"
-    done = subprocess.run(
-        [shell, "-n", EXAMPLES / name], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([shell, "-n", EXAMPLES / name], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -82,9 +80,7 @@ def test_one_node(tmp_path: Path) -> None:
         ("kubernetes.yaml", "c10d", "phalanx-0.phalanx:29400", "phalanx"),
     ],
 )
-def test_many_nodes_with_the_same_command(
-    tmp_path: Path, name: str, backend: str, endpoint: str, job: str
-) -> None:
+def test_many_nodes_with_the_same_command(tmp_path: Path, name: str, backend: str, endpoint: str, job: str) -> None:
     words = manifest_words() if name.endswith(".yaml") else words_of(name, tmp_path)
     config = config_of(words)
     assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == (backend, endpoint, job)

@@ -29,9 +29,7 @@ def test_restart_after_a_fault_runs_everybody_again(launcher, tmp_path, fault):
 
 @pytest.mark.again
 def test_two_at_once_cost_one_restart(launcher, tmp_path):
-    agent = launcher.run(
-        "--nproc-per-node", 3, "--max-restarts", 1, "summing.py", tmp_path, 4, "0:2:kill", "2:2:kill"
-    )
+    agent = launcher.run("--nproc-per-node", 3, "--max-restarts", 1, "summing.py", tmp_path, 4, "0:2:kill", "2:2:kill")
     assert agent.wait() == 0, agent.output
     assert sorted(lines(tmp_path / "ends")) == [["0"], ["1"], ["2"]]
 

@@ -126,9 +126,7 @@ def test_one_node_is_standalone_unless_a_rendezvous_is_named():
     )
     many = config("--nnodes", "2", "--node-rank", "1", "--master-addr", "node0")
     assert (many.rdzv_backend, many.rdzv_endpoint, many.rdzv_configs["rank"]) == ("static", "node0:29500", 1)
-    elastic = config(
-        "--nnodes", "1:4", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:2379", "--rdzv-id", "j"
-    )
+    elastic = config("--nnodes", "1:4", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:2379", "--rdzv-id", "j")
     assert (elastic.min_nodes, elastic.max_nodes, elastic.rdzv_endpoint, elastic.run_id) == (
         1,
         4,
@@ -189,13 +187,9 @@ def test_a_wrong_flag_is_answered_without_importing_torch():
         "import sys; from phalanx.__main__ import main; code = main(['run', '--nproc-pre-node', '2', 'x.py']);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "phalanx run: unknown flag --nproc-pre-node; did you mean --nproc-per-node?"
-    )
+    assert done.stderr.startswith("phalanx run: unknown flag --nproc-pre-node; did you mean --nproc-per-node?")
 
 
 @pytest.mark.parametrize(

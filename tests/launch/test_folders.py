@@ -75,9 +75,7 @@ def test_running_jobs_are_those_whose_agents_live(temporary: Path) -> None:
     assert running_jobs() == []
     in_process_that_is_killed(lambda: register_job(open_agent_folder(), JOB))
     assert running_jobs() == []
-    folders = [
-        open_agent_folder() for _ in range(3)
-    ]  # two agents of one job, and one that has yet to find its own
+    folders = [open_agent_folder() for _ in range(3)]  # two agents of one job, and one that has yet to find its own
     for folder in folders[:2]:
         register_job(folder, JOB)
     assert running_jobs() == [JOB]
@@ -132,9 +130,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-def test_killed_loaders_and_agents_leave_nothing_beyond_the_next_start(
-    launcher, tmp_path, temporary, wait_for
-):
+def test_killed_loaders_and_agents_leave_nothing_beyond_the_next_start(launcher, tmp_path, temporary, wait_for):
     script, end = tmp_path / "loads.py", tmp_path / "end"
     script.write_text(LOADING)
     agent = launcher.run(script, end, TMPDIR=str(temporary))

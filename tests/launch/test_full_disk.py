@@ -65,9 +65,7 @@ def test_a_log_directory_that_fills_up_and_goes_away_ends_nothing(tmp_path):
     assert "cannot be written to its log file: " in output
     assert "err 1999 1" in output, "the console had all of it"
     (out,) = Path(found[1]).glob("attempt_1/0/stdout.log")
-    assert re.search(
-        r"phalanx: \d+ bytes of output were lost: the disk was full\nthe end\n$", out.read_text()
-    )
+    assert re.search(r"phalanx: \d+ bytes of output were lost: the disk was full\nthe end\n$", out.read_text())
 
 
 @pytest.fixture
@@ -128,9 +126,7 @@ def test_printing_to_a_full_disk_does_not_end_a_worker(tmp_path, monkeypatch):
         assert out.write(b"lost") == 4
         os.dup2(os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY, 0o600), out.fileno())
         out.write(b"there")
-    assert (
-        tmp_path / "out"
-    ).read_bytes() == b"\nphalanx: 4 bytes of output were lost: the disk was full\nthere"
+    assert (tmp_path / "out").read_bytes() == b"\nphalanx: 4 bytes of output were lost: the disk was full\nthere"
     read_end, write_end = os.pipe()
     os.close(read_end)
     with Output(write_end, "w") as out, pytest.raises(BrokenPipeError):

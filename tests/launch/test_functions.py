@@ -36,9 +36,7 @@ from phalanx.launch.workers._start import method_that_works, why_only_here
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import functions
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # some import torch anew, which takes a minute on a machine that is very busy
+pytestmark = pytest.mark.timeout(300)  # some import torch anew, which takes a minute on a machine that is very busy
 
 
 def config(tmp_path: Path, **fields: object) -> LaunchConfig:
@@ -65,9 +63,7 @@ def test_config_is_not_changed_by_a_launch(tmp_path):
 
 
 def test_large_values_come_home(tmp_path):
-    result = elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.large)(
-        3_000_000
-    )
+    result = elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.large)(3_000_000)
     assert torch.equal(result[0], torch.arange(3_000_000))
 
 
@@ -84,9 +80,7 @@ def test_exceptions_come_home(tmp_path):
 
 def test_large_exceptions_come_home_whole(tmp_path):
     with pytest.raises(ChildFailedError) as caught:
-        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.raising_large)(
-            3_000_000
-        )
+        elastic_launch(config(tmp_path, nproc_per_node=1, start_method="fork"), functions.raising_large)(3_000_000)
     assert caught.value.__cause__.args == ("x" * 3_000_000,)
 
 
@@ -249,12 +243,8 @@ def test_functions_of_an_interactive_session_are_forked(tmp_path):
         [sys.executable, "-"], input=SESSION, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    assert "results [(0, (1800.0, 2))]\nresults [(0, (1800.0, 1)), (1, (1800.0, 1))]\n" in done.stdout, (
-        done.stdout
-    )
-    assert (
-        done.stderr.count("its workers are forked from this process (start_method='fork', not 'spawn')") == 2
-    )
+    assert "results [(0, (1800.0, 2))]\nresults [(0, (1800.0, 1)), (1, (1800.0, 1))]\n" in done.stdout, done.stdout
+    assert done.stderr.count("its workers are forked from this process (start_method='fork', not 'spawn')") == 2
 
 
 @pytest.mark.fast

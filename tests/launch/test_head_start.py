@@ -15,16 +15,12 @@ from phalanx.launch.cli import _head_start
 from phalanx.launch.cli._head_start import begin_to_load, find_library
 from phalanx.launch.workers._processes import WorkerProcess, Zygote
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # some import torch anew, which takes a minute on a machine that is very busy
+pytestmark = pytest.mark.timeout(300)  # some import torch anew, which takes a minute on a machine that is very busy
 
 
 def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=280, env={**environ, **env}
-    )
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280, env={**environ, **env})
 
 
 def test_everything_that_an_agent_imports_can_do_without_torch():

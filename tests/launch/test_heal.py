@@ -75,9 +75,7 @@ def test_the_dead_are_replaced_and_survivors_keep_their_process(launcher, out, f
 
 
 def test_without_restarts_left_the_job_goes_on_with_fewer(launcher, out):
-    agent = launcher.run(
-        "--nproc-per-node", 3, *FLAGS, "--max-restarts", 0, "healing.py", out, 12, "1:5:kill"
-    )
+    agent = launcher.run("--nproc-per-node", 3, *FLAGS, "--max-restarts", 0, "healing.py", out, 12, "1:5:kill")
     assert agent.wait() == 0, agent.output
     story = Story(out)
     check_sums(story)
@@ -139,9 +137,7 @@ def test_a_hanging_worker_is_diagnosed_and_replaced(launcher, out, tmp_path):
         agent.output
     )
     assert not re.search(r"rank 0 made no progress.*it is killed", agent.output), agent.output
-    dumps = {
-        path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("attempt_0/*/stacks.log")
-    }
+    dumps = {path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("attempt_0/*/stacks.log")}
     assert set(dumps) == {"0", "1"}
     assert "in fault" in dumps["1"]  # the very function that hangs
     assert len(Story(out).finished()) == 2
@@ -178,9 +174,7 @@ def test_a_job_with_a_secret_heals_and_is_scaled_only_by_who_knows_it(
     launcher.wait_until_empty()
 
 
-def test_a_job_on_one_node_is_scaled_without_saying_which(
-    launcher, out, tmp_path, wait_for, monkeypatch, capsys
-):
+def test_a_job_on_one_node_is_scaled_without_saying_which(launcher, out, tmp_path, wait_for, monkeypatch, capsys):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

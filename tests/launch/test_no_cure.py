@@ -34,9 +34,7 @@ def test_of_a_script_that_cannot_regroup_the_first_cause_is_reported(launcher, t
     assert "exitcode  : -9 (SIGKILL)" in report.partition("Other failures")[0], agent.output
 
 
-def test_a_node_that_joins_a_script_that_cannot_regroup_makes_all_start_anew(
-    launcher, tmp_path, wait_for, held_port
-):
+def test_a_node_that_joins_a_script_that_cannot_regroup_makes_all_start_anew(launcher, tmp_path, wait_for, held_port):
     words = (
         "--nnodes", "1:2", *HEAL, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{held_port}",
         "--rdzv-id", "grows", "--rdzv-conf", "last_call_timeout=0,admit_delay=0", "summing.py", tmp_path, 100000,
@@ -146,9 +144,7 @@ def test_an_endpoint_that_a_stranger_has_is_said_before_the_rendezvous_times_out
         taken.listen()
         port = taken.getsockname()[1]
         endpoint = ("--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-backend")
-        agents = [
-            launcher.run(*endpoint, backend, "summing.py", tmp_path, 1) for backend in ("static", "c10d")
-        ]
+        agents = [launcher.run(*endpoint, backend, "summing.py", tmp_path, 1) for backend in ("static", "c10d")]
         assert [agent.wait() for agent in agents] == [1, 1]
     for agent in agents:
         assert re.search(rf"port {port} .*taken by pid {os.getpid()} ", agent.output), agent.output

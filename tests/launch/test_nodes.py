@@ -110,9 +110,7 @@ def test_a_node_that_is_killed_is_left_behind(launcher, tmp_path, endpoint, wait
 
 
 @pytest.mark.again
-def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(
-    launcher, tmp_path, endpoint, wait_for
-):
+def test_the_loss_of_the_store_ends_the_other_nodes_with_a_clear_error(launcher, tmp_path, endpoint, wait_for):
     words = ("--nnodes", 2, *endpoint, "summing.py", tmp_path, 100000)
     host = launcher.run(*words, STEP_SECONDS="0.2")
     wait_for(lambda: _is_listening(host.pid, endpoint), "the node that serves the store", host)

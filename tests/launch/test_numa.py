@@ -45,9 +45,7 @@ def make_machine(
             for cpu in (core + t * total for t in range(threads)):
                 here = cpu_dir / f"cpu{cpu}"
                 write(here / "topology/physical_package_id", str(node // nodes_per_socket))
-                write(
-                    here / "topology/thread_siblings_list", ranges([core + t * total for t in range(threads)])
-                )
+                write(here / "topology/thread_siblings_list", ranges([core + t * total for t in range(threads)]))
                 write(here / "cache/index0/level", "1")
                 write(here / "cache/index0/shared_cpu_list", str(cpu))
                 write(here / "cache/index3/level", "3")
@@ -148,9 +146,7 @@ def test_wrong_arguments() -> None:
     assert parse_cpu_list(" 0-1,4 ,") == {0, 1, 4}
 
 
-@pytest.mark.skipif(
-    not Path("/sys/devices/system/node/node0").exists(), reason="this machine shows no NUMA nodes"
-)
+@pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="this machine shows no NUMA nodes")
 @pytest.mark.parametrize("mode", ["node", "socket", "exclusive"])
 def test_this_machine_can_be_bound(mode: str) -> None:
     before = os.sched_getaffinity(0)

@@ -165,9 +165,7 @@ def test_nobody_goes_on_before_every_node_has_written_its_stacks(tmp_path, monke
     watch = HangWatch(pool.config, pool)
     assert watch.check({"w0": ProgressReport(step=3).to_json()}, info, now=0) is None
     assert watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=0) is None
-    assert (
-        watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11) is None
-    )  # they are being written
+    assert watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11) is None  # they are being written
     assert watch._dump.is_written.wait(60)
     worker, reason = watch.check({"w0": ProgressReport(step=4).to_json()}, info, now=11)
     assert written == ["stacks"]
@@ -231,9 +229,7 @@ def test_stacks_are_read_when_all_is_written_and_not_waited_for_from_who_writes_
             ours, theirs = socket.socketpair()
             process = WorkerProcess(slow.pid, ours)
             assignment = SimpleNamespace(rank=0, worker_id="w")
-            pool = SimpleNamespace(
-                running=[WorkerHandle(assignment=assignment, process=process, stacks_file=str(log))]
-            )
+            pool = SimpleNamespace(running=[WorkerHandle(assignment=assignment, process=process, stacks_file=str(log))])
             assert slow.stdout.readline() == "ready\n"
             monkeypatch.setattr(_linux, "stack_signal", lambda: signal.SIGUSR1)
             assert _hang_watch.dump_stacks(pool.running, "of a test") == {"w": ""}  # does not catch it

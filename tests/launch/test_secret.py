@@ -68,13 +68,9 @@ def test_a_job_on_one_node_signs_with_a_secret_of_its_own_and_its_user_can_scale
             values = store.namespace(job_prefix("mine")).items()
             plain = [key for key, value in values.items() if not is_signed(value) and "/bell/" not in key]
             assert plain == []
-            assert Signer("mine", Path(handler.secret_file).read_bytes()).opens(
-                "rdzv/proof", values["rdzv/proof"]
-            )
+            assert Signer("mine", Path(handler.secret_file).read_bytes()).opens("rdzv/proof", values["rdzv/proof"])
         spare = get_rendezvous_handler(
-            RendezvousParameters(
-                "c10d", handler.store_url.removeprefix("tcp://"), "mine", 1, 1, is_host=False
-            )
+            RendezvousParameters("c10d", handler.store_url.removeprefix("tcp://"), "mine", 1, 1, is_host=False)
         )
         assert spare._signer.has_secret  # type: ignore[attr-defined]
         spare.shutdown()
@@ -88,9 +84,7 @@ def test_a_job_on_one_node_signs_with_a_secret_of_its_own_and_its_user_can_scale
     assert not folder.exists()
 
 
-def test_several_nodes_without_a_secret_are_told_in_one_line(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_several_nodes_without_a_secret_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "open", 1, 2)).shutdown()
     (line,) = [record.getMessage() for record in caplog.records]

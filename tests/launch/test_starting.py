@@ -14,9 +14,7 @@ from phalanx.launch import create_healthcheck_server
 from phalanx.launch.cli import _doctor
 from phalanx.launch.cli._doctor import check_names, check_ports, check_shared_memory, main
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # some import torch anew, which takes a minute on a machine that is very busy
+pytestmark = pytest.mark.timeout(300)  # some import torch anew, which takes a minute on a machine that is very busy
 
 HERE = Path(__file__).parent / "workers"
 
@@ -44,9 +42,7 @@ def test_warm_workers_run_the_script_as_main(launcher, tmp_path):
         assert {"torch", "colorsys"} <= set(seen["modules"])
         assert seen["os_threads"] == 1  # forked before any thread existed
         assert "OPENBLAS_NUM_THREADS" not in seen["environ"]
-        assert seen["temporary"] == str(
-            tmp_path
-        )  # as the script has set it, whoever asked for another before
+        assert seen["temporary"] == str(tmp_path)  # as the script has set it, whoever asked for another before
     if "numpy" in facts(base, 0)["modules"]:  # forks must not share random state
         drawn = zip(facts(base, 0)["random"], facts(base, 1)["random"], strict=True)
         assert all(one != other for one, other in drawn)
@@ -139,9 +135,7 @@ def test_health_check_tells_the_living_from_the_dead():
 
 def test_doctor_finds_a_healthy_machine_and_a_dead_endpoint(capsys, monkeypatch):
     monkeypatch.setattr(_doctor, "ENDPOINT_PATIENCE", 0.2)
-    assert {
-        finding.level for check in (check_ports, check_names, check_shared_memory) for finding in check()
-    } <= {
+    assert {finding.level for check in (check_ports, check_names, check_shared_memory) for finding in check()} <= {
         "ok",
         "warn",
     }

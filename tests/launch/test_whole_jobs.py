@@ -114,9 +114,7 @@ def test_workers_that_are_stopped_at_the_end_have_exit_events_too(launcher, tmp_
         assert agent.wait() == 128 + signal.SIGTERM
     else:
         script = tmp_path / "one_fails.py"
-        script.write_text(
-            "import os, time\nif os.environ['RANK'] == '0':\n    raise SystemExit(3)\ntime.sleep(600)\n"
-        )
+        script.write_text("import os, time\nif os.environ['RANK'] == '0':\n    raise SystemExit(3)\ntime.sleep(600)\n")
         assert launcher.run(*words, script).wait() == 1
     kinds = kinds_of(logs)
     assert kinds.count("worker_started") == kinds.count("worker_exited") == 2, kinds
@@ -179,9 +177,7 @@ def test_report_with_record_in_files_with_prefix_and_last_words(launcher, tmp_pa
     host = socket.gethostname()
     assert f"<r 0 0 {host}> last words\n" in agent.output
     report = agent.output.partition("Root cause (the earliest failure):")[2]
-    assert re.search(rf"time +: \d{{4}}-\d\d-\d\d_.*\n +host +: {re.escape(host)}\n +rank +: 0 ", report), (
-        report
-    )
+    assert re.search(rf"time +: \d{{4}}-\d\d-\d\d_.*\n +host +: {re.escape(host)}\n +rank +: 0 ", report), report
     assert re.search(r"exitcode +: 1 \(pid: \d+\)", report), report
     assert "KeyError: 'recorded'" in report
     assert "in main" in report.partition("traceback :")[2]
@@ -199,14 +195,12 @@ def test_only_the_signals_that_were_asked_for_are_handled(launcher, tmp_path, wa
 def test_a_machine_that_cannot_be_bound_is_one_line(launcher, tmp_path):
     """Exclusive cores for more workers than there are cores, on this very machine."""
     count = len(os.sched_getaffinity(0)) + 1
-    agent = launcher.run(
-        "--nproc-per-node", count, "--numa-binding", "exclusive", "showing.py", tmp_path / "facts"
-    )
+    agent = launcher.run("--nproc-per-node", count, "--numa-binding", "exclusive", "showing.py", tmp_path / "facts")
     assert agent.wait() == 1
     assert "Traceback" not in agent.output
-    assert re.search(
-        r"^phalanx run: .*exclusive|^phalanx run: .*NUMA|^phalanx run: .*core", agent.output, re.M
-    ), agent.output
+    assert re.search(r"^phalanx run: .*exclusive|^phalanx run: .*NUMA|^phalanx run: .*core", agent.output, re.M), (
+        agent.output
+    )
     assert not (tmp_path / "facts.0").exists()
     launcher.wait_until_empty()
 

@@ -30,9 +30,7 @@ class Tables(nn.Module):
 def held_bytes(module: nn.Module) -> int:
     total = 0
     for tensor in [*module.parameters(), *module.buffers()]:
-        parts = (
-            [s.tensor for s in tensor.local_shards()] if isinstance(tensor, shard.ShardedTensor) else [tensor]
-        )
+        parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, shard.ShardedTensor) else [tensor]
         total += sum(part.numel() * part.element_size() for part in parts)
     return total
 
@@ -43,9 +41,7 @@ def test_the_report_is_what_the_ranks_hold() -> None:
         plan = shard.auto_plan(module, init_device_mesh("cpu", (3,)))
         shard.shard_module(module, plan)
         assert held_bytes(module) == plan.report.bytes_per_rank[group.rank]
-        assert {name for name, p in module.named_parameters() if isinstance(p, shard.ShardedTensor)} == set(
-            plan.plan
-        )
+        assert {name for name, p in module.named_parameters() if isinstance(p, shard.ShardedTensor)} == set(plan.plan)
         return plan.report, {choice.name: choice.way for choice in plan.report.choices}
 
     (report, ways), *others = simulate(3).run(main)
@@ -87,9 +83,7 @@ def test_shared_parameters_stay_whole() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 64)), min_size=1, max_size=12), st.integers(1, 6)
-)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 64)), min_size=1, max_size=12), st.integers(1, 6))
 def test_tables_are_balanced(shapes, num_ranks) -> None:
     candidates = [Candidate(f"t{i}", "embedding", shape, 4) for i, shape in enumerate(shapes)]
     total = sum(candidate.nbytes for candidate in candidates)

@@ -31,9 +31,9 @@ def test_modules_of_any_size_are_sharded_and_gathered_in_as_many_collectives(cou
         calls = counted(lambda: shard_module(module, plan))
         assert sum(name in METADATA for name in calls) == 2
         assert len(calls) == 3
-        assert counted(
-            lambda: shard_module(nn.ParameterDict(whole), ShardingPlan({"p1": chunk(3)}), verify=False)
-        ) == ["scatter"]
+        assert counted(lambda: shard_module(nn.ParameterDict(whole), ShardingPlan({"p1": chunk(3)}), verify=False)) == [
+            "scatter"
+        ]
         state = None
 
         def gather():

@@ -48,13 +48,9 @@ def many_layouts(mesh: Any) -> dict[str, Any]:
     found = {}
     for shape in SHAPES:
         for number, placements in enumerate(layouts(mesh, len(shape))):
-            found[f"{shape} {number}"] = distribute_tensor(
-                value_of(shape), mesh, placements, src_data_rank=None
-            )
+            found[f"{shape} {number}"] = distribute_tensor(value_of(shape), mesh, placements, src_data_rank=None)
     for dtype in DTYPES:
-        found[str(dtype)] = distribute_tensor(
-            value_of((5, 3), dtype), mesh, layouts(mesh, 2)[1], src_data_rank=None
-        )
+        found[str(dtype)] = distribute_tensor(value_of((5, 3), dtype), mesh, layouts(mesh, 2)[1], src_data_rank=None)
     return found
 
 
@@ -92,8 +88,7 @@ def sharded(shape: tuple[int, ...], module: Any, world: int) -> list[Any]:
 def fill_shards(tensor: Any) -> Any:
     for shard in tensor.local_shards():
         where = tuple(
-            slice(o, o + s)
-            for o, s in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+            slice(o, o + s) for o, s in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
         )
         shard.tensor.copy_(value_of(tuple(tensor.size()))[where])
     return tensor
@@ -102,8 +97,7 @@ def fill_shards(tensor: Any) -> Any:
 def check_shards(tensor: Any) -> None:
     for shard in tensor.local_shards():
         where = tuple(
-            slice(o, o + s)
-            for o, s in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+            slice(o, o + s) for o, s in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
         )
         assert torch.equal(shard.tensor, value_of(tuple(tensor.size()))[where])
 
@@ -220,9 +214,7 @@ def sharded_tensors(worker: Any, folder: str) -> None:
             dcp.load({str((i + 2) % len(saved)): t for i, t in enumerate(blank)}, checkpoint_id=where)
             for tensor in blank:
                 check_shards(tensor)
-            as_dtensor = {
-                "1": zeros(*shape, device_mesh=init_device_mesh("cpu", (4,)), placements=[Shard(1)])
-            }
+            as_dtensor = {"1": zeros(*shape, device_mesh=init_device_mesh("cpu", (4,)), placements=[Shard(1)])}
             dcp.load(as_dtensor, checkpoint_id=where)
             check(as_dtensor)
 

@@ -15,9 +15,7 @@ ROWS, COLUMNS = 16384, 1024  # 64 MB
 ROOM = 12 << 20
 CAP = 1 << 20
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux only"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux only")
 
 
 def held() -> int:

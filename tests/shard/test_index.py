@@ -62,11 +62,7 @@ def read(data: bytes) -> None:
 
 def fuzz(given_settings):
     @given_settings
-    @given(
-        st.one_of(
-            changed(GOOD).map(seal), junk.map(seal), raw, torn(seal(GOOD)), changed(json.loads(seal(GOOD)))
-        )
-    )
+    @given(st.one_of(changed(GOOD).map(seal), junk.map(seal), raw, torn(seal(GOOD)), changed(json.loads(seal(GOOD)))))
     def test(data) -> None:
         read(data if isinstance(data, bytes) else json.dumps(data).encode())
 
@@ -110,9 +106,7 @@ def test_what_is_wrong_is_named(change, message) -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    "data", [b"\xff\xfe\x00", b"[" * 100_000, b"[]", b'{"body": 7}', b"", b'{"body": "\\ud800"}']
-)
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"[" * 100_000, b"[]", b'{"body": 7}', b"", b'{"body": "\\ud800"}'])
 def test_what_is_no_index_is_refused(tmp_path, data) -> None:
     (tmp_path / "index.json").write_bytes(data)
     with pytest.raises(CheckpointError, match="is torn or no index"):

@@ -165,9 +165,7 @@ def test_shards_and_global_metadata_must_fit_each_other() -> None:
             make([elsewhere], metadata)
         with pytest.raises(RuntimeError, match=r"Number of local shards \(2\)"):
             make([part, part], metadata)
-        learned = Shard.from_tensor_and_offsets(
-            torch.zeros(2, 3, requires_grad=True), [2 * group.rank, 0], group.rank
-        )
+        learned = Shard.from_tensor_and_offsets(torch.zeros(2, 3, requires_grad=True), [2 * group.rank, 0], group.rank)
         with pytest.raises(ValueError, match="requires_grad property is incompatible"):
             make([learned], metadata)
         wrong = shard.ShardedTensorMetadata(metadata.shards_metadata, torch.Size([5, 3]))

@@ -66,9 +66,7 @@ def test_operations_equal_those_on_whole_tensors(layout) -> None:
         wanted = operation(weight, x)
         loss_of(wanted).backward()
         torch.testing.assert_close(found[name][0], wanted, msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(
-            found[name][1], weight.grad, msg=lambda m, name=name: f"grad of {name}: {m}"
-        )
+        torch.testing.assert_close(found[name][1], weight.grad, msg=lambda m, name=name: f"grad of {name}: {m}")
 
 
 def test_pointwise_on_equal_layouts_needs_no_collective() -> None:
@@ -217,9 +215,7 @@ def test_each_rank_looks_up_its_own_batch(layout) -> None:
         "frequency": lambda w, i: functional.embedding(i, w, scale_grad_by_freq=True),
         "mean": lambda w, i: functional.embedding_bag(i, w),
         "max with padding": lambda w, i: functional.embedding_bag(i, w, mode="max", padding_idx=5),
-        "weighted sum": lambda w, i: functional.embedding_bag(
-            i, w, mode="sum", per_sample_weights=i.float() / 3
-        ),
+        "weighted sum": lambda w, i: functional.embedding_bag(i, w, mode="sum", per_sample_weights=i.float() / 3),
         "offsets": lambda w, i: functional.embedding_bag(i.flatten(), w, torch.tensor([0, 0, 1]), mode="sum"),
         "max norm": lambda w, i: functional.embedding(i, w, max_norm=1.5, norm_type=2.0),
     }

@@ -73,9 +73,7 @@ def seen(tensor):
         "size": tuple(tensor.size()),
         "dtype": str(tensor.dtype),
         "requires_grad": tensor.requires_grad,
-        "shards": sorted(
-            (s.shard_offsets, s.shard_sizes, str(s.placement)) for s in tensor.metadata().shards_metadata
-        ),
+        "shards": sorted((s.shard_offsets, s.shard_sizes, str(s.placement)) for s in tensor.metadata().shards_metadata),
         "local": [(s.metadata.shard_offsets, s.tensor.detach().tolist()) for s in tensor.local_shards()],
         "spec": type(tensor.sharding_spec()).__name__,
     }
@@ -158,9 +156,7 @@ def training(api, rank, size):
     )
     api.shard_module(model, plan)
     ids = torch.tensor([[rank, 1], [2, rank], [3, 3]])
-    optimizer = api.ShardedOptimizer(
-        dict(api.named_params_with_sharded_tensor(model)), torch.optim.SGD, lr=0.1
-    )
+    optimizer = api.ShardedOptimizer(dict(api.named_params_with_sharded_tensor(model)), torch.optim.SGD, lr=0.1)
     results = {}
     for name in ("rows", "columns", "bag", "bag_columns"):
         results[name] = getattr(model, name)(ids).detach()
@@ -337,6 +333,6 @@ def compare(worker, file):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ours_does_what_torchs_does(size, tmp_path) -> None:
-    assert [
-        outcome.value for outcome in run_processes(size, compare, str(tmp_path / "store"), timeout=200)
-    ] == [35] * size
+    assert [outcome.value for outcome in run_processes(size, compare, str(tmp_path / "store"), timeout=200)] == [
+        35
+    ] * size

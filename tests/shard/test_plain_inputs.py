@@ -82,9 +82,7 @@ def compare(found, wanted):
 @pytest.mark.fast
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_rank_gets_the_result_of_its_own_batch(layout) -> None:
-    for found, wanted in zip(
-        simulate(4).run(check_per_rank, LAYOUTS[layout]), wanted_per_rank(4), strict=True
-    ):
+    for found, wanted in zip(simulate(4).run(check_per_rank, LAYOUTS[layout]), wanted_per_rank(4), strict=True):
         compare(found, wanted)
 
 
@@ -251,9 +249,7 @@ def on_gloo(worker, file):
         with pytest.raises(ValueError, match="argument 0, a plain tensor, is not the same on all ranks"):
             functional.linear(batch(worker.rank), weight)
         same = functional.linear(batch(0), weight)
-        torch.testing.assert_close(
-            gathered(same), functional.linear(batch(0), table()) if worker.rank == 0 else None
-        )
+        torch.testing.assert_close(gathered(same), functional.linear(batch(0), table()) if worker.rank == 0 else None)
         return True
 
 

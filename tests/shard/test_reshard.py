@@ -38,18 +38,13 @@ def bytes_that_must_move(before, after, rank, itemsize):
 @given(st.data())
 def test_any_spec_to_any_spec_equals_slicing_and_moves_only_what_must(data) -> None:
     sizes = data.draw(st.sampled_from([(6, 5), (7,), (2, 3, 4), (0, 3), (1, 1)]))
-    dtype = data.draw(
-        st.sampled_from([torch.float32, torch.int16, torch.bool, torch.complex64, torch.bfloat16])
-    )
+    dtype = data.draw(st.sampled_from([torch.float32, torch.int16, torch.bool, torch.complex64, torch.bfloat16]))
     first, second = (data.draw(random_specs(sizes, NUM_RANKS)) for _ in range(2))
     whole = values(*sizes, dtype=dtype)
 
     def main(group):
         tensor = shard._shard_tensor(whole, first, src_rank=1, verify=False)
-        assert all(
-            torch.equal(p.tensor, s)
-            for p, s in zip(tensor.local_shards(), slices(whole, tensor), strict=True)
-        )
+        assert all(torch.equal(p.tensor, s) for p, s in zip(tensor.local_shards(), slices(whole, tensor), strict=True))
         before, events = tensor.metadata(), []
         with observe(events.append):
             assert tensor.reshard(second) is tensor
@@ -57,10 +52,7 @@ def test_any_spec_to_any_spec_equals_slicing_and_moves_only_what_must(data) -> N
         assert sum(event.nbytes for event in events) == bytes_that_must_move(
             before, tensor.metadata(), group.rank, dtype.itemsize
         )
-        assert all(
-            torch.equal(p.tensor, s)
-            for p, s in zip(tensor.local_shards(), slices(whole, tensor), strict=True)
-        )
+        assert all(torch.equal(p.tensor, s) for p, s in zip(tensor.local_shards(), slices(whole, tensor), strict=True))
         assert tensor.sharding_spec() == second
         return gathered(tensor)
 

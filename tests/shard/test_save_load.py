@@ -47,9 +47,7 @@ def save_one(path, whole, spec, num_ranks, **options):
 @given(st.data())
 def test_any_layout_is_loaded_from_any_other(tmp_path_factory, data) -> None:
     sizes = data.draw(st.sampled_from([(6, 5), (7,), (2, 3, 4), (0, 3)]))
-    dtype = data.draw(
-        st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64])
-    )
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64]))
     saved, loaded = data.draw(random_specs(sizes, 3)), data.draw(random_specs(sizes, 2))
     path, whole = tmp_path_factory.mktemp("save") / "one", values(*sizes, dtype=dtype)
     save_one(path, whole, saved, 3)
@@ -191,9 +189,7 @@ def damage(folder, case):
         (folder / "index.json").write_text(json.dumps(outer))
     elif case == "swapped blocks":
         file.write_bytes(data[: -2 * BLOCK] + data[-BLOCK:] + data[-2 * BLOCK : -BLOCK])
-    elif (
-        case == "forged checksum"
-    ):  # a CRC could be made to fit again; here the last four bytes are chosen so
+    elif case == "forged checksum":  # a CRC could be made to fit again; here the last four bytes are chosen so
         wanted = zlib.crc32(data[-24:])
         data[-24] ^= 1
         file.write_bytes(data[:-4] + fitting_end(bytes(data[-24:-4]), wanted))
@@ -311,9 +307,7 @@ def test_the_secret_is_the_environments_unless_given(tmp_path, monkeypatch) -> N
 def test_what_is_not_needed_is_not_looked_at(tmp_path) -> None:
     save_one(tmp_path / "one", values(4, 3), chunk(2), 2)
     damage(tmp_path / "one", "missing")
-    assert torch.equal(
-        shard.Checkpoint(tmp_path / "one").read("layer.weight", Box((0, 0), (2, 3))), values(4, 3)[:2]
-    )
+    assert torch.equal(shard.Checkpoint(tmp_path / "one").read("layer.weight", Box((0, 0), (2, 3))), values(4, 3)[:2])
 
 
 def test_wrong_names_and_sizes_are_refused(tmp_path) -> None:

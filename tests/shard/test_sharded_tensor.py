@@ -125,9 +125,7 @@ def test_a_file_that_cannot_be_made_is_an_error_of_its_rank_and_keeps_nobody_wai
         tensor = shard._shard_tensor(whole, grid((6, 4)))
         error = None
         try:
-            tensor.gather(
-                0, tmp_path / "missing" / "whole.safetensors" if group.rank == 0 else None, max_bytes=16
-            )
+            tensor.gather(0, tmp_path / "missing" / "whole.safetensors" if group.rank == 0 else None, max_bytes=16)
         except FileNotFoundError as raised:
             error = raised
         out = torch.empty(6, 4) if group.rank == 0 else None
@@ -156,11 +154,7 @@ def test_local_shards_of_all_ranks_become_one_tensor() -> None:
         mine = (
             []
             if group.rank == 1
-            else [
-                Shard.from_tensor_and_offsets(
-                    torch.full((2, 3), float(group.rank)), [group.rank, 0], group.rank
-                )
-            ]
+            else [Shard.from_tensor_and_offsets(torch.full((2, 3), float(group.rank)), [group.rank, 0], group.rank)]
         )
         made = shard.init_from_local_shards(mine, [4, 3])
         assert len(made.local_shards()) == (group.rank != 1)
@@ -230,9 +224,7 @@ def test_from_a_local_tensor_and_from_global_metadata() -> None:
         local = torch.full((2, 3), float(group.rank))
         made = ShardedTensor._init_from_local_tensor(local, chunk(2), [4, 3])
         assert made.local_tensor() is local
-        again = ShardedTensor._init_from_local_shards_and_global_metadata(
-            made.local_shards(), made.metadata()
-        )
+        again = ShardedTensor._init_from_local_shards_and_global_metadata(made.local_shards(), made.metadata())
         assert again.sharding_spec() == chunk(2)
         with pytest.raises(ValueError, match="contiguous"):
             ShardedTensor._init_from_local_tensor(torch.zeros(3, 2).t(), chunk(2), [4, 3])

@@ -25,9 +25,7 @@ from shard.layouts import chunk, random_specs
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize(
-    "text", ["rank:0/cpu", "rank:3/cuda:1", "trainer0/cpu", "trainer0", "cpu", "cuda:1", "rank:7"]
-)
+@pytest.mark.parametrize("text", ["rank:0/cpu", "rank:3/cuda:1", "trainer0/cpu", "trainer0", "cpu", "cuda:1", "rank:7"])
 def test_placements_read_like_those_of_torch(text: str) -> None:
     from torch.distributed import _remote_device
 
@@ -43,9 +41,7 @@ def test_placements_read_like_those_of_torch(text: str) -> None:
     assert len({ours, RemoteDevice(text)}) == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["rank:/cpu", "/cpu", "a/b/cpu", "rank:x/cpu", "a:b:c/cpu", "name:3/cpu", ""]
-)
+@pytest.mark.parametrize("text", ["rank:/cpu", "/cpu", "a/b/cpu", "rank:x/cpu", "a:b:c/cpu", "name:3/cpu", ""])
 def test_placements_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         RemoteDevice(text)

@@ -100,11 +100,7 @@ class Report:
 
 def samples_of(op: OpInfo, limit: int) -> list[Any]:
     dtype = next(
-        (
-            d
-            for d in (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)
-            if d in op.dtypes
-        ),
+        (d for d in (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool) if d in op.dtypes),
         None,
     )
     if dtype is None:
@@ -187,9 +183,7 @@ def close(ours: Any, reference: Any, values: bool = True) -> bool:
             return bool(torch.allclose(whole.to_dense(), reference.to_dense(), equal_nan=True))
         return bool(torch.allclose(whole.detach(), reference.detach(), rtol=1e-3, atol=1e-4, equal_nan=True))
     if isinstance(reference, float):
-        return abs(ours - reference) <= 1e-3 * max(1.0, abs(reference)) or (
-            ours != ours and reference != reference
-        )
+        return abs(ours - reference) <= 1e-3 * max(1.0, abs(reference)) or (ours != ours and reference != reference)
     return bool(ours == reference)
 
 
@@ -205,9 +199,7 @@ def gradients(outputs: list[Any], inputs: list[Any], weights: list[Tensor], mesh
     return list(torch.autograd.grad(kept, inputs, seeds, allow_unused=True))
 
 
-def run_op(
-    group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str
-) -> Report:
+def run_op(group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str) -> Report:
     report = Report()
     mesh = init_device_mesh("cpu", shape)
     if f"{op.name}.{op.variant_test_name}".rstrip(".") in STORAGE:
@@ -232,9 +224,7 @@ def run_op(
                 wanted = gradients(flat_expected, leaves, weights, None)
         except Exception:  # the sample does not even work on plain tensors
             continue
-        for placements in layouts_of(
-            tensors, num_layouts, zlib.crc32(f"{op.name}{number}".encode()), mesh.ndim
-        ):
+        for placements in layouts_of(tensors, num_layouts, zlib.crc32(f"{op.name}{number}".encode()), mesh.ndim):
             kind, problem = one_call(op, sample, mesh, placements, order, flat_expected, weights, wanted)
             report.counts[kind] += 1
             if kind == "wrong" or (kind == "refused" and len(report.problems) < 3):
@@ -258,13 +248,9 @@ def reference_of(op: OpInfo, sample: Any, mesh: Any) -> Any:
     if op.name not in RANDOM:
         return op(sample.input, *sample.args, **sample.kwargs)
     torch.manual_seed(SEED)
-    plain = tree_map(
-        lambda v: v.detach() if isinstance(v, Tensor) else v, (sample.input, sample.args, sample.kwargs)
-    )
+    plain = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (sample.input, sample.args, sample.kwargs))
     whole = (Replicate(),) * mesh.ndim
-    first, args, kwargs = tree_map(
-        lambda v: distributed(v, mesh, whole) if isinstance(v, Tensor) else v, plain
-    )
+    first, args, kwargs = tree_map(lambda v: distributed(v, mesh, whole) if isinstance(v, Tensor) else v, plain)
     result = op(first, *args, **kwargs)
     return tree_map(lambda v: v.full_tensor() if isinstance(v, DTensor) else v, result)
 
@@ -399,9 +385,7 @@ def cover(op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], orde
         except Exception as error:  # a rank that fails alone is a failure of ours
             report = Report()
             report.counts["wrong"] += 1
-            report.problems.append(
-                f"wrong: {type(error).__name__}: {str(error)[:400]} / {error.__cause__!r}"[:700]
-            )
+            report.problems.append(f"wrong: {type(error).__name__}: {str(error)[:400]} / {error.__cause__!r}"[:700])
             return report
     merged = results[0]
     for other in results[1:]:

@@ -86,6 +86,4 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance
-        )
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)

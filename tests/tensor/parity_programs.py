@@ -17,8 +17,7 @@ from torch import nn
 
 def whole_gradients(model: nn.Module) -> dict[str, Any]:
     return {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for name, p in model.named_parameters()
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
     }
 
 
@@ -80,9 +79,7 @@ def partial_sums(t: SimpleNamespace, mesh: Any) -> Any:
     local = torch.arange(12.0).view(4, 3) * (mesh.get_rank() + 1)
     found = []
     for op in ("sum", "avg", "max", "min"):
-        x = t.DTensor.from_local(
-            local, mesh, [t.Replicate()] * (mesh.ndim - 1) + [t.Partial(op)], run_check=False
-        )
+        x = t.DTensor.from_local(local, mesh, [t.Replicate()] * (mesh.ndim - 1) + [t.Partial(op)], run_check=False)
         if mesh.ndim > 1:  # replicas must agree, so cut by the first axis instead
             x = t.DTensor.from_local(local, mesh, [t.Shard(0), t.Partial(op)], run_check=False)
         first = x.placements[0] if mesh.ndim > 1 else None

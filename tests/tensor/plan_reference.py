@@ -41,17 +41,10 @@ def held(mesh: Sizes, shape: Sizes, layout: Layout) -> dict[Sizes, list[frozense
     """Coordinate -> the indices that are held there of each dim."""
 
     def of_dim(dim: int, where: Sizes) -> frozenset[int]:
-        cuts = [
-            (p, mesh[axis], where[axis])
-            for axis, p in enumerate(layout)
-            if isinstance(p, Shard) and p.dim == dim
-        ]
+        cuts = [(p, mesh[axis], where[axis]) for axis, p in enumerate(layout) if isinstance(p, Shard) and p.dim == dim]
         return frozenset(indices_of(shape[dim], cuts))
 
-    return {
-        where: [of_dim(dim, where) for dim in range(len(shape))]
-        for where in itertools.product(*map(range, mesh))
-    }
+    return {where: [of_dim(dim, where) for dim in range(len(shape))] for where in itertools.product(*map(range, mesh))}
 
 
 @lru_cache(maxsize=100_000)
@@ -111,9 +104,7 @@ def cheapest_cost(
                 kind = kind_of(mesh, shape, now, axis, wanted) if wanted != now[axis] else None
                 if kind is not None:
                     after = _changed(now, axis, wanted)
-                    step = step_cost(
-                        kind, _bytes(mesh, shape, now) * itemsize, _bytes(mesh, shape, after) * itemsize
-                    )
+                    step = step_cost(kind, _bytes(mesh, shape, now) * itemsize, _bytes(mesh, shape, after) * itemsize)
                     heapq.heappush(queue, (cost + step, next(order), after))
     raise AssertionError(f"no plan from {source} to {target}")
 

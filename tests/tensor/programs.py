@@ -225,18 +225,12 @@ class Distributed(Plain):
     def leaf(self, seed: int, shape: Any, dtype: torch.dtype, grad: bool, layout: str) -> Any:
         placements = _parsed(layout) if layout else (Replicate(),) * self.mesh.ndim
         whole = [Replicate() if p.is_partial() else p for p in placements]
-        local = (
-            distribute_tensor(values(seed, shape, dtype), self.mesh, whole, src_data_rank=None)
-            .to_local()
-            .clone()
-        )
+        local = distribute_tensor(values(seed, shape, dtype), self.mesh, whole, src_data_rank=None).to_local().clone()
         for axis, placement in enumerate(placements):
             if placement.is_partial():  # contributions that differ
                 size, at = self.mesh.shape[axis], self.mesh.get_local_rank(axis)
                 share = at - (size - 1) / 2 if placement.is_partial("avg") else 1 if at else 1 - size
-                local = (
-                    local + share if placement.is_partial("avg") or not at else torch.full_like(local, share)
-                )
+                local = local + share if placement.is_partial("avg") or not at else torch.full_like(local, share)
         return DTensor.from_local(local, self.mesh, placements, shape=shape).detach().requires_grad_(grad)
 
     def move(self, x: Any, layout: str, async_op: bool = False) -> Any:
@@ -250,9 +244,7 @@ class Distributed(Plain):
 
 def _parsed(layout: str) -> tuple[Any, ...]:
     kinds = {"R": lambda _: Replicate(), "S": lambda d: Shard(int(d)), "T": lambda d: StridedShard(int(d), 2)}
-    return tuple(
-        kinds[part[0]](part[1:]) if part[0] in kinds else Partial(part) for part in layout.split(",")
-    )
+    return tuple(kinds[part[0]](part[1:]) if part[0] in kinds else Partial(part) for part in layout.split(","))
 
 
 class Generator(Plain):
@@ -277,10 +269,7 @@ class Generator(Plain):
         try:
             line = re.sub(r"{(\w)}", lambda found: getattr(self, f"_{found[1]}")(), template)
             self.run([line])
-            assert all(
-                x.numel() < 2000 and x.dim() < 5 and _moderate(x) and _fits(x)
-                for x in self.tensors().values()
-            )
+            assert all(x.numel() < 2000 and x.dim() < 5 and _moderate(x) and _fits(x) for x in self.tensors().values())
             self.lines.append(line)
         except Exception:  # plain tensors do not take it, or what came of it
             self.count = before
@@ -357,9 +346,7 @@ def _same(found: Any, expected: Any) -> bool:
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         return bool(found is expected or found == expected)
     same_kind = found.shape == expected.shape and found.dtype == expected.dtype
-    return same_kind and torch.allclose(
-        found.double(), expected.double(), rtol=1e-3, atol=1e-3, equal_nan=True
-    )
+    return same_kind and torch.allclose(found.double(), expected.double(), rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 _MAKES = re.compile(r"(?:with torch.no_grad\(\): )?\[?(v\d+)(?:, (\w+))?\]? = ")
@@ -391,9 +378,7 @@ def check(shape: tuple[int, ...], lines: list[str]) -> str:
                 try:
                     side.run([line])
                 except Exception as error:
-                    known = isinstance(error, (RuntimeError, NotImplementedError)) and REFUSALS.search(
-                        str(error)
-                    )
+                    known = isinstance(error, (RuntimeError, NotImplementedError)) and REFUSALS.search(str(error))
                     return number, "" if known else f"{line}: {type(error).__name__}: {error}"
             return None, "; ".join(differences(side.state(), expected))
 

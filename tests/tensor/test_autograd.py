@@ -239,9 +239,7 @@ def test_the_gradient_of_an_average_is_that_of_the_whole_tensor(shape: Any, plac
         same(w.grad, pw.grad)
         assert x.grad.placements == (Replicate(),) * mesh.ndim
         kept = x.grad
-        with pytest.raises(
-            RuntimeError, match="zero would write to a grad of a DTensor that had to be copied"
-        ):
+        with pytest.raises(RuntimeError, match="zero would write to a grad of a DTensor that had to be copied"):
             kept.zero_()
         cube(x, w).backward()
         with pytest.raises(RuntimeError, match="out of date"):

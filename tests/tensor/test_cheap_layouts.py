@@ -173,9 +173,7 @@ def test_batch_norm_of_a_cut_batch_sends_statistics_only(placements: Any) -> Non
         for (name, theirs), (_, mine) in zip(plain.named_buffers(), ours.named_buffers(), strict=True):
             torch.testing.assert_close(whole(mine), theirs, msg=name)
         for (name, p), (_, q) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(q.grad), p.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(whole(q.grad), p.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
     on_mesh(body, 2, 2)
 

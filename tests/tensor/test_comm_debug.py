@@ -218,9 +218,7 @@ def test_a_forward_that_backward_runs_again_is_backward_of_its_module() -> None:
             return checkpoint(self.parts, x, use_reentrant=False)
 
     def body(mesh: Any) -> Any:
-        model = parallelize_module(
-            Checkpointed(), mesh, {"parts.*.up": PLAN["up"], "parts.*.down": PLAN["down"]}
-        )
+        model = parallelize_module(Checkpointed(), mesh, {"parts.*.up": PLAN["up"], "parts.*.down": PLAN["down"]})
         with CommDebugMode() as seen:
             model(torch.ones(4, 6, requires_grad=True)).sum().backward()
         return seen.get_module_counts()

@@ -211,9 +211,7 @@ def test_what_the_user_asks_for_by_name_is_never_refused() -> None:
 def test_the_way_back_names_operation_layout_bytes_and_line() -> None:
     def body(mesh: DeviceMesh) -> None:
         x = Inputs(mesh)
-        expected = (
-            r"backward of mul brings .*\[5, 3\] \[tp:R\]: all_gather.* 60 B.*test_communication_modes\.py:\d+"
-        )
+        expected = r"backward of mul brings .*\[5, 3\] \[tp:R\]: all_gather.* 60 B.*test_communication_modes\.py:\d+"
         with communication_mode("explicit"):
             with pytest.raises(ImplicitCommunicationError, match=expected):
                 x.cut * x.whole

@@ -100,9 +100,7 @@ def test_nothing_is_logged_or_listened_to_while_the_log_is_off(caplog: pytest.Lo
         return before is _log.listening()
 
     assert on_mesh(body, 2) == [True, True]
-    with caplog.at_level(
-        logging.INFO
-    ):  # as a script has it after basicConfig(level=INFO): every rank would say it all
+    with caplog.at_level(logging.INFO):  # as a script has it after basicConfig(level=INFO): every rank would say it all
         assert on_mesh(body, 2) == [True, True]
     assert not [record for record in caplog.records if record.name == "phalanx.dtensor"]
 

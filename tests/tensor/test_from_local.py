@@ -69,9 +69,7 @@ def test_ranks_agree_about_any_sizes(mesh_shape: Any, placements: Any) -> None:
 def test_parts_that_were_cut_fit(mesh_shape: Any, placements: Any) -> None:
     def body(mesh: Any) -> None:
         for rows, run_check in itertools.product((0, 1, 5, 8, 13), (False, True)):
-            x = distribute_tensor(
-                torch.arange(rows * 6.0).view(rows, 6), mesh, placements, src_data_rank=None
-            )
+            x = distribute_tensor(torch.arange(rows * 6.0).view(rows, 6), mesh, placements, src_data_rank=None)
             again = DTensor.from_local(x.to_local(), mesh, placements, run_check=run_check)
             assert again.shape == x.shape
             assert torch.equal(again.full_tensor(), x.full_tensor())
@@ -142,9 +140,7 @@ def test_sparse_tensors_are_refused() -> None:
 
     def body(mesh: Any) -> None:
         for make in (distribute_tensor, DTensor.from_local):
-            with pytest.raises(
-                ValueError, match=r"takes a dense tensor, got one of shape \(4, 4\).*to_dense"
-            ):
+            with pytest.raises(ValueError, match=r"takes a dense tensor, got one of shape \(4, 4\).*to_dense"):
                 make(sparse, mesh, [Shard(0)])
 
     on_mesh(body, 2)

@@ -19,9 +19,7 @@ def test_gradient_edges_are_refused() -> None:
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
         y = x * 2
         loss = (y * y).sum()
-        with pytest.raises(
-            NotImplementedError, match=r"get_gradient_edge of float32\[4\].*the DTensor itself"
-        ):
+        with pytest.raises(NotImplementedError, match=r"get_gradient_edge of float32\[4\].*the DTensor itself"):
             torch.autograd.graph.get_gradient_edge(y)
         edge = GradientEdge(y.grad_fn, 0)
         with pytest.raises(NotImplementedError, match="Give it the tensor itself"):
@@ -94,9 +92,7 @@ def test_contributions_to_a_maximum_have_no_gradient(op: str) -> None:
         for options in ({}, {"grad_placements": [Replicate()]}, {"grad_placements": [Partial()]}):
             part = x.to_local(**options)
             assert part.tolist() == [1.0, 1.0]
-            with pytest.raises(
-                RuntimeError, match=rf"to_local\(\) of float32\[2\] \[tp:P\({op}\)\].*no gradient"
-            ):
+            with pytest.raises(RuntimeError, match=rf"to_local\(\) of float32\[2\] \[tp:P\({op}\)\].*no gradient"):
                 (part * (mesh.get_rank() + 1)).sum().backward()
         assert x.grad is None
         with torch.no_grad():

@@ -90,9 +90,7 @@ def test_explicit_mode_names_op_layout_bytes_and_line() -> None:
         w = distribute_tensor(torch.ones(4, 4), mesh).requires_grad_()
         with communication_mode("explicit"):
             assert (x * 2 + x).placements == (Shard(0),)
-            with pytest.raises(
-                ImplicitCommunicationError, match=r"add needs .*S\(.*\).* 32 B.*test_hazards\.py"
-            ):
+            with pytest.raises(ImplicitCommunicationError, match=r"add needs .*S\(.*\).* 32 B.*test_hazards\.py"):
                 x + y
             with pytest.raises(ImplicitCommunicationError, match="backward of matmul sums the gradient"):
                 x @ w
@@ -328,9 +326,7 @@ def test_the_gradient_of_a_local_tensor_is_laid_out_on_request() -> None:
 
         rank = mesh.get_rank()
         assert gradient(Replicate(), Replicate()) == [2.0, 2.0]
-        assert gradient(Replicate(), Partial()) == ([2.0, 2.0] if rank == 0 else [0.0, 0.0]), (
-            "shares of the whole"
-        )
+        assert gradient(Replicate(), Partial()) == ([2.0, 2.0] if rank == 0 else [0.0, 0.0]), "shares of the whole"
         assert gradient(Shard(0), Shard(0)) == [2.0, 2.0]
         with pytest.raises(ValueError, match="gradient of shape"):
             DTensor.from_local(torch.ones(2), mesh, [Replicate()], grad_placements=[Shard(0)])

@@ -25,9 +25,7 @@ def expected_of(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor,
     return loss.detach(), logits.grad
 
 
-def check(
-    logits: Tensor, target: Tensor, placements: list[Any], shape: tuple[int, ...], **options: Any
-) -> None:
+def check(logits: Tensor, target: Tensor, placements: list[Any], shape: tuple[int, ...], **options: Any) -> None:
     expected, grad = expected_of(logits, target, **options)
 
     def body(mesh: Any) -> None:

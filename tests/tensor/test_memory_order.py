@@ -81,9 +81,7 @@ def _moved(x: Any) -> Any:
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_results_have_the_strides_that_they_have_on_one_device(
-    made: str, placements: list[Any], ranks: int
-) -> None:
+def test_results_have_the_strides_that_they_have_on_one_device(made: str, placements: list[Any], ranks: int) -> None:
     def body(mesh: Any) -> None:
         plain = torch.arange(60.0).reshape(3, 5, 4)
         ours = distribute_tensor(

@@ -140,17 +140,13 @@ OPTIMIZERS = {
 
 
 HAS_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-VARIANTS = [
-    (n, v) for n in OPTIMIZERS for v in ("foreach", "for-loop", "fused") if v != "fused" or n in HAS_FUSED
-]
+VARIANTS = [(n, v) for n in OPTIMIZERS for v in ("foreach", "for-loop", "fused") if v != "fused" or n in HAS_FUSED]
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=str)
 def test_every_optimizer_takes_the_same_steps(name: str, variant: str) -> None:
     options = dict(OPTIMIZERS[name])
-    options.update(
-        {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[variant]
-    )
+    options.update({"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[variant])
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     x = torch.randn(5, 4)
@@ -166,9 +162,7 @@ def test_every_optimizer_takes_the_same_steps(name: str, variant: str) -> None:
     expected = train(copy.deepcopy(model), x)
 
     def body(mesh: Any) -> list[Any]:
-        net = sharded(
-            copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()]
-        )
+        net = sharded(copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()])
         return train(net, distribute_tensor(x, mesh, [Shard(0)]))
 
     for found in on_mesh(body, 2):
@@ -199,9 +193,7 @@ def test_lbfgs_takes_the_same_steps(search: str | None) -> None:
     expected = train(copy.deepcopy(model), x)
 
     def body(mesh: Any) -> list[Any]:
-        net = sharded(
-            copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()]
-        )
+        net = sharded(copy.deepcopy(model), mesh, lambda key, p: [Shard(0)] if p.dim() == 2 else [Replicate()])
         return train(net, distribute_tensor(x, mesh, [Shard(0)]))
 
     for found in on_mesh(body, 2):
@@ -415,10 +407,7 @@ def test_unmodified_modules(make: Callable[[], nn.Module]) -> None:
         out = net(*[data] * copies)
         out = out[0] if isinstance(out, tuple) else out
         out.square().sum().backward()
-        return [
-            t.full_tensor() if isinstance(t, DTensor) else t
-            for t in (out, *(p.grad for p in net.parameters()))
-        ]
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in (out, *(p.grad for p in net.parameters()))]
 
     expected = run(copy.deepcopy(module), x)
 

@@ -87,9 +87,7 @@ def test_every_form_of_the_table_exists_in_torch() -> None:
 def test_a_handler_may_come_before_a_rule() -> None:
     """The table says both; the handler leaves some calls to the rule."""
     both = [
-        o.name
-        for o in OPERATORS.values()
-        if o.rule is not None and o.handler.startswith(("composite", "extremes"))
+        o.name for o in OPERATORS.values() if o.rule is not None and o.handler.startswith(("composite", "extremes"))
     ]
     assert len(both) == 23
     assert {"batch_norm", "topk", "__setitem__", "mse_loss"} <= set(both)
@@ -98,9 +96,7 @@ def test_a_handler_may_come_before_a_rule() -> None:
 
 
 def test_names_are_one_for_all_forms() -> None:
-    assert {
-        op_name(f).base for f in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__radd__)
-    } == {"add"}
+    assert {op_name(f).base for f in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__radd__)} == {"add"}
     assert op_name(torch.Tensor.__iadd__).in_place
     assert op_name(torch.Tensor.__setitem__).in_place
     assert not op_name(torch.Tensor.__invert__).in_place

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.fast
 
 
 def on_mesh(body: Callable[..., Any], size: int = 2) -> list[Any]:
-    return comm.simulate(size).run(
-        lambda group: body(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
-    )
+    return comm.simulate(size).run(lambda group: body(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))))
 
 
 class Net(nn.Module):

@@ -72,9 +72,7 @@ def test_mlp_by_columns_then_rows(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_by_heads(size: int) -> None:
     torch.manual_seed(0)
-    check_plan(
-        Attention(), torch.randn(2, 3, 8), lambda m, mesh: parallelize_module(m, mesh, ATTENTION_PLAN), size
-    )
+    check_plan(Attention(), torch.randn(2, 3, 8), lambda m, mesh: parallelize_module(m, mesh, ATTENTION_PLAN), size)
 
 
 def test_sequence_parallel_block() -> None:
@@ -236,9 +234,7 @@ class ByChannels(ParallelStyle):
 
 def test_a_style_of_ones_own() -> None:
     torch.manual_seed(0)
-    check_plan(
-        nn.Conv1d(3, 4, 3), torch.randn(2, 3, 7), lambda m, mesh: parallelize_module(m, mesh, ByChannels()), 2
-    )
+    check_plan(nn.Conv1d(3, 4, 3), torch.randn(2, 3, 7), lambda m, mesh: parallelize_module(m, mesh, ByChannels()), 2)
 
 
 def test_styles_under_autocast_and_checkpointing() -> None:

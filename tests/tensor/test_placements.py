@@ -84,9 +84,7 @@ def test_ranges_are_the_indices(length: int) -> None:
         for at in itertools.product(range(3), range(2)):
             cuts = [(first, 3, at[0]), (second, 2, at[1])]
             ranges = ranges_of(length, cuts)
-            assert [i for start, size in ranges for i in range(start, start + size)] == indices_of(
-                length, cuts
-            )
+            assert [i for start, size in ranges for i in range(start, start + size)] == indices_of(length, cuts)
             assert all(a + n != b for (a, n), (b, _) in itertools.pairwise(ranges))  # neighbours are joined
 
 

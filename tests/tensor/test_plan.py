@@ -36,9 +36,7 @@ def compare(
         best = cheapest_cost(mesh, shape, 8, source, target, **asides)
         assert plan.communicates == (best >= 4096), f"{source} -> {target}: {plan}"
         if plan.communicates:  # else all there is to gain is local work
-            assert plan.cost <= best * (1 + 1e-9), (
-                f"{source} -> {target}: {plan} costs {plan.cost}, not {best}"
-            )
+            assert plan.cost <= best * (1 + 1e-9), f"{source} -> {target}: {plan} costs {plan.cost}, not {best}"
         assert least_cost(plan.source, plan.target) <= plan.cost
 
 
@@ -68,9 +66,7 @@ def test_no_plan_is_cheaper_of_all_pairs(mesh: Any, shape: Any, others: Any) -> 
     compare(mesh, shape, others, None)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shape"), [((2, 2), (64, 64)), ((2, 3), (61, 7)), ((2, 2), (5, 2))], ids=str
-)
+@pytest.mark.parametrize(("mesh", "shape"), [((2, 2), (64, 64)), ((2, 3), (61, 7)), ((2, 2), (5, 2))], ids=str)
 def test_no_plan_on_two_axes_is_cheaper_by_strided_cuts_on_the_way(mesh: Any, shape: Any) -> None:
     compare(mesh, shape, PARTIALS[:2], 80, asides=[StridedShard(dim, mesh[1]) for dim in range(2)])
 
@@ -85,9 +81,7 @@ def test_no_plan_between_strided_and_plain_layouts_is_cheaper(length: int) -> No
         for source, target in ((strided, other), (other, strided)):
             plan = planned(mesh, shape, source, target)
             best = cheapest_cost(mesh, shape, 8, source, target, [StridedShard(0, 2)])
-            assert plan.cost <= best * (1 + 1e-9), (
-                f"{source} -> {target}: {plan} costs {plan.cost}, not {best}"
-            )
+            assert plan.cost <= best * (1 + 1e-9), f"{source} -> {target}: {plan} costs {plan.cost}, not {best}"
 
 
 def kinds(mesh: tuple[int, ...], shape: tuple[int, ...], source: Any, target: Any) -> list[tuple[str, int]]:
@@ -111,9 +105,7 @@ def test_a_cut_becomes_partial_without_sending() -> None:
 def test_a_cut_is_put_aside_where_that_sends_less() -> None:
     shape = (1024, 1024)
     nested = planned((4, 4), shape, (Shard(0), Shard(0)), (R, Shard(0)))
-    assert nested.nbytes < 0.5 * 8 * 1024 * 1024, (
-        f"by gathering both axes it is 1.25 times the whole: {nested}"
-    )
+    assert nested.nbytes < 0.5 * 8 * 1024 * 1024, f"by gathering both axes it is 1.25 times the whole: {nested}"
     swapped = planned((4, 4), shape, (Shard(0), Shard(1)), (Shard(1), Shard(0)))
     assert [step.kind for step in swapped.steps] == ["all_to_all"] * 3
 

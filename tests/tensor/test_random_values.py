@@ -31,9 +31,7 @@ from phalanx.tensor import (
 Act = Callable[[Any, list[Any]], Any]
 
 
-def filled(
-    mesh: Any, placements: list[Any], *shape: int, value: Any = 1.0, dtype: Any = torch.float32
-) -> Any:
+def filled(mesh: Any, placements: list[Any], *shape: int, value: Any = 1.0, dtype: Any = torch.float32) -> Any:
     return full(shape or (5, 6), value, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
@@ -159,9 +157,7 @@ def test_both_parts_of_complex_numbers_are_drawn() -> None:
         ):
             assert made.dtype is torch.complex64
             whole = torch.view_as_real(made.full_tensor()).double()
-            torch.testing.assert_close(
-                whole.var(0), torch.full((2,), variance, dtype=torch.float64), rtol=0.02, atol=0
-            )
+            torch.testing.assert_close(whole.var(0), torch.full((2,), variance, dtype=torch.float64), rtol=0.02, atol=0)
             torch.testing.assert_close(
                 whole.mean(0),
                 torch.view_as_real(torch.tensor(mean, dtype=torch.complex128)),
@@ -175,9 +171,7 @@ def test_both_parts_of_complex_numbers_are_drawn() -> None:
 
 def test_sparse_zeroes_the_same_number_in_each_column() -> None:
     def body(mesh: Any) -> None:
-        made = nn.init.sparse_(
-            ones(10, 7, device_mesh=mesh, placements=[Shard(0)]), 0.25, std=2.0
-        ).full_tensor()
+        made = nn.init.sparse_(ones(10, 7, device_mesh=mesh, placements=[Shard(0)]), 0.25, std=2.0).full_tensor()
         assert (made == 0).sum(0).tolist() == [3] * 7
         assert len({tuple(column) for column in (made == 0).t().tolist()}) > 1
         with pytest.raises(ValueError, match="2 dims"):

@@ -173,9 +173,7 @@ def test_each_way_has_its_dtype(before: Any, after: Any, ranks: int, async_op: b
 
     def check_move(mesh: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
         x = contribution(whole, mesh, (before,)).requires_grad_()
-        y = x.redistribute(
-            placements=[after], async_op=async_op, forward_dtype=forward, backward_dtype=backward
-        )
+        y = x.redistribute(placements=[after], async_op=async_op, forward_dtype=forward, backward_dtype=backward)
         there = forward or F64
         back = backward or there
         assert y.dtype == there

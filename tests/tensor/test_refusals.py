@@ -37,9 +37,7 @@ def refused(act: Callable[[], Any], pattern: str) -> None:
 def distributed_linear(mesh: Any, *placements: Any) -> nn.Linear:
     layer = nn.Linear(4, 2)
     for name, value in list(layer.named_parameters()):
-        setattr(
-            layer, name, nn.Parameter(distribute_tensor(value.detach(), mesh, placements or [Replicate()]))
-        )
+        setattr(layer, name, nn.Parameter(distribute_tensor(value.detach(), mesh, placements or [Replicate()])))
     return layer
 
 
@@ -192,9 +190,7 @@ def test_compile_as_one_graph() -> None:
         for act in (
             lambda: torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x),
             lambda: torch.compile(lambda t: F.gelu(t), backend="eager", fullgraph=True)(x),
-            lambda: torch.compile(lambda t: t + x.full_tensor(), backend="eager", fullgraph=True)(
-                torch.ones(4)
-            ),
+            lambda: torch.compile(lambda t: t + x.full_tensor(), backend="eager", fullgraph=True)(torch.ones(4)),
             lambda: torch.compile(layer, backend="eager", fullgraph=True)(x),
             lambda: torch.export.export(nn.Linear(4, 2), (x,), strict=True),
         ):
@@ -328,9 +324,7 @@ COLLECTIVES: dict[str, Callable[[Any, Any], Any]] = {
     "scatter": lambda x, group: dist.scatter(x, [torch.ones(4)], 0),
     "functional all_reduce": lambda x, group: functional.all_reduce(x, "sum", group),
     "functional all_gather": lambda x, group: functional.all_gather_tensor(x, 0, group),
-    "functional all_gather, differentiable": lambda x, group: functional.all_gather_tensor_autograd(
-        x, 0, group
-    ),
+    "functional all_gather, differentiable": lambda x, group: functional.all_gather_tensor_autograd(x, 0, group),
     "functional reduce_scatter": lambda x, group: functional.reduce_scatter_tensor(x, "sum", 0, group),
     "send": lambda x, group: dist.send(x, 1),
     "irecv": lambda x, group: dist.irecv(x, 0),

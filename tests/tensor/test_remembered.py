@@ -163,9 +163,7 @@ def test_sizes_dims_and_counts_are_told_apart() -> None:
             torch.testing.assert_close(whole(x.sum(n)), plain.sum(n))
         for reduction in (0, 1, 2):
             expected = torch.hinge_embedding_loss(plain, plain.sign(), 17, reduction)
-            torch.testing.assert_close(
-                whole(torch.hinge_embedding_loss(x, x.sign(), 17, reduction)), expected
-            )
+            torch.testing.assert_close(whole(torch.hinge_embedding_loss(x, x.sign(), 17, reduction)), expected)
 
     on_mesh(body, 2)
 
@@ -388,9 +386,7 @@ def test_autocast_counts_after_the_same_call_without_it() -> None:
     on_mesh(body, 2)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("shape", [(4, 6, 2), (4, 5, 2), (0, 4, 2)], ids=str)
 def test_moves_of_locals_that_are_not_contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     layouts = [S0, S1, Shard(2), R] + ([SUM] if dtype.is_floating_point or dtype.is_complex else [])
@@ -399,9 +395,7 @@ def test_moves_of_locals_that_are_not_contiguous(dtype: torch.dtype, shape: tupl
         plain = (numbers(*shape) % 2 if dtype is torch.bool else numbers(*shape)).to(dtype)
         for before in layouts:
             made = distribute_tensor(plain, mesh, [R if before is SUM else before])
-            local = (
-                made._local if before is not SUM or mesh.get_rank() == 0 else torch.zeros_like(made._local)
-            )
+            local = made._local if before is not SUM or mesh.get_rank() == 0 else torch.zeros_like(made._local)
             turned = local.transpose(0, 2).contiguous().transpose(0, 2)
             x = DTensor.from_local(turned, mesh, [before], shape=plain.shape)
             for after in layouts[:4]:

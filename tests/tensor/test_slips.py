@@ -333,13 +333,9 @@ def test_plain_and_distributed_parameters_in_one_optimizer(make: Any, foreach: b
 def test_a_list_function_never_mixes_kinds_at_one_place() -> None:
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        with pytest.raises(
-            RuntimeError, match=r"_foreach_add_ got a DTensor, .*beside a plain tensor: distribute"
-        ):
+        with pytest.raises(RuntimeError, match=r"_foreach_add_ got a DTensor, .*beside a plain tensor: distribute"):
             torch._foreach_add_([torch.ones(4), x], [x, x])
-        with pytest.raises(
-            RuntimeError, match=r"plain tensor of shape \(4,\) beside .*S\(0\).*: distribute it"
-        ):
+        with pytest.raises(RuntimeError, match=r"plain tensor of shape \(4,\) beside .*S\(0\).*: distribute it"):
             torch._foreach_add_([x], [torch.ones(4)])
         plain = torch.ones(3)
         torch._foreach_mul_([plain, x], x.sum())

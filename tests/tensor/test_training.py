@@ -197,9 +197,7 @@ def measured(group: comm.Group) -> Mark:
     mark = Mark(0, 0, 0, 0)
     if group.rank == 0:
         gc.collect()
-        tensors = sum(
-            issubclass(type(o), Tensor) for o in gc.get_objects()
-        )  # isinstance asks objects to answer
+        tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())  # isinstance asks objects to answer
         traced = tracemalloc.get_traced_memory()[0]
         mark = Mark(psutil.Process().memory_info().rss, traced, len(_cache), tensors)
     group.barrier()

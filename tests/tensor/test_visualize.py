@@ -84,9 +84,7 @@ def test_partial_values_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_strided_shards_have_several_tiles() -> None:
     def body(mesh: Any) -> Any:
-        return [
-            (t.columns, t.ranks) for t in tiles(laid_out(mesh, (8,), [StridedShard(0, 2), Shard(0)])._spec)
-        ]
+        return [(t.columns, t.ranks) for t in tiles(laid_out(mesh, (8,), [StridedShard(0, 2), Shard(0)])._spec)]
 
     found = on_mesh(body, 2, 2)[0]
     assert found == [((0, 2), (0,)), ((2, 4), (2,)), ((4, 6), (1,)), ((6, 8), (3,))]
@@ -103,9 +101,7 @@ def test_tiles_are_what_ranks_hold(shape: tuple[int, int], kinds: Any) -> None:
     def body(mesh: Any) -> None:
         numbers = torch.arange(shape[0] * shape[1]).view(shape)
         x = distribute_tensor(numbers, mesh, list(kinds), src_data_rank=None)
-        drawn = [
-            numbers[slice(*t.rows), slice(*t.columns)] for t in tiles(x._spec) if mesh.get_rank() in t.ranks
-        ]
+        drawn = [numbers[slice(*t.rows), slice(*t.columns)] for t in tiles(x._spec) if mesh.get_rank() in t.ranks]
         mine = torch.cat([part.flatten() for part in drawn]) if drawn else numbers.new_empty(0)
         assert sorted(mine.tolist()) == sorted(x.to_local().flatten().tolist())
 
@@ -113,9 +109,7 @@ def test_tiles_are_what_ranks_hold(shape: tuple[int, int], kinds: Any) -> None:
 
 
 def test_svg_has_a_rectangle_for_each_tile() -> None:
-    text = on_mesh(lambda mesh: sharding_svg(laid_out(mesh, (4, 6), [Shard(0), Shard(1)]), width=240), 2, 2)[
-        0
-    ]
+    text = on_mesh(lambda mesh: sharding_svg(laid_out(mesh, (4, 6), [Shard(0), Shard(1)]), width=240), 2, 2)[0]
     root = ElementTree.fromstring(text)
     boxes = [e.attrib for e in root.iter() if e.tag.endswith("rect")][1:]  # behind the background
     areas = sorted((float(b["x"]), float(b["y"]), float(b["width"]), float(b["height"])) for b in boxes)

@@ -77,9 +77,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.tail = checked_tail(tail)
         self._dataset_length = length_of(dataset)
         self._order = order_over(self._dataset_length, shuffle, order, block_size)
-        self._timeline = Timeline(
-            length=self._order.length, step_size=num_slots * slot_batch_size, tail=self.tail
-        )
+        self._timeline = Timeline(length=self._order.length, step_size=num_slots * slot_batch_size, tail=self.tail)
         self._step = 0
         self._watch_commits = True  # until the first commit, or until someone was reminded of it
         self._read_in_vain = False  # an epoch was read to its end, and nothing was ever committed
@@ -126,9 +124,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         epochs, ranges = set(), []
         for step, slot in wanted:
             if step < 0 or not 0 <= slot < self.num_slots:
-                raise ValueError(
-                    f"step {step}, slot {slot}: expected a step >= 0 and a slot in [0, {self.num_slots})"
-                )
+                raise ValueError(f"step {step}, slot {slot}: expected a step >= 0 and a slot in [0, {self.num_slots})")
             epoch, position = self._timeline.locate(step)
             epochs.add(epoch)
             ranges.append(self._timeline.slot_range(position, slot, self.num_slots))
@@ -202,9 +198,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         with steps of the new size.
         """
         length = self._order.length
-        state = SamplerState.checked(
-            state_dict, length=self._dataset_length, order=self._order.name, last=length
-        )
+        state = SamplerState.checked(state_dict, length=self._dataset_length, order=self._order.name, last=length)
         step = integer_of(state_dict, "step")
         if step < 0:
             raise ValueError(f"sampler state has step {step}; expected 0 or more")

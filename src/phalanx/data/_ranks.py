@@ -33,9 +33,7 @@ def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return num_replicas, rank
 
 
-def check_agreement(
-    mine: Mapping[str, Any], taken: Iterable[int], num_parts: int, group: Group | None
-) -> None:
+def check_agreement(mine: Mapping[str, Any], taken: Iterable[int], num_parts: int, group: Group | None) -> None:
     """Raise ``SamplerMismatch`` unless all ranks have equal ``mine`` and each part is ``taken`` by one.
 
     Collective: every rank of the group calls it. All ranks see the same values, so all raise or none.

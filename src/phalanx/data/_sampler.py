@@ -224,9 +224,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
             order=self._order.name,
         )
 
-    def _share(
-        self, start: int | None = None, num_replicas: int | None = None, rank: int | None = None
-    ) -> Share:
+    def _share(self, start: int | None = None, num_replicas: int | None = None, rank: int | None = None) -> Share:
         return Share(
             length=self._order.length,
             start=self._start if start is None else start,

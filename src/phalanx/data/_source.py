@@ -53,9 +53,7 @@ def check_indexable(dataset: Any) -> None:
         )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         keys = ", ".join(repr(key) for key in list(dataset)[:5])
-        raise TypeError(
-            f"dataset is a {kind} with keys {keys}; pass one of its values, such as its training split"
-        )
+        raise TypeError(f"dataset is a {kind} with keys {keys}; pass one of its values, such as its training split")
 
 
 def _can_index(dataset: Any) -> bool:
@@ -82,8 +80,7 @@ def order_over(length: int, shuffle: Shuffle, order: OrderLike | None, block_siz
         wrapped = as_order(order)
         if wrapped.bound > length:
             raise ValueError(
-                f"order {wrapped.name} gives indices up to {wrapped.bound - 1}, but the dataset's length is "
-                f"{length}"
+                f"order {wrapped.name} gives indices up to {wrapped.bound - 1}, but the dataset's length is {length}"
             )
         return wrapped
     if shuffle == "block":

@@ -65,9 +65,7 @@ def evaluate(
                     job.count_evaluation(_mean(known))
                     job.regrouping.coordinator.publish_evaluation(number, job.last_evaluation)
                     break
-                membership = (
-                    job.regrouping.membership
-                )  # not the job's rank, which is another thing after the last step
+                membership = job.regrouping.membership  # not the job's rank, which is another thing after the last step
                 for b in missing[membership.rank :: len(membership.workers)]:
                     job.regrouping.check()
                     indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
@@ -105,18 +103,14 @@ def _checked_length(dataset: Any, batch_size: int, function: Any) -> int:
     if batch_size < 1:
         raise ValueError(f"evaluate: batch_size is {batch_size}; expected at least 1")
     if isinstance(dataset, Tensor) and not dataset.dim():
-        raise TypeError(
-            f"evaluate: dataset is a tensor of one number ({dataset.item():g}); expected a dataset"
-        )
+        raise TypeError(f"evaluate: dataset is a tensor of one number ({dataset.item():g}); expected a dataset")
     return length_of(dataset)
 
 
 def _numbers(found: Any) -> dict[str, float]:
     """Return what the user's function returned, as numbers by name."""
     if not isinstance(found, Mapping):
-        what = (
-            f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        )
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise TypeError(
             f"evaluate: function returned {what}; expected means over the batch by name, such as "
             '{"loss": loss, "accuracy": (outputs.argmax(1) == targets).float().mean()}'
@@ -140,7 +134,5 @@ def _mean(known: Results) -> dict[str, float]:
     means = {}
     for name in names:
         parts = [(values[name], weight) for values, weight in results if name in values]
-        means[name] = math.fsum(value * weight for value, weight in parts) / math.fsum(
-            weight for _, weight in parts
-        )
+        means[name] = math.fsum(value * weight for value, weight in parts) / math.fsum(weight for _, weight in parts)
     return means

@@ -49,9 +49,7 @@ class NonFinite(JobStopped):
     ``step`` is its number, ``slots`` maps each slot that is known to be at fault to the indices of its samples.
     """
 
-    def __init__(
-        self, message: str, *, step: int = -1, slots: dict[int, tuple[int, ...]] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, step: int = -1, slots: dict[int, tuple[int, ...]] | None = None) -> None:
         super().__init__(message)
         self.step = step
         self.slots = dict(slots or {})
@@ -112,9 +110,7 @@ class SlotReport:
     """Which of ``NAN_LOSS``, ``INF_LOSS`` and ``BAD_GRADIENT`` it is."""
 
 
-def explain(
-    step: int, epoch: int, facts: StepFacts, slots: Sequence[SlotReport], weights: Sequence[str]
-) -> str:
+def explain(step: int, epoch: int, facts: StepFacts, slots: Sequence[SlotReport], weights: Sequence[str]) -> str:
     """Return the error's words. ``weights`` are what was not finite in the state before the step.
 
     >>> told = explain(5, 0, StepFacts(loss=float("nan")), [SlotReport(2, "w1", (7, 3), NAN_LOSS)], ())

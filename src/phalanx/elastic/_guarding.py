@@ -70,9 +70,7 @@ class Guarding:
         """Return what tells a second attempt in the same round from the first."""
         membership = self._job.regrouping.membership
         return (
-            [1]
-            if self._suspect is not None and self._suspect[1:] == (membership.generation, membership.round)
-            else []
+            [1] if self._suspect is not None and self._suspect[1:] == (membership.generation, membership.round) else []
         )
 
     def note_loss(self, loss: float) -> int:
@@ -124,9 +122,7 @@ class Guarding:
         job = self._job
         names = dict(zip(job.param_names, job.params, strict=True))
         replaced = [
-            p.grad
-            for p, view in zip(job.params, root.grads, strict=True)
-            if p.grad is not None and p.grad is not view
+            p.grad for p, view in zip(job.params, root.grads, strict=True) if p.grad is not None and p.grad is not view
         ]
         grads: tuple[str, ...] = ()
         if not all(map(is_finite, [*root.summed_grads(), *replaced])):

@@ -239,9 +239,7 @@ class Job:
                         self._read_ahead = None  # it is read once more
                         self.telling.tell_again()
                     else:
-                        raise RuntimeError(
-                            f"step {step.number} was not committed; call step.commit() in the loop"
-                        )
+                        raise RuntimeError(f"step {step.number} was not committed; call step.commit() in the loop")
                 self.guarding.check_state()
                 self.regrouping.part()
                 self._has_looped = True
@@ -297,9 +295,7 @@ class Job:
 
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
         return (
-            (
-                self.regrouping.is_over and self.regrouping.coordinator.can_change
-            )  # it came after the last step
+            (self.regrouping.is_over and self.regrouping.coordinator.can_change)  # it came after the last step
             or (epochs is not None and self.epoch >= epochs)
             or (max_steps is not None and self.step >= max_steps)
         )

@@ -39,9 +39,7 @@ class DataOptions:
             raise ValueError(f"parts is {self.parts}; expected at least 1")
         check_shuffle(self.shuffle, self.order, self.block_size)
         if self.tail not in ("uneven", "drop"):
-            raise ValueError(
-                f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples"
-            )
+            raise ValueError(f"tail is {self.tail!r}; expected 'uneven' or 'drop': a job never repeats samples")
 
 
 @dataclass(frozen=True, kw_only=True)

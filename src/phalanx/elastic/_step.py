@@ -202,9 +202,7 @@ class Step:
         try:
             job.regrouping.check()
             wishes = job.regrouping.wishes(is_again=job.guarding.is_again)
-            if (
-                self._partials.pieces
-            ):  # a worker without slots has nothing to let them ride on; its store keys tell
+            if self._partials.pieces:  # a worker without slots has nothing to let them ride on; its store keys tell
                 self._partials.pieces[0][1].scalars.add_(wishes)
             job.regrouping.coordinator.waiting(True)
             self._root = job.regrouping.reduction.reduce(self._partials)

@@ -54,14 +54,8 @@ class Verdict:
         torn = f"; {self.num_torn} torn lines were left out" if self.num_torn else ""
         if self.problems:
             return "AUDIT FAILED\n" + "\n".join(f"  {problem}" for problem in self.problems) + torn
-        where = (
-            f" from step {self.first_step} on (what was before is not in this log)" if self.first_step else ""
-        )
-        end = (
-            ""
-            if self.has_ended
-            else "; NO END: the job still runs, was killed, or could not write its last lines"
-        )
+        where = f" from step {self.first_step} on (what was before is not in this log)" if self.first_step else ""
+        end = "" if self.has_ended else "; NO END: the job still runs, was killed, or could not write its last lines"
         clean = "audit clean" if self.has_ended else "audit clean as far as it goes"
         return (
             f"{clean}: {self.num_steps} steps{where}, {self.num_epochs} whole epochs, {self.num_samples} samples, "
@@ -159,9 +153,7 @@ def _winners(verdict: Verdict, log: _Log) -> dict[int, tuple[Lineage, int]]:
     while attempt is not None:
         steps = log.commits[attempt]
         first, parent = log.began.get(attempt, (min(steps), None))
-        winner |= {
-            step: found for step, found in steps.items() if first <= step and (limit is None or step < limit)
-        }
+        winner |= {step: found for step, found in steps.items() if first <= step and (limit is None or step < limit)}
         limit = verdict.first_step = first
         earlier = [one for one in log.commits if one < attempt and first - 1 in log.commits[one]]
         if parent is None and attempt not in log.began:
@@ -215,9 +207,7 @@ def _check_slots(
 
 def _wrong_slots(num_slots: int, here: dict[int, list[list[int]]]) -> list[tuple[int, int]]:
     """Slots of a step that were not computed once, and how often they were; a few of them will do."""
-    wrong = [
-        (slot, len(attempts)) for slot, attempts in here.items() if len(attempts) != 1 or slot >= num_slots
-    ]
+    wrong = [(slot, len(attempts)) for slot, attempts in here.items() if len(attempts) != 1 or slot >= num_slots]
     if len(here) < num_slots:
         wrong += [(slot, 0) for slot in range(min(num_slots, len(here) + MAX_LISTED)) if slot not in here]
     return sorted(wrong)
@@ -229,9 +219,7 @@ def _check_samples(verdict: Verdict, job: dict[str, int], seen: dict[int, tuple[
         may_repeat = job["may_repeat"]
         repeated = [index for index, count in counts.items() if count > 1]
         if repeated and not may_repeat:
-            verdict.problems.append(
-                f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}"
-            )
+            verdict.problems.append(f"epoch {epoch}: {len(repeated)} samples committed twice, e.g. {repeated[:5]}")
         if num_steps < job["steps_per_epoch"]:
             continue
         verdict.num_epochs += 1

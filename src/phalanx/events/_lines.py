@@ -29,8 +29,7 @@ def to_record(event: AnyEvent, *, now: float | None = None) -> dict[str, Any]:
         given = {
             one.name: getattr(event, one.name)
             for one in dataclasses.fields(event)
-            if one.name not in ("time", "worker")
-            and (one.default is not None or getattr(event, one.name) is not None)
+            if one.name not in ("time", "worker") and (one.default is not None or getattr(event, one.name) is not None)
         }
         return {"time": event.time or now, "event": event.kind, "worker": event.worker, **given}
     record = {"v": VERSION, "kind": event.kind, **dataclasses.asdict(event)}
@@ -61,11 +60,7 @@ def from_record(record: Any) -> AnyEvent:
     is_workers = fields.get("event") is not None
     kind = fields.text("event" if is_workers else "kind")
     made = EVENT_TYPES.get(kind)
-    if (
-        made is None
-        or issubclass(made, TrainingEvent) != is_workers
-        or not (is_workers or fields.get("v") == VERSION)
-    ):
+    if made is None or issubclass(made, TrainingEvent) != is_workers or not (is_workers or fields.get("v") == VERSION):
         raise ValueError(f"event {kind!r} of version {short(fields.get('v'))} is not known to this release")
     if made is Event:
         return Event(

@@ -91,9 +91,7 @@ class Troubles:
             trouble = self._open.pop(what, None)
         if trouble is not None:
             seconds = self._clock() - trouble.since
-            self._tell(
-                f"{what} can be written again, after {trouble.count} failed attempts in {seconds:.0f} s"
-            )
+            self._tell(f"{what} can be written again, after {trouble.count} failed attempts in {seconds:.0f} s")
 
     def lost(self, what: str, text: str) -> None:
         """Something will never be written; said at the end, whatever happens until then."""

@@ -39,9 +39,7 @@ class JsonLines:
 
     what = "lines"
 
-    def __init__(
-        self, path: str | Path | None, *, troubles: Troubles | None = None, is_shared: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path | None, *, troubles: Troubles | None = None, is_shared: bool = False) -> None:
         self.path = None if path is None else Path(path)
         self.num_lost = 0
         """Lines that were given up because too many waited already."""

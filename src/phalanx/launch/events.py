@@ -76,6 +76,4 @@ def get_event_handler(name: str) -> EventHandler | None:
     for entry in entry_points(group="phalanx.events", name=name):
         handler: EventHandler = entry.load()
         return handler
-    raise ValueError(
-        f"no event handler {name!r}; there are {sorted(HANDLERS)} and entry points phalanx.events"
-    )
+    raise ValueError(f"no event handler {name!r}; there are {sorted(HANDLERS)} and entry points phalanx.events")

@@ -110,9 +110,7 @@ def choose_cpus(topology: Topology, mode: AffinityMode, local_rank: int, local_s
         return topology.nodes[node]
     if mode is AffinityMode.SOCKET:
         socket = topology.sockets[min(topology.nodes[node])]
-        return frozenset(
-            cpu for cpus in topology.nodes.values() for cpu in cpus if topology.sockets[cpu] == socket
-        )
+        return frozenset(cpu for cpus in topology.nodes.values() for cpu in cpus if topology.sockets[cpu] == socket)
     neighbours = [rank for rank in range(local_size) if homes[rank] == node]
     place = neighbours.index(local_rank)
     if mode is AffinityMode.EXCLUSIVE:
@@ -207,9 +205,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError as error:
-        raise NumaError(
-            f"this machine does not say what the binding needs: {path}: {error.strerror}"
-        ) from error
+        raise NumaError(f"this machine does not say what the binding needs: {path}: {error.strerror}") from error
 
 
 def _cpu_set(path: Path) -> frozenset[int]:

@@ -148,9 +148,7 @@ class Members(StoreRecord):
         for rank, node in enumerate(self.nodes):
             ids = self.worker_ids(rank)
             found.append(
-                NodeInfo(
-                    node.id, node.host, node.addr, node.local_size, base_rank, node.topology, ids, node.role
-                )
+                NodeInfo(node.id, node.host, node.addr, node.local_size, base_rank, node.topology, ids, node.role)
             )
             base_rank += node.local_size
         return tuple(found)

@@ -68,8 +68,7 @@ def local_map(
         wanted = _one_each(in_placements, len(given), "arguments", "in_placements")
         grads = _one_each(in_grad_placements, len(given), "arguments", "in_grad_placements")
         local = [
-            _to_local(i, *each, redistribute_inputs)
-            for i, each in enumerate(zip(given, wanted, grads, strict=True))
+            _to_local(i, *each, redistribute_inputs) for i, each in enumerate(zip(given, wanted, grads, strict=True))
         ]
         result = inner(*tree_unflatten(local, structure), **kwargs)
         if mesh is None:
@@ -111,9 +110,7 @@ def _one_each(given: Any, count: int, of: str, name: str) -> Sequence[Placements
 def _to_local(i: int, arg: Any, wanted: Placements, grads: Placements, move: bool) -> Any:
     if not isinstance(arg, DTensor):
         if isinstance(arg, Tensor) and wanted is not None:
-            raise ValueError(
-                f"local_map argument {i} is a plain tensor, but in_placements asks for {list(wanted)}"
-            )
+            raise ValueError(f"local_map argument {i} is a plain tensor, but in_placements asks for {list(wanted)}")
         return arg
     if wanted is not None:
         exact = normalize(wanted, arg.device_mesh.ndim, arg.ndim)
@@ -209,9 +206,7 @@ def _ask(rule: Callable[..., Any], call: Call) -> Sharding:
     for outputs, inputs in answers:
         tensors = [p for p in inputs if p is not None]
         if len(tensors) != len(call.inputs):
-            raise ValueError(
-                f"the rule of {call.name} lays out {len(tensors)} of {len(call.inputs)} tensor arguments"
-            )
+            raise ValueError(f"the rule of {call.name} lays out {len(tensors)} of {len(call.inputs)} tensor arguments")
         choices.append(Choice(tuple(tensors), tuple(outputs)))
     count = len(choices[0].outputs) if choices else len(call.output_shapes())
     return Sharding([*choices, all_replicated(call, count)])

@@ -70,9 +70,7 @@ def meet_on_two_devices(worker) -> tuple[str, float, str, list[str]]:
     tensor = torch.ones(3)
     group.all_reduce(tensor)
     foreign = torch.ones(3, device="meta")
-    group._transport._for(
-        foreign
-    )  # connected: gloo's refusal closes the connections, and the other may still connect
+    group._transport._for(foreign)  # connected: gloo's refusal closes the connections, and the other may still connect
     group.barrier()
     with pytest.raises(Exception, match="meta") as caught:
         group.all_reduce(foreign)

@@ -108,13 +108,9 @@ def test_torch_ddp_trains_to_the_same_bits_as_on_gloo() -> None:
 
 
 @pytest.mark.timeout(240)  # a fresh import of torch takes a while on a busy machine
-@pytest.mark.parametrize(
-    "order", ["import phalanx, torch", "import torch.distributed, phalanx", "import phalanx.comm"]
-)
+@pytest.mark.parametrize("order", ["import phalanx, torch", "import torch.distributed, phalanx", "import phalanx.comm"])
 def test_importing_phalanx_registers_the_backend_in_any_order(order: str) -> None:
-    program = (
-        f"{order}\nimport torch.distributed as d; assert 'PHALANX' in d.Backend._plugins, d.Backend._plugins"
-    )
+    program = f"{order}\nimport torch.distributed as d; assert 'PHALANX' in d.Backend._plugins, d.Backend._plugins"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 

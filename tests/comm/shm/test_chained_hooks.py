@@ -62,9 +62,7 @@ def power_sgd(hook, **options):
 
 HOOKS = {
     "PowerSGD": power_sgd(powerSGD_hook.powerSGD_hook),
-    "PowerSGD in batches of one shape": power_sgd(
-        powerSGD_hook.powerSGD_hook, batch_tensors_with_same_shape=True
-    ),
+    "PowerSGD in batches of one shape": power_sgd(powerSGD_hook.powerSGD_hook, batch_tensors_with_same_shape=True),
     "batched PowerSGD": power_sgd(powerSGD_hook.batched_powerSGD_hook),
     "three collectives": (three_collectives, lambda: None),
 }
@@ -161,9 +159,7 @@ def lose_a_peer_inside(worker) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         return dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
 
-    chained = (
-        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(die_or_wait).then(lambda f: f.wait())
-    )
+    chained = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(die_or_wait).then(lambda f: f.wait())
     with pytest.raises(RuntimeError, match=r"rank 1 .* died"):
         chained.wait()
     return "raised"

@@ -24,9 +24,7 @@ def other(place: Any) -> Store:
     return place.open()
 
 
-def collect(
-    watch: Any, enough: Callable[[dict[str, bytes | None]], bool], seconds: float = 60
-) -> list[Change]:
+def collect(watch: Any, enough: Callable[[dict[str, bytes | None]], bool], seconds: float = 60) -> list[Change]:
     """Changes until the last known values satisfy ``enough``."""
     changes: list[Change] = []
     deadline = time.monotonic() + seconds
@@ -108,9 +106,7 @@ class TestValues:
         for number in range(150):
             store.set(f"k{number}", b"%d" % number)
         keys = [f"k{number}" for number in reversed(range(160))]
-        assert store.get_many(keys) == [
-            b"%d" % number if number < 150 else None for number in reversed(range(160))
-        ]
+        assert store.get_many(keys) == [b"%d" % number if number < 150 else None for number in reversed(range(160))]
 
     def test_delete_tells_whether_the_key_was_there(self, store: Store, other: Store) -> None:
         store.set("k", b"v")
@@ -142,9 +138,7 @@ class TestCounters:
         assert other.add("n") == 101
 
     @pytest.mark.parametrize("value", [b"text", b"", b"12abc", b"1.5"])
-    def test_adding_to_what_is_no_number_is_refused_and_changes_nothing(
-        self, store: Store, value: bytes
-    ) -> None:
+    def test_adding_to_what_is_no_number_is_refused_and_changes_nothing(self, store: Store, value: bytes) -> None:
         store.set("k", value)
         with pytest.raises(ValueError, match=r"cannot add to .*k"):
             store.add("k")
@@ -204,9 +198,7 @@ class TestManyClients:
                 done = False
                 while not done:
                     before = store.get("list")
-                    done = store.compare_and_set(
-                        "list", before, (before or b"") + b"%d.%d " % (index, number)
-                    )
+                    done = store.compare_and_set("list", before, (before or b"") + b"%d.%d " % (index, number))
 
         self.run(place, append)
         entries = (place.open().get("list") or b"").split()
@@ -256,9 +248,7 @@ class TestWait:
 
 
 class TestWatch:
-    def test_reports_changes_after_it_was_made_and_only_of_its_prefix(
-        self, store: Store, other: Store
-    ) -> None:
+    def test_reports_changes_after_it_was_made_and_only_of_its_prefix(self, store: Store, other: Store) -> None:
         store.set("w/old", b"0")
         with store.watch("w/") as watch:
             assert watch.wait(0) == []
@@ -302,15 +292,11 @@ class TestWatch:
 
 
 class TestLease:
-    def test_keys_vanish_when_it_runs_out_and_watches_say_so(
-        self, place: Any, store: Store, other: Store
-    ) -> None:
+    def test_keys_vanish_when_it_runs_out_and_watches_say_so(self, place: Any, store: Store, other: Store) -> None:
         with other.watch("node/") as watch:
             store.set("node/2", b"stays")
             seen: list[Change] = []
-            while (
-                Change("node/1", b"here") not in seen
-            ):  # one that came and went between two looks is not seen
+            while Change("node/1", b"here") not in seen:  # one that came and went between two looks is not seen
                 lease = bind("node/1", b"here", store, place.ttl)
                 while lease.refresh() and Change("node/1", b"here") not in seen:
                     seen += watch.wait(place.ttl / 10)
@@ -333,9 +319,7 @@ class TestLease:
         assert other.compare_and_set("node/1", None, b"new")
         assert store.wait(["node/1"], 60) == [b"new"]
 
-    def test_a_counter_starts_anew_after_its_lease_ran_out(
-        self, place: Any, store: Store, other: Store
-    ) -> None:
+    def test_a_counter_starts_anew_after_its_lease_ran_out(self, place: Any, store: Store, other: Store) -> None:
         lease = store.lease(60)
         store.set("n", b"5", lease=lease)
         lease.revoke()

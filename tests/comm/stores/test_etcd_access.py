@@ -110,9 +110,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Pat
             process.wait()
 
 
-def test_tls_client_certificates_and_users(
-    guarded: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tls_client_certificates_and_users(guarded: tuple[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     port, folder = guarded
     place = f"127.0.0.1:{port}"
     certificates = f"cert={folder}/client.pem&key={folder}/client.key"

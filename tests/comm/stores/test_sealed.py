@@ -76,9 +76,7 @@ def test_a_forged_record_is_refused_logged_once_and_replaced(
     assert sealed.get(key) == b"right"
 
 
-def test_a_waiter_is_not_woken_by_a_forgery_but_by_the_real_record(
-    raw: MemoryStore, sealed: SealedStore
-) -> None:
+def test_a_waiter_is_not_woken_by_a_forgery_but_by_the_real_record(raw: MemoryStore, sealed: SealedStore) -> None:
     raw.set("gen/1/members", b"forged")
     found: list[list[bytes]] = []
     thread = threading.Thread(target=lambda: found.append(sealed.clone().wait(["gen/1/members"], 30)))
@@ -100,9 +98,7 @@ def test_without_a_secret_values_pass_and_signed_ones_say_what_is_missing(
         plain.get("wish/b")
 
 
-def test_the_job_store_takes_the_secret_from_the_environment(
-    raw: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_store_takes_the_secret_from_the_environment(raw: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_JOB_SECRET", "secret")
     job_store(raw, "job").set("wish/a", b"4")
     assert b'"mac"' in (raw.namespace(job_prefix("job")).get("wish/a") or b"")
@@ -128,9 +124,7 @@ def test_a_signed_counter_takes_no_number_of_a_stranger_and_loses_no_addition(
     raw: MemoryStore, sealed: SealedStore
 ) -> None:
     raw.set("n", b"999999")
-    threads = [
-        threading.Thread(target=lambda: [sealed.clone().add("n") for _ in range(20)]) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: [sealed.clone().add("n") for _ in range(20)]) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -72,9 +72,7 @@ class Job:
         self.run_id = uuid.uuid4().hex[:8]
         self.handlers: list[StoreRendezvousHandler] = []
 
-    def node(
-        self, min_nodes: int, max_nodes: int, workers: int = 1, **config: object
-    ) -> StoreRendezvousHandler:
+    def node(self, min_nodes: int, max_nodes: int, workers: int = 1, **config: object) -> StoreRendezvousHandler:
         settings = {
             "join_timeout": JOIN,
             "lease": LEASE,
@@ -82,9 +80,7 @@ class Job:
             "admit_delay": 0,
             **config,
         }
-        params = RendezvousParameters(
-            self.backend, self.endpoint, self.run_id, min_nodes, max_nodes, None, **settings
-        )
+        params = RendezvousParameters(self.backend, self.endpoint, self.run_id, min_nodes, max_nodes, None, **settings)
         handler = get_rendezvous_handler(params)
         assert isinstance(handler, StoreRendezvousHandler)
         handler.set_local_size(workers)
@@ -110,9 +106,7 @@ def look_often(*handlers: StoreRendezvousHandler) -> None:
     for handler in handlers:
         with handler._changed:
             handler._participant._ttl = 4.0
-        ring(
-            handler._store, handler._signer
-        )  # the next look is due by the old interval: this one sets the new
+        ring(handler._store, handler._signer)  # the next look is due by the old interval: this one sets the new
 
 
 def vanish(handler: StoreRendezvousHandler) -> None:
@@ -124,9 +118,7 @@ def vanish(handler: StoreRendezvousHandler) -> None:
 def stop_thread(handler: StoreRendezvousHandler) -> None:
     with handler._changed:
         handler._stopping = True
-    ring(
-        handler._store, handler._signer
-    )  # a leader waits for news, which nobody else may have for a long time
+    ring(handler._store, handler._signer)  # a leader waits for news, which nobody else may have for a long time
     handler._participant.interrupt()
     assert handler._thread is not None
     handler._thread.join()
@@ -303,9 +295,7 @@ def test_a_node_that_waits_for_news_is_shut_down_at_once(job: Job) -> None:
         assert not handler._thread.is_alive(), f"the thread of a {job.backend} handler waits on"
 
 
-def test_too_few_nodes_is_a_timeout_that_says_who_is_there(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_few_nodes_is_a_timeout_that_says_who_is_there(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     handler = job.node(2, 2, join_timeout=2)
     with pytest.raises(RendezvousTimeoutError, match=r"1 node\(s\) are there, at least 2 are needed"):
         handler.next_rendezvous()
@@ -335,14 +325,10 @@ def test_what_a_waiting_node_says() -> None:
     assert "still stop" in waiting_line("file", "file:///d", "j", two, present=["a", "b"], is_first=False)
 
 
-def test_a_node_that_finds_no_store_says_where_it_looks(
-    held_port: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_finds_no_store_says_where_it_looks(held_port: int, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RendezvousConnectionError, match="cannot reach the rendezvous"):
         open_tcp("127.0.0.1", held_port, serve=False, timeout=2.0)
-    assert (
-        f"waiting up to 2 s for the agent that serves the rendezvous at 127.0.0.1:{held_port}" in caplog.text
-    )
+    assert f"waiting up to 2 s for the agent that serves the rendezvous at 127.0.0.1:{held_port}" in caplog.text
 
 
 def test_nodes_that_left_are_not_waited_for(c10d: Job) -> None:
@@ -422,9 +408,7 @@ def test_a_store_without_rendezvous_is_a_clear_error() -> None:
             get_rendezvous_handler(params)
 
 
-def test_a_stranger_is_refused_and_logged(
-    c10d: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stranger_is_refused_and_logged(c10d: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secrets = []
     for name in ("right", "wrong"):
         secrets.append(tmp_path / name)

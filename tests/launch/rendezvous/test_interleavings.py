@@ -256,9 +256,7 @@ class Job:
 
 
 def play(min_nodes: int, spread: int, seed: int, script: list[tuple[str, int]]) -> Job:
-    rules = Rules(
-        min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, rejoin=5.0, admit_delay=0.5
-    )
+    rules = Rules(min_nodes=min_nodes, max_nodes=min_nodes + spread, last_call=3.0, rejoin=5.0, admit_delay=0.5)
     job = Job(rules, seed)
     try:
         for _ in range(min_nodes):
@@ -401,9 +399,7 @@ def test_a_node_that_lost_its_lease_unseen_still_counts_as_lost() -> None:
         leader, other = job.nodes
         before = job.generations.keys()
         number = max(before)
-        for _ in range(
-            12
-        ):  # the leader goes on, the other sleeps beyond its lease and registers again at once
+        for _ in range(12):  # the leader goes on, the other sleeps beyond its lease and registers again at once
             job.now += LEASE / 2 / 4
             for _ in range(12 if leader.holds else 0):
                 job.turn(leader)

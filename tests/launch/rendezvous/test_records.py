@@ -21,9 +21,7 @@ from phalanx.protocol import LeaderRecord, MemberNode, Members, NodeRecord, Reco
 
 pytestmark = pytest.mark.fast
 
-NODE = NodeRecord(
-    id="a", ticket=3, host="h", addr="h.x", port=7, local_size=2, worker_ids=("w1", "w2"), topology="r1"
-)
+NODE = NodeRecord(id="a", ticket=3, host="h", addr="h.x", port=7, local_size=2, worker_ids=("w1", "w2"), topology="r1")
 
 
 def test_records_survive_json() -> None:

@@ -22,9 +22,7 @@ if __name__ == "__main__":
         "threads": threading.active_count(),
         "os_threads": len(os.listdir("/proc/self/task")),
         "environ": {
-            key: value
-            for key, value in os.environ.items()
-            if key.startswith(("OMP", "OPENBLAS", "PHALANX", "ROLE"))
+            key: value for key, value in os.environ.items() if key.startswith(("OMP", "OPENBLAS", "PHALANX", "ROLE"))
         },
     }
     if "numpy" in facts["modules"]:

@@ -50,8 +50,7 @@ def interpreter():
         "executable": sys.executable,
         "path": sys.path,
         "meta_path": [
-            name_of(finder) if isinstance(finder, type) else type(finder).__qualname__
-            for finder in sys.meta_path
+            name_of(finder) if isinstance(finder, type) else type(finder).__qualname__ for finder in sys.meta_path
         ],
         "path_hooks": [name_of(hook) for hook in sys.path_hooks],
         "hooks": [
@@ -190,11 +189,7 @@ def process():
     for signum in sorted(signal.valid_signals()):
         handler = signal.getsignal(signum)
         handlers[str(int(signum))] = name_of(handler) if callable(handler) else repr(handler)
-    limits = {
-        name: resource.getrlimit(getattr(resource, name))
-        for name in dir(resource)
-        if name.startswith("RLIMIT_")
-    }
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
     umask = os.umask(0)
     os.umask(umask)
     return {
@@ -212,8 +207,7 @@ def process():
         "kernel": masks,
         "wakeup_fd": signal.set_wakeup_fd(-1),
         "timers": [
-            signal.getitimer(timer)
-            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+            signal.getitimer(timer) for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         ],
         "fds": fds,
         "environ": dict(os.environ),

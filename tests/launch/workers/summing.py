@@ -49,9 +49,7 @@ def main() -> None:
         os.environ["WORLD_SIZE"],
         os.getpid(),
     )
-    faults = (
-        {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]} if generation == 0 else {}
-    )
+    faults = {tuple(map(int, f.split(":")[:2])): f.split(":")[2] for f in sys.argv[3:]} if generation == 0 else {}
     dist.init_process_group("gloo")
     for turn in range(int(sys.argv[2])):
         fault(faults.get((rank, turn), ""))

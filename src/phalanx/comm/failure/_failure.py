@@ -125,9 +125,7 @@ class FailureDetector:
         if told is not None:
             return told
         closed = any(word in text.lower() for word in _CLOSED_WORDS)
-        if (
-            closed and self._stopped_ranks()
-        ):  # whoever closed had given up on it, but had no time yet to say so
+        if closed and self._stopped_ranks():  # whoever closed had given up on it, but had no time yet to say so
             return self._late(self._timeout)
         detail = f" ({text.splitlines()[0][:160]})" if text else ""
         named = None if self._store is None else rank_named(text, self._store, self._size)

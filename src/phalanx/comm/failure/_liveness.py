@@ -99,9 +99,7 @@ class _Watcher:
         self._fds: dict[Identity, int] = {}
         self._callbacks: dict[int, list[Callable[[Identity], None]]] = {}
         self._identities: dict[int, Identity] = {}
-        background.start(
-            self._run, "phalanx-peer-watch", on_failure=lambda error: None, attempts=background.FOREVER
-        )
+        background.start(self._run, "phalanx-peer-watch", on_failure=lambda error: None, attempts=background.FOREVER)
 
     def add(self, identity: Identity, callback: Callable[[Identity], None]) -> bool:
         """False when the process is dead already."""
@@ -165,11 +163,7 @@ def watch_deaths(identity: Identity, callback: Callable[[Identity], None]) -> bo
     When the process is dead already the callback runs before the call returns.
     """
     global _watcher
-    if (
-        not sys.platform.startswith("linux")
-        or not hasattr(os, "pidfd_open")
-        or identity.machine != _machine()
-    ):
+    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open") or identity.machine != _machine():
         return False
     with _watcher_lock:
         if _watcher is None or _watcher.pid != os.getpid():  # a forked child has no watcher thread

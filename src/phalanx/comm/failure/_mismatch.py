@@ -68,9 +68,7 @@ class CallChecker:
         except StoreTimeout:
             found = self._store.get_many(keys)
             missing = tuple(rank for rank, data in enumerate(found) if data is None)
-            table = self._table(
-                {rank: json.loads(data) for rank, data in enumerate(found) if data is not None}
-            )
+            table = self._table({rank: json.loads(data) for rank, data in enumerate(found) if data is not None})
             raise PeerTimeout(
                 f"rank {self._rank}: collective number {number} was not called by ranks {list(missing)} within "
                 f"{self._timeout:g} s; the others called\n{table}",

@@ -74,13 +74,9 @@ def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} got a {type(tensor).__name__}; expected a torch.Tensor")
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
-        raise TypeError(
-            f"{name} got a {type(tensor).__name__}; expected this rank's part of it: call .to_local()"
-        )
+        raise TypeError(f"{name} got a {type(tensor).__name__}; expected this rank's part of it: call .to_local()")
     if tensor.layout is not torch.strided:
-        raise TypeError(
-            f"{name} got a tensor of layout {tensor.layout}; expected a dense one (call .to_dense())"
-        )
+        raise TypeError(f"{name} got a tensor of layout {tensor.layout}; expected a dense one (call .to_dense())")
     if tensor.is_quantized:
         raise TypeError(f"{name} got a quantized tensor; send .int_repr() with its scale and zero point")
     if tensor.is_nested:
@@ -112,9 +108,7 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
         return tensor, op
     if dtype in _INTEGERS:
         if op is ReduceOp.AVG:
-            raise TypeError(
-                f"{name} with op 'avg' got {dtype}; reduce with 'sum' and divide, or cast to a float"
-            )
+            raise TypeError(f"{name} with op 'avg' got {dtype}; reduce with 'sum' and divide, or cast to a float")
         return tensor, op
     if dtype is torch.bool:
         if op is ReduceOp.AVG:
@@ -122,9 +116,7 @@ def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp
         return tensor.view(torch.uint8), _BOOL_AS[op]
     if dtype.is_complex and op in (ReduceOp.SUM, ReduceOp.AVG):
         return torch.view_as_real(tensor), op
-    raise TypeError(
-        f"{name} with op {op.value!r} cannot reduce {dtype}; cast to a real float or an integer type first"
-    )
+    raise TypeError(f"{name} with op {op.value!r} cannot reduce {dtype}; cast to a real float or an integer type first")
 
 
 class Ranked(Protocol):
@@ -164,9 +156,7 @@ def check_list(
     for index, tensor in enumerate(tensors):
         check_tensor(name, tensor, written=written)
         if like is not None and tensor.dtype != like.dtype:
-            raise TypeError(
-                f"rank {at.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}"
-            )
+            raise TypeError(f"rank {at.rank}: {name} got {what}[{index}] of {tensor.dtype}; expected {like.dtype}")
 
 
 def check_same_shape(at: Ranked, name: str, what: str, listed: Tensor, own: Tensor) -> None:
@@ -190,9 +180,7 @@ def check_flat(at: Ranked, name: str, whole: Tensor, part: Tensor, written: Tens
         )
 
 
-def split_parts(
-    at: Ranked, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None
-) -> list[Tensor]:
+def split_parts(at: Ranked, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
     """The parts of dim 0 that go to, or come from, each rank."""
     if tensor.dim() == 0:
         raise ValueError(f"rank {at.rank}: {name} got a 0-d tensor; expected at least one dim to split")
@@ -206,9 +194,7 @@ def split_parts(
     if len(splits) != at.size:
         raise ValueError(f"rank {at.rank}: {name} got {len(splits)} {what}; expected {at.size}")
     if sum(splits) != total:
-        raise ValueError(
-            f"rank {at.rank}: {name} {what} sum to {sum(splits)} but the tensor's first dim is {total}"
-        )
+        raise ValueError(f"rank {at.rank}: {name} {what} sum to {sum(splits)} but the tensor's first dim is {total}")
     return list(torch.split(tensor, list(splits)))
 
 
@@ -230,9 +216,7 @@ def shard_dtype(size: int, whole: Tensor, part: Tensor) -> torch.dtype | None:
                 and (count != 1 or not (whole.is_neg() or part.is_neg()))
             ):
                 return dtype
-        except (
-            RuntimeError
-        ):  # from data_ptr, which some tensors have not, or is_contiguous, on sparse layouts
+        except RuntimeError:  # from data_ptr, which some tensors have not, or is_contiguous, on sparse layouts
             pass
     return None
 

@@ -170,9 +170,7 @@ class Group:
         child = Group(
             self._make_subgroup(members, key),
             ranks=[self.ranks[r] for r in members],
-            make_subgroup=lambda grand, name: self._make_subgroup(
-                tuple(members[r] for r in grand), f"{key}/{name}"
-            ),
+            make_subgroup=lambda grand, name: self._make_subgroup(tuple(members[r] for r in grand), f"{key}/{name}"),
             timeout=self.timeout,
             job=self.job,
             generation=self.generation,
@@ -322,9 +320,7 @@ class Group:
         work = self._transport.reduce_scatter_tensor(view, source, kind, async_op=async_op)
         return copy_back(work, [(output, staged)], async_op)
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False
-    ) -> Work:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False) -> Work:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
         check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
         check_list(self, "all_to_all", "outputs", outputs, like=inputs[0], written=True)
@@ -357,9 +353,7 @@ class Group:
         work = self._transport.all_to_all(received, sent, async_op=async_op)
         return work if staged is output else copy_back(work, [(output, staged)], async_op)
 
-    def gather(
-        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False
-    ) -> Work:
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False) -> Work:
         """On ``dst``, ``outputs[r]`` becomes rank r's tensor; the other ranks pass None."""
         check_rank(self, "gather", "dst", dst)
         check_tensor("gather", tensor)
@@ -369,14 +363,10 @@ class Group:
         wanted = list(outputs or ()) if self.rank == dst else []
         staged = [settled(output) for output in wanted]
         self._enter("gather", (tensor, wanted), root=dst)
-        work = self._transport.gather(
-            staged if self.rank == dst else None, settled(tensor), dst, async_op=async_op
-        )
+        work = self._transport.gather(staged if self.rank == dst else None, settled(tensor), dst, async_op=async_op)
         return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
 
-    def scatter(
-        self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False
-    ) -> Work:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False) -> Work:
         """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
         check_rank(self, "scatter", "src", src)
         check_tensor("scatter", output, written=True)

@@ -21,9 +21,7 @@ from phalanx.world import World
 _wrapped: dict[int, tuple[dist.ProcessGroup, Group]] = {}
 
 
-def init(
-    *, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True
-) -> Group:
+def init(*, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True) -> Group:
     """Join the group of this worker's generation and make it the current one.
 
     Reads what a launcher sets (``phalanx run``, torchrun, or by hand: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).

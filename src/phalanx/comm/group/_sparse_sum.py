@@ -19,9 +19,7 @@ def sparse_sum(group: Group, tensor: Tensor) -> Tensor:
     counts = [torch.zeros_like(num_entries) for _ in range(group.size)]
     group.all_gather(counts, num_entries)
     sizes = [int(count) for count in counts]
-    all_indices = [
-        indices.new_empty((size, indices.shape[0])) for size in sizes
-    ]  # entries first: they differ
+    all_indices = [indices.new_empty((size, indices.shape[0])) for size in sizes]  # entries first: they differ
     all_values = [values.new_empty((size, *values.shape[1:])) for size in sizes]
     group.all_gather(all_indices, indices.t().contiguous())
     group.all_gather(all_values, values)

@@ -28,9 +28,7 @@ from phalanx.comm.group._init import current_group
 from phalanx.comm.mesh._mesh_layout import MeshLayout, is_in_root_order
 from phalanx.comm.mesh._mesh_root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
 
-_entered = (
-    threading.local()
-)  # the meshes this thread (one simulated rank, or the process) has entered by ``with``
+_entered = threading.local()  # the meshes this thread (one simulated rank, or the process) has entered by ``with``
 
 
 class DeviceMesh:
@@ -52,9 +50,7 @@ class DeviceMesh:
         "_shape",
     )
 
-    def __init__(
-        self, device_type: str, mesh: MeshRanks, *, mesh_dim_names: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, device_type: str, mesh: MeshRanks, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         ranks, shape = rank_grid(mesh)
         parent = current_group()
         if len(ranks) > parent.size:
@@ -63,16 +59,12 @@ class DeviceMesh:
                 f"but the current group has {parent.size}"
             )
         if len(ranks) and int(ranks.max()) >= parent.size:
-            raise ValueError(
-                f"mesh names rank {int(ranks.max())}, but the current group has {parent.size} ranks"
-            )
+            raise ValueError(f"mesh names rank {int(ranks.max())}, but the current group has {parent.size} ranks")
         names = check_names(mesh_dim_names, shape)
         root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, parent.rank, parent)
         self._set(root, root.layout, names, check_device_type(device_type))
 
-    def _set(
-        self, root: MeshRoot, layout: MeshLayout, names: tuple[str, ...] | None, device_type: str
-    ) -> DeviceMesh:
+    def _set(self, root: MeshRoot, layout: MeshLayout, names: tuple[str, ...] | None, device_type: str) -> DeviceMesh:
         self._root = root
         self._layout = layout
         self._names = names
@@ -106,15 +98,11 @@ class DeviceMesh:
             raise ValueError("from_group needs at least one group")
         if mesh is None:
             if not single:
-                raise ValueError(
-                    f"from_group with a list of {len(groups)} groups needs mesh=, the grid of ranks"
-                )
+                raise ValueError(f"from_group with a list of {len(groups)} groups needs mesh=, the grid of ranks")
             mesh = list(groups[0].ranks)
         ranks, shape = rank_grid(mesh)
         if len(shape) != len(groups):
-            raise ValueError(
-                f"from_group got {len(groups)} groups for a mesh of {len(shape)} axes (shape {shape})"
-            )
+            raise ValueError(f"from_group got {len(groups)} groups for a mesh of {len(shape)} axes (shape {shape})")
         if single and tuple(ranks.tolist()) != tuple(groups[0].ranks):
             raise ValueError(f"mesh {ranks.tolist()} differs from the group's ranks {list(groups[0].ranks)}")
         names = check_names(mesh_dim_names, shape)
@@ -123,9 +111,7 @@ class DeviceMesh:
         for index, one in enumerate(groups):
             members = tuple(root.members(root.layout.select((index,))).tolist())
             if members != tuple(one.ranks):
-                raise ValueError(
-                    f"rank {rank}: axis {index} of the mesh holds ranks {members}, its group {one.ranks}"
-                )
+                raise ValueError(f"rank {rank}: axis {index} of the mesh holds ranks {members}, its group {one.ranks}")
             root.groups[members] = one
         return cls.__new__(cls)._set(root, root.layout, names, check_device_type(device_type))
 
@@ -143,9 +129,7 @@ class DeviceMesh:
     def mesh(self) -> Tensor:
         """The ranks as an int tensor of the mesh's shape (this rank's copy, for a sub-mesh)."""
         if self._mesh is None:
-            self._mesh = torch.from_numpy(self._root.members(self._layout).astype(np.int32)).reshape(
-                self._shape
-            )
+            self._mesh = torch.from_numpy(self._root.members(self._layout).astype(np.int32)).reshape(self._shape)
         return self._mesh
 
     @property
@@ -207,14 +191,10 @@ class DeviceMesh:
             elif name in flattened:
                 parts.append(flattened[name].axes[0])
             else:
-                raise KeyError(
-                    f"mesh has no axis {name!r}; its axes are {list(self._names) + list(flattened)}"
-                )
+                raise KeyError(f"mesh has no axis {name!r}; its axes are {list(self._names) + list(flattened)}")
         layout = MeshLayout(tuple(parts))
         if not is_in_root_order(layout):
-            raise KeyError(
-                f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self._names}"
-            )
+            raise KeyError(f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self._names}")
         return self._derive(layout, wanted)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
@@ -232,9 +212,7 @@ class DeviceMesh:
             raise ValueError(f"{name!r} names another flattened axis already; choose another mesh_dim_name")
         return self._derive(layout, (name,))
 
-    def _unflatten(
-        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
-    ) -> DeviceMesh:
+    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
         """One axis cut into several, slowest first. The result is sliced by its own names."""
         if len(mesh_sizes) != len(mesh_dim_names):
             raise RuntimeError(f"_unflatten got {len(mesh_sizes)} sizes but {len(mesh_dim_names)} names")
@@ -352,9 +330,7 @@ class DeviceMesh:
 
     def _only_axis(self, call: str) -> int:
         if self.ndim != 1:
-            raise RuntimeError(
-                f"{call}() on a mesh of {self.ndim} axes needs mesh_dim: which axis of {self._names}?"
-            )
+            raise RuntimeError(f"{call}() on a mesh of {self.ndim} axes needs mesh_dim: which axis of {self._names}?")
         return 0
 
 

@@ -91,9 +91,7 @@ def split_modes(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
     (Axis(modes=((2, 2),)), Axis(modes=((2, 1),)))
     """
     if math.prod(sizes) != axis.size:
-        raise ValueError(
-            f"cannot unflatten an axis of size {axis.size} into {tuple(sizes)}: their product differs"
-        )
+        raise ValueError(f"cannot unflatten an axis of size {axis.size} into {tuple(sizes)}: their product differs")
     rest = list(axis.modes)
     result = []
     for wanted in sizes:

@@ -48,9 +48,7 @@ class MeshRoot:
     def group(self, layout: MeshLayout) -> Group:
         """The group of this rank's copy of the 1-axis ``layout``."""
         if self.position is None:
-            raise RuntimeError(
-                f"rank {self.rank} is not part of this mesh of {len(self.ranks)} ranks: it has no group"
-            )
+            raise RuntimeError(f"rank {self.rank} is not part of this mesh of {len(self.ranks)} ranks: it has no group")
         ranks = tuple(self.members(layout).tolist())
         group = self.groups.get(ranks)
         if group is None:
@@ -75,9 +73,7 @@ def rank_grid(mesh: MeshRanks) -> tuple[Positions, tuple[int, ...]]:
     """The ranks in a row, and the grid's shape."""
     array = np.asarray(mesh.detach().cpu().numpy() if isinstance(mesh, Tensor) else mesh)
     if array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"a mesh is a non-empty grid of integer ranks, got {array.dtype} of shape {array.shape}"
-        )
+        raise ValueError(f"a mesh is a non-empty grid of integer ranks, got {array.dtype} of shape {array.shape}")
     ranks = array.reshape(-1).astype(np.int64)
     if len(np.unique(ranks)) != len(ranks) or int(ranks.min()) < 0:
         raise ValueError(f"mesh ranks must be unique and not negative, got {ranks.tolist()[:32]}")

@@ -120,9 +120,7 @@ class ThreadTransport(Transport):
         call = signature("all_gather_into_tensor", [tensor], "")
         return self._meet(call, (output, tensor), meet, async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         def meet(brought: list[tuple[Tensor, Sequence[Tensor]]]) -> None:
             parts = [[inp[rank] for _, inp in brought] for rank in range(len(brought))]
             for receiver, each in enumerate(parts):
@@ -212,9 +210,7 @@ class ThreadTransport(Transport):
         elif (fault := board.fault(self.rank)) is not None:
             raise fault
         missing = f"ranks {[r for r in range(self.size) if r not in meeting.brought]} of {list(board.ranks)}"
-        work = _ThreadWork(
-            self, lambda: meeting.done, f"{call} (number {number}) of {missing}", None, meeting
-        )
+        work = _ThreadWork(self, lambda: meeting.done, f"{call} (number {number}) of {missing}", None, meeting)
         if not async_op:
             work.wait()
         return work

@@ -221,9 +221,7 @@ class EtcdStore(Store):
             if (0 if mark is None else mark.revision) != self._marker_revision:
                 # A stranger wrote to the marker or deleted it, so that this write cannot have been carried out, and
                 # no later one would: take another marker. To the caller it is as if another writer had been quicker.
-                self._complaints.say(
-                    "marker", f"{self.address}: a stranger changed the marker of this client"
-                )
+                self._complaints.say("marker", f"{self.address}: a stranger changed the marker of this client")
                 self._marker, self._marker_revision = self._new_marker(), 0
             return False, entry
 

@@ -74,9 +74,7 @@ def parse_etcd_url(url: str, environ: Mapping[str, str] | None = None) -> tuple[
         )
     encrypted = parts.scheme == "etcds"
     if not encrypted and any(options.get(name) for name in ("ca", "cert", "key")):
-        raise ValueError(
-            "etcd address: certificates need an encrypted connection; write etcds:// for etcd://"
-        )
+        raise ValueError("etcd address: certificates need an encrypted connection; write etcds:// for etcd://")
     if not password and options.get("password_file"):
         password = _read_password(options["password_file"])
     return hosts.split(","), Access(

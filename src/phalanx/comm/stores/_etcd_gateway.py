@@ -59,9 +59,7 @@ class Outage:
 class Gateway:
     """A client of the cluster at ``endpoints`` (``host:port`` each). Thread-safe."""
 
-    def __init__(
-        self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None
-    ) -> None:
+    def __init__(self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None) -> None:
         import httpx  # optional: only those who use etcd need it
 
         self.outage = outage or Outage()
@@ -95,9 +93,7 @@ class Gateway:
             try:
                 self._token = str(self._post("/v3/auth/authenticate", login, Attempts(self), {})["token"])
             except EtcdError as error:
-                message = (
-                    f"{self.address} refused user {self.access.user!r}: {error}; check user and password"
-                )
+                message = f"{self.address} refused user {self.access.user!r}: {error}; check user and password"
                 raise EtcdError(message, code=error.code) from error
         return {"Authorization": self._token}
 
@@ -120,9 +116,7 @@ class Gateway:
         self.log_in_again()
         return self._post(path, body, attempts, self.headers())
 
-    def _post(
-        self, path: str, body: dict[str, Any], attempts: Attempts, headers: dict[str, str]
-    ) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any], attempts: Attempts, headers: dict[str, str]) -> dict[str, Any]:
         import httpx  # optional, see __init__
 
         while True:
@@ -145,9 +139,7 @@ class Gateway:
                 if response.status_code == 200:
                     self.outage.end()
                     return answer
-                error_here = EtcdError(
-                    f"{self.address}: {answer.get('error')}", code=int(answer.get("code", 14))
-                )
+                error_here = EtcdError(f"{self.address}: {answer.get('error')}", code=int(answer.get("code", 14)))
                 if error_here.code not in _RETRY_CODES:
                     self.outage.end()
                     raise error_here
@@ -171,9 +163,7 @@ class Attempts:
     def __init__(self, gateway: Gateway, patience: float | None = None) -> None:
         self._gateway = gateway
         self._patience = PATIENCE if patience is None else patience
-        self._since: float | None = (
-            None  # others may be answered meanwhile: this request has its own limit too
-        )
+        self._since: float | None = None  # others may be answered meanwhile: this request has its own limit too
         self._count = 0
 
     def failed(self, url: str, error: Exception) -> None:

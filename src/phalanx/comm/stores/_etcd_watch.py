@@ -42,9 +42,7 @@ class EtcdWatch(Watch):
         if isinstance(error, StoreError):
             self._arrived.put(error)
         else:
-            failure = StoreLost(
-                f"lost the watch of {self._gateway.address}: {error!r}", address=self._gateway.address
-            )
+            failure = StoreLost(f"lost the watch of {self._gateway.address}: {error!r}", address=self._gateway.address)
             failure.__cause__ = error
             self._arrived.put(failure)
 
@@ -129,9 +127,7 @@ class EtcdWatch(Watch):
             raise httpx.RemoteProtocolError(str(message["error"]))  # no leader any more: ask another member
         result = message["result"]
         if "compact_revision" in result:
-            raise StoreError(
-                f"{self._gateway.address}: the watch fell behind; make a new one and read items again"
-            )
+            raise StoreError(f"{self._gateway.address}: the watch fell behind; make a new one and read items again")
         if result.get("canceled"):
             raise httpx.RemoteProtocolError(f"the watch was cancelled: {result.get('cancel_reason', '')}")
         events = result.get("events", [])

@@ -99,18 +99,14 @@ class Directory:
     def _path(self, key: str) -> Path:
         name = quote(key, safe="")
         if len(name) > _LONGEST_NAME:
-            raise ValueError(
-                f"key too long for {self.address}: {len(name)} of {_LONGEST_NAME} characters: {key!r}"
-            )
+            raise ValueError(f"key too long for {self.address}: {len(name)} of {_LONGEST_NAME} characters: {key!r}")
         return self._keys / f"k{name}"
 
     def read(self, key: str) -> StoredValue:
         try:
             return decode(self._path(key).read_bytes())
         except IsADirectoryError:
-            self._complaints.say(
-                key, f"{self.address}: {key!r} is a directory, which no client made; ignored"
-            )
+            self._complaints.say(key, f"{self.address}: {key!r} is a directory, which no client made; ignored")
             return ABSENT
         except FileNotFoundError:
             if not self._keys.is_dir():

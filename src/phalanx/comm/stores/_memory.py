@@ -44,9 +44,7 @@ class _Map:
             if key.startswith(watch.prefix):
                 watch.pending.append(Change(key, value))
                 watch.condition.notify_all()
-        for condition in self.sleepers.get(
-            key, ()
-        ):  # only who waits for it: a thousand threads may be asleep
+        for condition in self.sleepers.get(key, ()):  # only who waits for it: a thousand threads may be asleep
             condition.notify_all()
 
     def drop_expired(self) -> None:

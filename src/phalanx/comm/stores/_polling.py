@@ -47,9 +47,7 @@ def wait_for_keys(
 
 def changes_between(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
     """The keys that appeared, changed or vanished, in the order of the keys."""
-    return sorted(
-        key for key in before.keys() | after.keys() if before.get(key, None) != after.get(key, None)
-    )
+    return sorted(key for key in before.keys() | after.keys() if before.get(key, None) != after.get(key, None))
 
 
 class PollingWatch(Watch):

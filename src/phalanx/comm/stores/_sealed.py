@@ -112,9 +112,7 @@ class SealedStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         until = time.monotonic() + timeout
-        opened = [
-            self._open(key, value) for key, value in zip(keys, self._below.wait(keys, timeout), strict=True)
-        ]
+        opened = [self._open(key, value) for key, value in zip(keys, self._below.wait(keys, timeout), strict=True)]
         found = [value for value in opened if value is not None]
         if len(found) == len(keys):
             return found

@@ -235,19 +235,13 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         listed, root = _listed(tensors), _root(opts)
         reduction = _op(opts if hasattr(opts, "reduceOp") else op)
-        return self._run(
-            opts, lambda: [self.group.reduce(t, root, reduction) for t in listed], listed, timeout
-        )
+        return self._run(opts, lambda: [self.group.reduce(t, root, reduction) for t in listed], listed, timeout)
 
-    def broadcast(
-        self, tensors: Tensor | list[Tensor], opts: Any, timeout: timedelta | None = None
-    ) -> dist.Work:
+    def broadcast(self, tensors: Tensor | list[Tensor], opts: Any, timeout: timedelta | None = None) -> dist.Work:
         listed, root = _listed(tensors), _root(opts)
         return self._run(opts, lambda: [self.group.broadcast(t, root) for t in listed], listed, timeout)
 
-    def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> dist.Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
 
@@ -272,9 +266,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def call() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self.group.all_gather_into_tensor(output, tensor)
@@ -300,9 +292,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self, output: Tensor, tensor: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         op = _op(opts)
-        return self._run(
-            opts, lambda: self.group.reduce_scatter_tensor(output, tensor, op), [output], timeout
-        )
+        return self._run(opts, lambda: self.group.reduce_scatter_tensor(output, tensor, op), [output], timeout)
 
     _reduce_scatter_base = reduce_scatter_single
 

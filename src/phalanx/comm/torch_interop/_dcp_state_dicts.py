@@ -119,9 +119,7 @@ def _allocator(plain: Any) -> Callable[..., Any]:
 def _broadcaster(plain: Any) -> Callable[..., Any]:
     """Each rank cuts its parts from what the first rank has sent to all."""
 
-    def broadcast_tensors(
-        full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any
-    ) -> None:
+    def broadcast_tensors(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
         ours = {key: local[key] for key in keys if isinstance(local.get(key), Spread)}
         plain(full, local, keys, *args, **options)
         for key, like in ours.items():

@@ -51,20 +51,14 @@ def choose(identities: Mapping[int, Identity]) -> TransportChoice:
     if hosts.pays:
         sizes = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
         return TransportChoice("two_level", f"{len(hosts.ranks)} hosts have {sizes} ranks")
-    return TransportChoice(
-        "gloo", f"each of {len(identities)} ranks is on a host, container or user of its own"
-    )
+    return TransportChoice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
 
 
 def choose_for(device_type: str, nccl: bool) -> TransportChoice:
     """What carries an accelerator's tensors."""
     if device_type != "cuda":
         return TransportChoice("gloo", f"tensors on {device_type} have no backend of their own here")
-    return (
-        TransportChoice("nccl", "it is made for cuda")
-        if nccl
-        else TransportChoice("gloo", "this torch has no nccl")
-    )
+    return TransportChoice("nccl", "it is made for cuda") if nccl else TransportChoice("gloo", "this torch has no nccl")
 
 
 def accelerator() -> str | None:

@@ -49,9 +49,7 @@ class ByDeviceTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         return self._for(tensor).all_gather_into_tensor(output, tensor, async_op=async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         return self._for(output).reduce_scatter(output, inputs, op, async_op=async_op)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:

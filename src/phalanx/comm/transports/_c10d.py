@@ -162,9 +162,7 @@ class C10dTransport(Transport):
                 output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_allgather_base", (output, tensor), async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         """Uneven parts: one all-reduce over them laid end to end, which every backend has."""
         sizes = [part.numel() for part in inputs]
         if not any(sizes):

@@ -27,9 +27,7 @@ _GRACE = 0.7  # every survivor is to know within a second
 class C10dWork(Work):
     """A c10d operation under way, with what is left to do when it is done."""
 
-    def __init__(
-        self, transport: C10dTransport, inner: Any, after: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, transport: C10dTransport, inner: Any, after: Callable[[], object] | None = None) -> None:
         self._transport = transport
         self._inner = inner
         self._after = after
@@ -90,9 +88,7 @@ class C10dWork(Work):
                 return True
             now = time.monotonic()
             dead_since = transport._dead_since
-            if transport._failures.cause is not None or (
-                dead_since is not None and now - dead_since > _GRACE
-            ):
+            if transport._failures.cause is not None or (dead_since is not None and now - dead_since > _GRACE):
                 raise error
             if now > deadline:
                 if timeout is None:

@@ -121,9 +121,7 @@ def _identity(rank: int, data: bytes) -> Identity:
     """``ValueError`` when it is none of this release."""
     record = Fields(load_json(data, f"identity of rank {rank}"), f"identity of rank {rank}")
     if record.get("v") != 1:
-        raise ValueError(
-            f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere"
-        )
+        raise ValueError(f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere")
     return Identity(
         machine=record.text("machine"),
         host=record.text("host"),
@@ -197,9 +195,7 @@ def make_engine(backend: str, spec: GroupSpec, store: C10dStore) -> Any:
     return plugin.creator_fn(store, spec.rank, spec.size, timeout)
 
 
-def _make_in_thread(
-    spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt, make: Callable[[], Any]
-) -> Any:
+def _make_in_thread(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt, make: Callable[[], Any]) -> Any:
     """Run ``make`` in a thread; give up when a peer of this machine dies or ``interrupt`` says so."""
     outcome: list[Any] = []
     errors: list[BaseException] = []
@@ -254,9 +250,7 @@ def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
     ranks = dist.get_process_group_ranks(process_group) if registered else list(range(size))
 
     def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
-        store = wrap_c10d_store(process_group.get_group_store()).namespace(
-            f"phalanx/{process_group.group_name}/{key}"
-        )
+        store = wrap_c10d_store(process_group.get_group_store()).namespace(f"phalanx/{process_group.group_name}/{key}")
         spec = GroupSpec(
             store=store,
             rank=members.index(rank),

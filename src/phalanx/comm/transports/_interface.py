@@ -46,9 +46,7 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(
-                f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)"
-            )
+            raise ValueError(f"rank {self.rank} of a group of {self.size}; expected a rank in [0, world_size)")
 
 
 class ReduceOp(str, Enum):
@@ -118,15 +116,11 @@ class Transport(ABC):
         """Equal shapes; ``output`` holds them one after the other."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         """``inputs[r]`` is what this rank contributes to rank r's output; shapes may differ between r."""
 
     @abstractmethod
-    def reduce_scatter_tensor(
-        self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool
-    ) -> Work: ...
+    def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
@@ -138,14 +132,10 @@ class Transport(ABC):
         return self.all_to_all(outputs, inputs, async_op=async_op)
 
     @abstractmethod
-    def gather(
-        self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool
-    ) -> Work: ...
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work: ...
 
     @abstractmethod
-    def scatter(
-        self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool
-    ) -> Work: ...
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work: ...
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work: ...

@@ -44,9 +44,7 @@ class QueuedCall(Work):
         if self.calls is not None and not self._over.is_set():
             self.calls.help(self, timeout)
         if not self._over.wait(timeout):
-            raise PeerTimeout(
-                f"a queued collective is not done after {timeout:g} s; waiting again is allowed"
-            )
+            raise PeerTimeout(f"a queued collective is not done after {timeout:g} s; waiting again is allowed")
         if self.error is not None:
             raise self.error.with_traceback(None)
 
@@ -80,9 +78,7 @@ class OrderedCalls:
             self._num_queued += 1
             self._queue.put(queued)
             if self._thread is None:
-                self._thread = Background(
-                    self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER
-                )
+                self._thread = Background(self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER)
                 self._thread.start()
         return queued
 

@@ -76,9 +76,7 @@ class TwoLevelTransport(Transport):
 
     name = "two_level"
 
-    def __init__(
-        self, rank: int, hosts: Hosts, local: Transport, leaders: Transport | None, flat: Transport
-    ) -> None:
+    def __init__(self, rank: int, hosts: Hosts, local: Transport, leaders: Transport | None, flat: Transport) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts = hosts
         self._host = hosts.host_of(rank)
@@ -159,20 +157,14 @@ class TwoLevelTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         return self.all_gather(self._parts(output), tensor, async_op=async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         if not self._pays("reduce_scatter", *inputs):
-            return self._start(
-                lambda: self._flat.reduce_scatter(output, inputs, op, async_op=False), async_op
-            )
+            return self._start(lambda: self._flat.reduce_scatter(output, inputs, op, async_op=False), async_op)
 
         def call() -> None:
             inner = ReduceOp.SUM if op is ReduceOp.AVG else op
             sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.ranks]
-            ordered = torch.cat(
-                [inputs[rank].data.reshape(-1) for ranks in self._hosts.ranks for rank in ranks]
-            )
+            ordered = torch.cat([inputs[rank].data.reshape(-1) for ranks in self._hosts.ranks for rank in ranks])
             self._local.reduce(ordered, inner, 0, async_op=False)
             parts: list[Tensor] | None = None
             if self._leaders is not None:

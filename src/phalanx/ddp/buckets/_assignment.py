@@ -102,9 +102,7 @@ class CommCost:
         return self.latency + nbytes / self.bandwidth
 
 
-def finish_time(
-    ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence[int], cost: CommCost
-) -> float:
+def finish_time(ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence[int], cost: CommCost) -> float:
     """When the last reduction ends, if collectives run one after the other, each no earlier than its bucket is ready.
 
     ``ready`` and ``nbytes`` are per parameter in launch order; ``buckets`` are the numbers of parameters per bucket.
@@ -115,9 +113,7 @@ def finish_time(
     return clock
 
 
-def choose_caps(
-    ready: Sequence[float], nbytes: Sequence[int], cost: CommCost, *, spare_cores: bool = True
-) -> Caps:
+def choose_caps(ready: Sequence[float], nbytes: Sequence[int], cost: CommCost, *, spare_cores: bool = True) -> Caps:
     """The caps with the earliest finish for the measured ready times; ties go to the larger (fewer collectives).
 
     Without spare cores communication takes its time from backward whenever it runs: an early start gains nothing and

@@ -18,9 +18,7 @@ def check_comm_hook(hook: Callable[..., Any]) -> None:
     if "bucket" in signature.parameters:
         annotation = signature.parameters["bucket"].annotation
         if annotation is not inspect.Parameter.empty and "GradBucket" not in _text(annotation):
-            raise ValueError(
-                f"the communication hook takes a bucket of {_text(annotation)}; expected GradBucket"
-            )
+            raise ValueError(f"the communication hook takes a bucket of {_text(annotation)}; expected GradBucket")
     else:
         try:
             signature.bind(None, None)

@@ -36,8 +36,6 @@ class DDPCommHookType(Enum):
         return powersgd.PowerSGDState(process_group, rank, start_powerSGD_iter=start_powerSGD_iter)
 
 
-def register_ddp_comm_hook(
-    comm_hook_type: DDPCommHookType, model: Any, state: Any = None, **options: Any
-) -> None:
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None, **options: Any) -> None:
     """Register a hook by its member; ``state`` is the group, ``options`` go to the member's ``state``."""
     model.register_comm_hook(comm_hook_type.state(state, **options), comm_hook_type.hook)

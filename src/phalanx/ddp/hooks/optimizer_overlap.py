@@ -46,9 +46,7 @@ def hook_then_optimizer(hook: Hook, update: Update, params: Iterable[nn.Paramete
 class PerParameterOptimizer:
     """Any optimizer class, one instance per parameter, stepped one parameter at a time."""
 
-    def __init__(
-        self, optim: type[torch.optim.Optimizer], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, optim: type[torch.optim.Optimizer], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._optim, self._args, self._kwargs = optim, args, kwargs
         self._optimizers: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
 
@@ -77,9 +75,7 @@ def fused_optimizer_hook(
 ) -> Hook:
     """Mean over the ranks, then ``optim`` on each parameter; the state of the hook is the group."""
     if not (isinstance(optim, type) and issubclass(optim, torch.optim.Optimizer)):
-        raise RuntimeError(
-            f"{optim!r} is not an optimizer class; expected a subclass of torch.optim.Optimizer"
-        )
+        raise RuntimeError(f"{optim!r} is not an optimizer class; expected a subclass of torch.optim.Optimizer")
     runner = PerParameterOptimizer(optim, args, kwargs)
     return hook_then_optimizer(allreduce_hook, runner.step_param, params)
 

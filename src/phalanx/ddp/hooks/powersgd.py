@@ -149,12 +149,7 @@ class PowerSGDState:
     def memory(self, index: int, p_size: int, q_size: int, like: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Flat P and Q of a bucket, and whether Q is new and must be drawn."""
         p, q = self.p_memory_dict.get(index), self.q_memory_dict.get(index)
-        if (
-            p is not None
-            and q is not None
-            and (p.numel(), q.numel()) == (p_size, q_size)
-            and p.dtype == like.dtype
-        ):
+        if p is not None and q is not None and (p.numel(), q.numel()) == (p_size, q_size) and p.dtype == like.dtype:
             return p, q, False
         p, q = like.new_empty(p_size), like.new_empty(q_size)
         self.p_memory_dict[index], self.q_memory_dict[index] = p, q
@@ -257,9 +252,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     def finish() -> Tensor:
         work.wait()
         packed.div_(group.size)
-        for other, value in zip(
-            others, torch.split(packed, [other.numel() for other in others]), strict=True
-        ):
+        for other, value in zip(others, torch.split(packed, [other.numel() for other in others]), strict=True):
             other.copy_(value.view_as(other))
         group.all_reduce(all_p)  # not divided: orthonormalising forgets the length
         for part in thin:

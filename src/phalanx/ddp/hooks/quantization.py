@@ -50,9 +50,7 @@ def quantization_perchannel_hook(
     tensor = bucket.buffer()
     padding = bucket_size - tensor.numel() % bucket_size
     channels = torch.nn.functional.pad(tensor, (0, padding)).view(-1, bucket_size)
-    return _exchange(
-        process_group, channels, lambda mean: mean.reshape(-1)[: tensor.numel()].to(tensor.dtype)
-    )
+    return _exchange(process_group, channels, lambda mean: mean.reshape(-1)[: tensor.numel()].to(tensor.dtype))
 
 
 def _exchange(

@@ -133,9 +133,7 @@ class BucketExchange:
             members = plan.layout[bucket]
             params = [plan.params[index] for index in members]
             last, space = bucket == plan.num_buckets - 1, plan.pools[bucket].space_for_copy
-            seen = GradBucket(
-                bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space
-            )
+            seen = GradBucket(bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space)
             self._handles.append(hook(state, seen))
         elif metadata is not None:
             metadata.write(buffer.tail)

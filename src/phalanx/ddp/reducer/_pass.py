@@ -294,8 +294,7 @@ class BackwardPass:
 def _all_own(grads: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
     """Whether all are small dense tensors that autograd made, which can take the result as they are."""
     return all(
-        grad is not None and grad.nbytes < LARGE_BYTES and not (grad.is_sparse or grad.requires_grad)
-        for grad in grads
+        grad is not None and grad.nbytes < LARGE_BYTES and not (grad.is_sparse or grad.requires_grad) for grad in grads
     )
 
 

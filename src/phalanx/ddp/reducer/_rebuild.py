@@ -55,9 +55,7 @@ def agree_on_order(
     return Agreement(plan.members, caps, order)
 
 
-def _agree_on_caps(
-    group: Group, infos: Sequence[ParamInfo], order: Sequence[int], ready: Sequence[float]
-) -> Caps:
+def _agree_on_caps(group: Group, infos: Sequence[ParamInfo], order: Sequence[int], ready: Sequence[float]) -> Caps:
     """Caps from rank 0's ready times and the measured cost of a collective."""
     cost = measure_cost(group)
     dense = [index for index in order if not infos[index].sparse]
@@ -127,16 +125,12 @@ def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | N
             return f"rank {rank} has parameter {extra!r} (of {len(other_names)}), rank 0 has not (of {len(names)})"
         for row, other_row in zip(reference, other, strict=True):
             if row[0] != other_row[0]:
-                return (
-                    f"where rank 0 has parameter {row[0]!r}, rank {rank} has {other_row[0]!r} (order differs)"
-                )
+                return f"where rank 0 has parameter {row[0]!r}, rank {rank} has {other_row[0]!r} (order differs)"
             for label, value, other_value in zip(
                 ("shape", "dtype", "strides", "sparse gradient"), row[1:], other_row[1:], strict=True
             ):
                 if value != other_value:
-                    return (
-                        f"parameter {row[0]!r} has {label} {value} on rank 0 but {other_value} on rank {rank}"
-                    )
+                    return f"parameter {row[0]!r} has {label} {value} on rank 0 but {other_value} on rank {rank}"
     return None
 
 
@@ -152,9 +146,7 @@ def _reduce_late(
     for member in members:
         param = member.param
         grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
-        total = (grad.to_dense() if grad.is_sparse else grad).contiguous() * (
-            1.0 if weight is None else weight
-        )
+        total = (grad.to_dense() if grad.is_sparse else grad).contiguous() * (1.0 if weight is None else weight)
         flag = torch.tensor([float(param.grad is not None)], device=param.device)
         group.all_reduce(total)
         group.all_reduce(flag)

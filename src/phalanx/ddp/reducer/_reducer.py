@@ -57,9 +57,7 @@ class ReducerOptions:
 class Reducer:
     """See the module's text."""
 
-    def __init__(
-        self, group: Group, members: Sequence[NamedParameter], options: ReducerOptions, stats: Stats
-    ) -> None:
+    def __init__(self, group: Group, members: Sequence[NamedParameter], options: ReducerOptions, stats: Stats) -> None:
         self.options = options
         self.stats = stats
         self.exchange = BucketExchange(group, options.reduce)
@@ -84,9 +82,7 @@ class Reducer:
         local = {id(self.params[index]) for index in self._local}
         view = self.options.gradient_as_bucket_view
         length = metadata_length(len(members))
-        self.plan = BucketPlan(
-            self.group, members, caps, order, metadata_length=length, aliasing_allowed=view
-        )
+        self.plan = BucketPlan(self.group, members, caps, order, metadata_length=length, aliasing_allowed=view)
         self._local = {index for index, param in enumerate(self.plan.params) if id(param) in local}
         self._proposed: list[NamedParameter] | None = None
         self._dropped: frozenset[int] = frozenset()
@@ -100,9 +96,7 @@ class Reducer:
         if self._passes < TUNE_AFTER or self._armed:
             self._watched = set(range(len(self.params)))
         else:
-            self._watched = {i for i, large in enumerate(self.plan.large) if large} | {
-                b[-1] for b in self.layout
-            }
+            self._watched = {i for i, large in enumerate(self.plan.large) if large} | {b[-1] for b in self.layout}
         self._watch.follow(self.params, self._watched)
 
     @property

@@ -26,9 +26,7 @@ class SparseReduction:
 
     def set_metadata(self, rows_by_name: dict[str, Tensor]) -> None:
         """Rows (along dimension 0) that any rank touches in the coming steps, equal on all ranks."""
-        self._rows = {
-            name: torch.unique(torch.as_tensor(rows).reshape(-1)) for name, rows in rows_by_name.items()
-        }
+        self._rows = {name: torch.unique(torch.as_tensor(rows).reshape(-1)) for name, rows in rows_by_name.items()}
 
     def reduce(self, group: Group, name: str, param: nn.Parameter, grad: Tensor | None) -> Tensor:
         """The sum over all ranks, coalesced. ``None`` contributes nothing."""

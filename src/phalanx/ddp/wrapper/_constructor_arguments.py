@@ -52,9 +52,7 @@ def check_devices(
 ) -> Devices:
     """Which devices inputs and outputs go to; ``ValueError`` if the arguments do not fit the parameters."""
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids has {len(device_ids)} entries; expected None or one (one process per device)"
-        )
+        raise ValueError(f"device_ids has {len(device_ids)} entries; expected None or one (one process per device)")
     kinds = {param.device.type for param in params}
     if len(kinds) != 1:
         raise ValueError(f"the parameters are on devices of types {sorted(kinds)}; expected one type")
@@ -78,9 +76,7 @@ def _index(device: int | torch.device) -> int:
 
 def check_sync_batch_norm(module: nn.Module, device_type: str) -> None:
     if device_type == "cpu" and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        raise ValueError(
-            "SyncBatchNorm needs the module on an accelerator; on CPU use the plain BatchNorm layers"
-        )
+        raise ValueError("SyncBatchNorm needs the module on an accelerator; on CPU use the plain BatchNorm layers")
 
 
 def check_reduce(reduce: str) -> None:
@@ -111,15 +107,11 @@ def warn_check_reduction(check_reduction: bool) -> None:
 
 def check_delayed(named: Any, trigger: Any) -> None:
     if (named is None) != (trigger is None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce go together: give both or none"
-        )
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce go together: give both or none")
 
 
 def check_groups(process_group: Any, device_mesh: Any) -> None:
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("give process_group or device_mesh, not both")
     if device_mesh is not None and device_mesh.ndim != 1:
-        raise RuntimeError(
-            f"device_mesh has {device_mesh.ndim} axes; expected 1: pass a slice, e.g. mesh['dp']"
-        )
+        raise RuntimeError(f"device_mesh has {device_mesh.ndim} axes; expected 1: pass a slice, e.g. mesh['dp']")

@@ -144,9 +144,7 @@ class Join:
         while self._sum(0.0):
             if self._throw:
                 self._sum(1.0)
-                raise RuntimeError(
-                    f"rank {self._group.rank} has no more inputs while other ranks still train"
-                )
+                raise RuntimeError(f"rank {self._group.rank} has no more inputs while other ranks still train")
             if rounds == WARN_AFTER:
                 warnings.warn(
                     f"rank {self._group.rank} has had no input for {WARN_AFTER} iterations while other ranks still "

@@ -44,9 +44,7 @@ def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tens
 
 
 @torch.no_grad()
-def broadcast_coalesced(
-    group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES
-) -> None:
+def broadcast_coalesced(group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES) -> None:
     """Make ``tensors`` equal to those of rank ``src``, in one collective per dtype and ``limit`` bytes.
 
     In place, without autograd noticing: version counters stay, since a forward may still hold these tensors.
@@ -59,9 +57,7 @@ def broadcast_coalesced(
         if group.rank == src:
             continue
         with preserve_version_counter(tuple(chunk)):
-            for tensor, part in zip(
-                chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True
-            ):
+            for tensor, part in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
 
@@ -86,9 +82,7 @@ def sync_module_states(
 ) -> None:
     """Give every rank the parameters, and buffers if asked, of rank ``src``."""
     states = [
-        param.detach()
-        for name, param in module.named_parameters()
-        if name not in ignored and f".{name}" not in ignored
+        param.detach() for name, param in module.named_parameters() if name not in ignored and f".{name}" not in ignored
     ]
     if buffers:
         states.extend(buffer.detach() for buffer in named_buffers(module, ignored).values())
@@ -158,9 +152,7 @@ def default_broadcast_coalesced(
     authoritative_rank: int = 0,
 ) -> None:
     tensors = ddp.modules_buffers if bufs is None else bufs
-    ddp._distributed_broadcast_coalesced(
-        tensors, bucket_size or ddp.broadcast_bucket_size, authoritative_rank
-    )
+    ddp._distributed_broadcast_coalesced(tensors, bucket_size or ddp.broadcast_bucket_size, authoritative_rank)
 
 
 def distributed_broadcast_coalesced(

@@ -94,9 +94,7 @@ class CollectiveLog:
 
     def __call__(self, event: CommEvent) -> None:
         self.count += 1
-        self._events.append(
-            f"#{self.count} {event.name} of {event.nbytes} bytes (generation {event.group.generation})"
-        )
+        self._events.append(f"#{self.count} {event.name} of {event.nbytes} bytes (generation {event.group.generation})")
 
     @property
     def lines(self) -> list[str]:

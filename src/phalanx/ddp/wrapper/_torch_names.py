@@ -64,9 +64,7 @@ def build_debug_param_to_name_mapping(
     return {index: names[id(param)] for index, param in enumerate(parameters)}
 
 
-def get_parameters(
-    ddp: DistributedDataParallel, m: nn.Module, recurse: bool = True
-) -> Iterator[nn.Parameter]:
+def get_parameters(ddp: DistributedDataParallel, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
     for part in m.modules() if recurse else [m]:
         yield from part.parameters(recurse=False)
 
@@ -77,9 +75,7 @@ def get_data_parallel_params(module: nn.Module, named_params: bool = False) -> I
             yield (name, param) if named_params else param
 
 
-def set_params_and_buffers_to_ignore_for_model(
-    module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-) -> None:
+def set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Iterable[str]) -> None:
     """Let a wrapper of ``module`` leave these names (as in ``named_parameters`` and ``named_buffers``) alone."""
     ignored = list(params_and_buffers_to_ignore)
     module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]  # modules take any attribute
@@ -169,9 +165,7 @@ def check_reducer_finalized(ddp: DistributedDataParallel) -> None:
     """Raise if a backward pass began and never came to its end."""
     for reducer in ddp._reducers:
         if reducer.is_busy:
-            ddp._log_and_throw(
-                RuntimeError, f"rank {ddp.group.rank}: a backward pass began and was not finished"
-            )
+            ddp._log_and_throw(RuntimeError, f"rank {ddp.group.rank}: a backward pass began and was not finished")
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
@@ -207,7 +201,5 @@ def _builtin_hook(comm_hook_type: Any) -> Hook:
     """Find the hook for an enum member (or its name)."""
     name = getattr(comm_hook_type, "name", str(comm_hook_type)).rpartition(".")[2]
     if name not in BUILTIN:
-        raise ValueError(
-            f"unknown built-in communication hook {comm_hook_type!r}; expected one of {sorted(BUILTIN)}"
-        )
+        raise ValueError(f"unknown built-in communication hook {comm_hook_type!r}; expected one of {sorted(BUILTIN)}")
     return BUILTIN[name]

@@ -207,9 +207,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         It weighs the whole ``.grad`` of the step, including what ``no_sync`` passes accumulated.
         """
         if not weight >= 0:
-            raise ValueError(
-                f"rank {self.group.rank}: the weight of a step is {weight}; expected a number >= 0"
-            )
+            raise ValueError(f"rank {self.group.rank}: the weight of a step is {weight}; expected a number >= 0")
         for reducer in self._reducers:
             reducer.step_weight = float(weight)
 
@@ -341,9 +339,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook can only be called once")
         if self.reduce != "mean":
-            raise ValueError(
-                f"a communication hook decides how to reduce; reduce={self.reduce!r} cannot be kept"
-            )
+            raise ValueError(f"a communication hook decides how to reduce; reduce={self.reduce!r} cannot be kept")
         if self.reducer is None:
             raise RuntimeError("all parameters are delayed, so there is no bucket for a communication hook")
         self._comm_hooks.append((hook, state))
@@ -469,9 +465,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     _build_debug_param_to_name_mapping = torch_names.build_debug_param_to_name_mapping
     _get_parameters = torch_names.get_parameters
     _get_data_parallel_params = staticmethod(torch_names.get_data_parallel_params)
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        torch_names.set_params_and_buffers_to_ignore_for_model
-    )
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_names.set_params_and_buffers_to_ignore_for_model)
     _assign_modules_buffers = torch_names.assign_modules_buffers
     _match_all_reduce_for_bwd_pass = torch_names.match_all_reduce_for_bwd_pass
     _match_unused_params_allreduce = torch_names.match_unused_params_allreduce

@@ -134,9 +134,7 @@ def _check(path: Path, secret: bytes) -> Fields:
         raise SaveError(f"{path}: {TENSORS} does not match its checksum")
     count = _count_tensors(path / TENSORS)
     if count != fields.integer("num_tensors", low=0):
-        raise SaveError(
-            f"{path}: {TENSORS} does not hold the {fields.get('num_tensors')} tensors of the state"
-        )
+        raise SaveError(f"{path}: {TENSORS} does not hold the {fields.get('num_tensors')} tensors of the state")
     try:
         decode(fields.get("tree"), [torch.empty(0)] * count)
     except ValueError as error:

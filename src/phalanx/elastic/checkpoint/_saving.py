@@ -38,9 +38,7 @@ class Saving:
     def submit(self, step: int, state: State) -> None:
         """Copy the state now, write it in the background."""
         if self.options is None:
-            raise RuntimeError(
-                "this job has nowhere to save to; construct it with saves=Saves(directory=...)"
-            )
+            raise RuntimeError("this job has nowhere to save to; construct it with saves=Saves(directory=...)")
         if self._writer is None:
             self._writer = SaveWriter(
                 Path(self.options.directory),
@@ -97,11 +95,7 @@ class Saving:
         assert self.options is not None, "only what has a directory is written"
         reason = error.strerror or str(error)
         self._events.write(SaveFailed(step=step, error=reason, next_attempt_in=delay))
-        last = (
-            "none was written in this run"
-            if self._last_saved is None
-            else f"the last is of step {self._last_saved}"
-        )
+        last = "none was written in this run" if self._last_saved is None else f"the last is of step {self._last_saved}"
         self._troubles.failed(
             "saves",
             f"the save of step {step} cannot be written to {self.options.directory}: {reason}; {last}, "

@@ -29,9 +29,7 @@ class Stateful(Protocol):
 class StatefulObjects:
     """The objects whose state is the job's, by name."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful]) -> None:
         for name, part in others.items():
             if not isinstance(part, Stateful):
                 raise TypeError(

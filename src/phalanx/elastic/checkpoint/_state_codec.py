@@ -63,15 +63,9 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor, path: str) -> int:
         if tensor.layout != torch.strided or tensor.is_quantized:
-            raise StateTypeError(
-                f"{path} is a {tensor.layout} tensor; a job's state may hold dense tensors only"
-            )
+            raise StateTypeError(f"{path} is a {tensor.layout} tensor; a job's state may hold dense tensors only")
         tensor = tensor.detach()
-        key = (
-            (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel()
-            else (id(tensor),)
-        )
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
         if key not in self.known:
             self.known[key] = len(self.tensors)
             self.tensors.append(tensor)

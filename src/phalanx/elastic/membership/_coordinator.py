@@ -95,9 +95,7 @@ class Coordinator(Protocol):
     def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
         """Return the end, if a loss while waiting for it only means that the others got through."""
 
-    def keep(
-        self, finish: Finish, rank: int, generation: int, state: Encoded | None
-    ) -> FinalStateServer | None:
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> FinalStateServer | None:
         """Keep the final state for whoever takes the place of another; None where nobody can."""
 
     def take_over(self, over: JobOver) -> TakenOver | None:
@@ -123,9 +121,7 @@ class FixedCoordinator:
 
     can_change = False
 
-    def __init__(
-        self, group: Group | None, worker_id: str, committed_steps: CommittedSteps | None = None
-    ) -> None:
+    def __init__(self, group: Group | None, worker_id: str, committed_steps: CommittedSteps | None = None) -> None:
         self.worker_id = worker_id
         self.signals = Signals()
         self.committed_steps = committed_steps or CommittedSteps(None, JobKeys())
@@ -136,9 +132,7 @@ class FixedCoordinator:
         group = self._group
         if group is None or group.size == 1:
             return Membership(0, 0, (self.worker_id,), 0, None)
-        return Membership(
-            group.generation, 0, tuple(f"rank{r}" for r in range(group.size)), group.rank, group
-        )
+        return Membership(group.generation, 0, tuple(f"rank{r}" for r in range(group.size)), group.rank, group)
 
     def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
         raise cause  # nobody here can replace a worker: whoever started them restarts all
@@ -162,9 +156,7 @@ class FixedCoordinator:
         # This worker has committed all steps, and those of the others that have not are not helped by it.
         return finish_of(membership, step, {})
 
-    def keep(
-        self, finish: Finish, rank: int, generation: int, state: Encoded | None
-    ) -> FinalStateServer | None:
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> FinalStateServer | None:
         return None
 
     def take_over(self, over: JobOver) -> TakenOver | None:

@@ -115,9 +115,7 @@ class TakenOver:
     state: State
 
 
-def take_over(
-    at: StoreAccess, finish: Finish, generation: int, members: Mapping[str, str]
-) -> TakenOver | None:
+def take_over(at: StoreAccess, finish: Finish, generation: int, members: Mapping[str, str]) -> TakenOver | None:
     """Claim a vacant rank and fetch the final state; None when the generation breaks meanwhile.
 
     ``NothingLeft`` when no rank is vacant, ``ResultLost`` when one is and nobody hands the state over.
@@ -128,9 +126,7 @@ def take_over(
     problems: dict[str, str] = {}
     while True:
         found = at.store.get_many([at.keys.keeps(generation, worker) for worker in members])
-        servers = [
-            w for w, data in zip(members, found, strict=True) if data == dump_count(1) and w not in problems
-        ]
+        servers = [w for w, data in zip(members, found, strict=True) if data == dump_count(1) and w not in problems]
         for source in servers:
             try:
                 state = _fetch(at, source, generation)
@@ -185,9 +181,7 @@ def _fetch(at: StoreAccess, source: str, generation: int) -> State:
 class FinalStateServer:
     """The thread of one worker after the last step; ``state`` is a copy, or None if it is not to be handed over."""
 
-    def __init__(
-        self, at: StoreAccess, finish: Finish, rank: int, generation: int, state: Encoded | None
-    ) -> None:
+    def __init__(self, at: StoreAccess, finish: Finish, rank: int, generation: int, state: Encoded | None) -> None:
         self.generation = generation
         self.num_served = 0
         self._at = at
@@ -324,9 +318,7 @@ class FinalStateServer:
                 if missing:
                     self._stop.wait(min(0.25, 0.02 + (now - began) / 10))
 
-    def _check_vacant(
-        self, at: StoreAccess, vacant: Mapping[int, str], since: Mapping[int, float], now: float
-    ) -> None:
+    def _check_vacant(self, at: StoreAccess, vacant: Mapping[int, str], since: Mapping[int, float], now: float) -> None:
         for rank, worker in vacant.items():
             if now - since[rank] > at.timeout:
                 with self._ending:

@@ -55,9 +55,7 @@ def find_vacant(holders: Sequence[str], ended: Collection[str], members: Collect
     [Vacant(rank=0, worker='a')]
     """
     return [
-        Vacant(rank, worker)
-        for rank, worker in enumerate(holders)
-        if worker not in ended and worker not in members
+        Vacant(rank, worker) for rank, worker in enumerate(holders) if worker not in ended and worker not in members
     ]
 
 

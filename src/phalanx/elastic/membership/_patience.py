@@ -12,9 +12,7 @@ from phalanx.protocol import LostContact, Ready, timeouts
 class Absence:
     """Tells the agents of workers with a state that are members and do not come for as long as a group's timeout."""
 
-    def __init__(
-        self, worker_id: str, timeout: float, tell_agents: Callable[[int, LostContact], None]
-    ) -> None:
+    def __init__(self, worker_id: str, timeout: float, tell_agents: Callable[[int, LostContact], None]) -> None:
         self._worker_id = worker_id
         self._timeout = timeout
         self._tell_agents = tell_agents
@@ -55,9 +53,7 @@ class Wait:
     def a_little(self, what: str) -> None:
         now = time.monotonic()
         if now - self._began > self.timeout:
-            raise RegroupTimeout(
-                f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?"
-            )
+            raise RegroupTimeout(f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?")
         if now - self._reported > timeouts.PROGRESS_INTERVAL:
             self._count += 1
             self._reported = now

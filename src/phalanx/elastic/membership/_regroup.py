@@ -72,9 +72,7 @@ class Regrouping:
     @property
     def membership(self) -> Membership:
         if self._membership is None:
-            raise RuntimeError(
-                "the job has not begun; it joins the other workers when its first step is asked for"
-            )
+            raise RuntimeError("the job has not begun; it joins the other workers when its first step is asked for")
         return self._membership
 
     @property
@@ -127,9 +125,7 @@ class Regrouping:
         if self._is_apart:
             self._settle(lambda: self.coordinator.rejoin(self.membership.generation, self._ready()))
             return
-        self._job.events.write(
-            GroupLost(generation=self.membership.generation, step=self._job.step, reason=str(cause))
-        )
+        self._job.events.write(GroupLost(generation=self.membership.generation, step=self._job.step, reason=str(cause)))
         while True:
             try:
                 self._settle(lambda: self.coordinator.join_after_loss(self.membership, self._ready(), cause))
@@ -203,9 +199,7 @@ class Regrouping:
                     self.recover(error)  # which may find the same a moment later
 
     def _end(self, finish: Finish) -> None:
-        self._begin_epilogue(
-            finish, (self.membership.rank, len(self.membership.workers)), self.membership.generation
-        )
+        self._begin_epilogue(finish, (self.membership.rank, len(self.membership.workers)), self.membership.generation)
 
     def stay(self, limit: float) -> None:
         """Called when the script has ended well: wait for those of the others, which may need the final state."""
@@ -217,11 +211,7 @@ class Regrouping:
             self._server.stop()
             self._server = None
         self.coordinator.close()
-        if (
-            self._membership is not None
-            and self._membership.group is not None
-            and self._job.run.group is None
-        ):
+        if self._membership is not None and self._membership.group is not None and self._job.run.group is None:
             self._membership.group.close()
 
     # -- how it changes ---------------------------------------------------------------------------------------

@@ -125,9 +125,7 @@ class StoreCoordinator:
             following = Round(tuple(w for w in members if w in ready or w in membership.workers))
         self._store.compare_and_set(self.keys.round(g, membership.round + 1), None, following.to_json())
 
-    def _await_round(
-        self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False
-    ) -> Membership:
+    def _await_round(self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False) -> Membership:
         """Wait for a round with this worker in it and join its group; move on when a generation breaks."""
         round_, came = first_round, time.monotonic()
         told_at: float | None = None
@@ -215,9 +213,7 @@ class StoreCoordinator:
         (True), and they begin as the first workers of a job do, with a save. Until then, False.
         """
         keeps = self._store.get_many([self.keys.keeps(generation, worker) for worker in ids])
-        if any(value is not None for value in keeps) or len(self._access.ended(finish.workers)) == len(
-            finish.workers
-        ):
+        if any(value is not None for value in keeps) or len(self._access.ended(finish.workers)) == len(finish.workers):
             raise JobOver(finish, generation, self._access.members(generation))
         ready = self._ready(generation, ids)
         is_missing = any(worker not in ready for worker in self._awaited(ids, ready, came))
@@ -266,9 +262,7 @@ class StoreCoordinator:
         membership = Membership(generation, round_, workers, rank, group)
         self.signals = Signals()
         absent = tuple(worker for worker in members if worker not in workers)
-        self._monitor = StoreMonitor(
-            self._store.clone(), self.keys, membership, self.worker_id, self.signals, absent
-        )
+        self._monitor = StoreMonitor(self._store.clone(), self.keys, membership, self.worker_id, self.signals, absent)
         self._monitor.start()
         return membership
 
@@ -278,9 +272,7 @@ class StoreCoordinator:
         self._store.set(protocol.regroups_key(self.worker_id), PRESENT)
 
     def _declare(self, generation: int, mine: Ready) -> None:
-        if (
-            mine.has_state
-        ):  # what it has committed since its last report is progress, should workers die again
+        if mine.has_state:  # what it has committed since its last report is progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
@@ -380,9 +372,7 @@ class StoreCoordinator:
         self._make_sure_broken(membership, cause)
         return parse_finish(self._store.get(self.keys.done))
 
-    def keep(
-        self, finish: Finish, rank: int, generation: int, state: Encoded | None
-    ) -> FinalStateServer | None:
+    def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> FinalStateServer | None:
         self._server = FinalStateServer(self._access.clone(), finish, rank, generation, state)
         return self._server
 

@@ -54,9 +54,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     >>> differences({"threads": 1, "torch": "2"}, {"threads": 4, "torch": "2"})
     'threads 1 and 4'
     """
-    return ", ".join(
-        f"{name} {value} and {other[name]}" for name, value in one.items() if other[name] != value
-    )
+    return ", ".join(f"{name} {value} and {other[name]}" for name, value in one.items() if other[name] != value)
 
 
 def bring_level(job: Training, coordinator: Coordinator, membership: Membership) -> None:
@@ -109,25 +107,18 @@ def _find_source(job: Training, coordinator: Coordinator, membership: Membership
     if told[source]["step"] == FRESH and any(one["problems"] for one in told):
         problems = {worker: one["problems"] for worker, one in zip(membership.workers, told, strict=True)}
         raise no_readable_save(job.saving.options, problems)
-    _go_back(
-        job, coordinator, membership, max(one["committed"] for one in told), max(0, told[source]["step"])
-    )
+    _go_back(job, coordinator, membership, max(one["committed"] for one in told), max(0, told[source]["step"]))
     if source == membership.rank and not job.load_save():
         job.begin_attempt()
     return source
 
 
-def _go_back(
-    job: Training, coordinator: Coordinator, membership: Membership, before: int, after: int
-) -> None:
+def _go_back(job: Training, coordinator: Coordinator, membership: Membership, before: int, after: int) -> None:
     """The workers are new, but the job may not be: say and count it, or refuse, if they begin before its last step."""
     # A launcher that restarts all workers does so because its user asked for it.
     may_begin_again = job.run.begin_again or not coordinator.can_change
     has_saves = job.saving.options is not None
-    if (
-        check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again)
-        and membership.rank == 0
-    ):
+    if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and membership.rank == 0:
         job.events.write(StepsRepeated(step=after, before=before))
         coordinator.committed_steps.go_back(before, after)
 
@@ -182,9 +173,7 @@ def _tell_models_apart(membership: Membership, worker: str, job: Training) -> No
     models = membership.group.all_gather_values(describe_model(job.model))
     first = membership.workers[0]
     told = tell_apart(first, models[0], worker, models[membership.workers.index(worker)])
-    raise WorkersDiffer(
-        f"the models differ: {told}; all workers must run the same script with the same arguments"
-    )
+    raise WorkersDiffer(f"the models differ: {told}; all workers must run the same script with the same arguments")
 
 
 def _short(value: Any) -> str:

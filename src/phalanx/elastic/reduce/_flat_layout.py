@@ -54,9 +54,7 @@ class FlatLayout:
         """Lay out the gradients of ``params``, the values of ``buffers`` and a note per slot."""
         devices = {tensor.device for tensor in [*params, *buffers]} or {torch.device("cpu")}
         if len(devices) > 1:
-            raise ValueError(
-                f"the model is spread over devices {sorted(map(str, devices))}; expected one device"
-            )
+            raise ValueError(f"the model is spread over devices {sorted(map(str, devices))}; expected one device")
         raw_sizes = tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
         dtypes = [torch.float32, *sorted({p.dtype for p in params} - {torch.float32}, key=str)]
         buckets = []
@@ -85,13 +83,9 @@ class Flat:
     """One copy of all buckets. Views of it: ``grads`` per parameter, ``numbers`` (``scalars``, then ``used`` per
     parameter), ``notes`` per slot, and ``raw`` bytes per buffer."""
 
-    def __init__(
-        self, layout: FlatLayout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]
-    ) -> None:
+    def __init__(self, layout: FlatLayout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
         self.layout = layout
-        self.tensors = [
-            zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, b.dtype) for b in layout.buckets
-        ]
+        self.tensors = [zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, b.dtype) for b in layout.buckets]
         self.grads: list[Tensor] = [torch.empty(0)] * len(layout.shapes)
         for bucket, tensor in zip(layout.buckets, self.tensors, strict=True):
             for i, offset in zip(bucket.params, bucket.offsets, strict=True):
@@ -125,10 +119,7 @@ class Flat:
     def read_buffers(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the buffers that lie here, in the shapes and dtypes of ``like``."""
         # A copy starts at an aligned address; a view of wider elements may not start in the middle of a word.
-        return [
-            raw.clone().view(buffer.dtype).view(buffer.shape)
-            for raw, buffer in zip(self.raw, like, strict=True)
-        ]
+        return [raw.clone().view(buffer.dtype).view(buffer.shape) for raw, buffer in zip(self.raw, like, strict=True)]
 
     def get_buffers(self, buffers: Sequence[Tensor]) -> None:
         for buffer, value in zip(buffers, self.read_buffers(buffers), strict=True):

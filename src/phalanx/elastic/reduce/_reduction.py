@@ -87,9 +87,7 @@ class Reduction:
         summed = min(max(bucket.num_summed - self.rank * chunk, 0), chunk)
         total = fold_in_blocks(self.num_slots, pieces, summed)
         if not self.in_place and total.data_ptr() == result.tensors[i][self.rank * chunk :].data_ptr():
-            total = (
-                total.clone()
-            )  # rank 0's sum lies inside the output of the gather, where not all may read it
+            total = total.clone()  # rank 0's sum lies inside the output of the gather, where not all may read it
         group.all_gather_into_tensor(result.tensors[i][: chunk * group.size], total)
 
 

@@ -58,9 +58,7 @@ class Axes:
         return "".join(parts)
 
 
-def render(
-    history: History, *, title: str, facts: Sequence[tuple[str, str]] = (), digests: Sequence[str] = ()
-) -> str:
+def render(history: History, *, title: str, facts: Sequence[tuple[str, str]] = (), digests: Sequence[str] = ()) -> str:
     """The page. ``facts`` are shown on top; ``digests`` should all be the same, and the page says whether they are."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     if digests:
@@ -117,9 +115,7 @@ def _lives(history: History) -> str:
         parts.append(_text(max(x0 + 4, x1 - 52), y - 7, life.end, "start"))
     for mark in history.rounds:
         x, _ = axes.place(mark.time - history.began, 0)
-        parts.append(
-            f'<line x1="{x}" x2="{x}" y1="4" y2="{height - BOTTOM}" stroke="#2563eb" stroke-dasharray="2 3"/>'
-        )
+        parts.append(f'<line x1="{x}" x2="{x}" y1="4" y2="{height - BOTTOM}" stroke="#2563eb" stroke-dasharray="2 3"/>')
     return _svg(parts, height)
 
 
@@ -128,9 +124,7 @@ def _throughput(history: History) -> str:
     if not points:
         return "<p>Too few steps.</p>"
     axes = Axes([x for x, _ in points], [0.0, *(y for _, y in points)])
-    return _svg(
-        [axes.frame("s"), _line([axes.place(x, y) for x, y in points], COLOURS[0], "samples/s")], HEIGHT
-    )
+    return _svg([axes.frame("s"), _line([axes.place(x, y) for x, y in points], COLOURS[0], "samples/s")], HEIGHT)
 
 
 def _rounds(history: History) -> str:
@@ -154,9 +148,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{cells}</tr>{lines}</table>"
 
 

@@ -306,9 +306,7 @@ class Agent:
 
     def _apply(self, recovery: Recovery) -> None:
         self._running_on = -1
-        log.warning(
-            "generation %d is over (%s): %s", self._generation.number, recovery.action.value, recovery.reason
-        )
+        log.warning("generation %d is over (%s): %s", self._generation.number, recovery.action.value, recovery.reason)
         self._observer.generation_ended(self._generation.number, recovery, self.config.max_restarts)
         self.is_in_exit_barrier = False
         if recovery.action is Action.FAIL:

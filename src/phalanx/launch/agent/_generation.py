@@ -84,9 +84,7 @@ class Generation:
         who = f"by {holder}" if holder else f"(`ss -ltnp sport = :{port}` as root shows by whom)"
         text = f"port {port} of {host}, where the workers' store should be, is taken {who}"
         if self._handler.has_fixed_port:
-            text += (
-                "; end that process, choose another --master-port, or leave it out: then a free port is found"
-            )
+            text += "; end that process, choose another --master-port, or leave it out: then a free port is found"
         return text
 
     @property
@@ -143,9 +141,7 @@ class Generation:
             min_nodes=self.config.min_nodes,
             survivors=survivors,
             is_under_way=self.number > 0,
-            num_left=self.channel.num_left(self.number, self.info.world_size)
-            if self.info.world_size > 1
-            else 0,
+            num_left=self.channel.num_left(self.number, self.info.world_size) if self.info.world_size > 1 else 0,
             is_finishing=heals and self.channel.is_finishing(),
             can_regroup=heals and self.can_regroup(),
             streak=self._before.streak,
@@ -165,10 +161,7 @@ class Generation:
 
     def streak_after(self, worker: WorkerHandle, failure: ProcessFailure) -> Streak:
         """Return the deaths in a row, with that of this worker."""
-        steps = {
-            w: parse_report(data).step
-            for w, data in self.channel.read_progress(list(self.worker_ids)).items()
-        }
+        steps = {w: parse_report(data).step for w, data in self.channel.read_progress(list(self.worker_ids)).items()}
         death = Death(
             generation=self.number,
             born=worker.born,

@@ -47,9 +47,7 @@ class elastic_launch:
         health_check_server: HealthCheckServer | None = None,
     ) -> None:
         if entrypoint is None:
-            raise ValueError(
-                "there is nothing to launch: the entrypoint is None; expected a function or a command"
-            )
+            raise ValueError("there is nothing to launch: the entrypoint is None; expected a function or a command")
         self._config = config
         self._entrypoint = entrypoint
         self._health_check_server = health_check_server

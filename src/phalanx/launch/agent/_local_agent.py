@@ -42,9 +42,7 @@ class LocalElasticAgent:
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
-        options = options or AgentOptions(
-            shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout
-        )
+        options = options or AgentOptions(shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout)
         config = LaunchConfig(
             **asdict(options),
             **_settings_of(spec),
@@ -95,8 +93,6 @@ class LocalElasticAgent:
 
 def _settings_of(spec: WorkerSpec) -> dict[str, Any]:
     """Return what a spec says, by the names of ``LaunchConfig``; how many nodes may come only its rendezvous knows."""
-    same = {
-        field.name: getattr(spec, field.name) for field in fields(LaunchConfig) if hasattr(spec, field.name)
-    }
+    same = {field.name: getattr(spec, field.name) for field in fields(LaunchConfig) if hasattr(spec, field.name)}
     own = {"max_nodes": spec.min_nodes, "nproc_per_node": spec.local_world_size}
     return {**same, **own, "run_id": spec.rdzv_handler.get_run_id()}

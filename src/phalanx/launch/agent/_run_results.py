@@ -31,9 +31,7 @@ class Results:
     def succeeded(self) -> RunResult:
         return RunResult(WorkerState.SUCCEEDED, dict(self.values))
 
-    def failed(
-        self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()
-    ) -> RunResult:
+    def failed(self, generation: Generation, reason: str, unheard: Sequence[ProcessFailure] = ()) -> RunResult:
         """Return all failures of the generation, also those of other nodes; ``unheard`` ones of this node are new.
 
         Waits for the other nodes: the first to notice is seldom the one where it began.
@@ -43,9 +41,7 @@ class Results:
             for failure in unheard:
                 self.add_failure(failure, generation)
             generation.channel.say_done(generation.number, generation.info.rank, "failed")
-            generation.channel.wait_done(
-                generation.number, generation.info.world_size, "failed", timeouts.OTHER_AGENTS
-            )
+            generation.channel.wait_done(generation.number, generation.info.world_size, "failed", timeouts.OTHER_AGENTS)
         except StoreError:
             pass  # a node is gone, or the store: what is known will do
         try:

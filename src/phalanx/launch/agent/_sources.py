@@ -149,9 +149,7 @@ class Sources:
 
         def poll() -> None:
             try:
-                with (
-                    info.store.clone() as store
-                ):  # fails too, when the job is over before this thread has begun
+                with info.store.clone() as store:  # fails too, when the job is over before this thread has begun
                     channel = AgentChannel(store)
                     members = {members_key(info.generation): info.members().to_json()}
                     while not stopped.wait(interval):
@@ -178,9 +176,7 @@ class Sources:
                         words = _hear_out(channel, info.generation, ids, stopped)
                         if words:
                             self.post(Parted(info.generation, tuple(words)))
-                            stopped.wait(
-                                timeouts.CONTACT_AGAIN
-                            )  # the recovery may take in what was said later
+                            stopped.wait(timeouts.CONTACT_AGAIN)  # the recovery may take in what was said later
             except StoreError:
                 return  # as above
 
@@ -217,9 +213,7 @@ class Sources:
         background.start(wait, "phalanx-exit-barrier", on_failure=failed)
 
 
-def _hear_out(
-    channel: AgentChannel, generation: int, ids: list[str], stopped: threading.Event
-) -> list[LostContact]:
+def _hear_out(channel: AgentChannel, generation: int, ids: list[str], stopped: threading.Event) -> list[LostContact]:
     """Return what workers say about lost contact, once all of the group have spoken or had the time to."""
     until = time.monotonic() + timeouts.CONTACT_SETTLE
     while True:

@@ -39,12 +39,8 @@ class Finding:
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx doctor`` with these arguments; the exit code."""
     parser = argparse.ArgumentParser(prog="phalanx doctor", description="Check this machine.")
-    parser.add_argument(
-        "--rdzv-endpoint", "--rdzv_endpoint", default="", help="also try to reach this endpoint"
-    )
-    parser.add_argument(
-        "--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file")
-    )
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="", help="also try to reach this endpoint")
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
     parser.add_argument("--quick", action="store_true", help="leave out the trial run of two workers")
     args = parser.parse_args(argv)
     checks: list[Callable[[], Iterator[Finding]]] = [
@@ -94,23 +90,17 @@ def check_torch() -> Iterator[Finding]:
         return
     version, names, count = answer.stdout.split()[-3:]
     if "gloo" not in names:
-        yield Finding(
-            "bad", f"torch {version} was built without gloo (it has {names}); install an official build"
-        )
+        yield Finding("bad", f"torch {version} was built without gloo (it has {names}); install an official build")
     else:
         yield Finding("ok", f"torch {version}, backends {names}, {count} CUDA device(s)")
     if count != "0" and "nccl" not in names:
-        yield Finding(
-            "warn", f"{count} CUDA device(s) but no nccl: GPU training between workers will be slow"
-        )
+        yield Finding("warn", f"{count} CUDA device(s) but no nccl: GPU training between workers will be slow")
 
 
 def check_kernel() -> Iterator[Finding]:
     missing = [name for name in ("pidfd_open", "memfd_create", "sched_setaffinity") if not hasattr(os, name)]
     if missing:
-        yield Finding(
-            "warn", f"this system lacks {', '.join(missing)}: exits are noticed later, no CPU binding"
-        )
+        yield Finding("warn", f"this system lacks {', '.join(missing)}: exits are noticed later, no CPU binding")
     else:
         yield Finding("ok", "the kernel offers process descriptors, anonymous files and CPU binding")
 
@@ -123,9 +113,7 @@ def check_ports() -> Iterator[Finding]:
         ):
             pass
     except OSError as error:
-        yield Finding(
-            "bad", f"a connection to 127.0.0.1 fails: {error}. Is the loopback interface up? (ip link)"
-        )
+        yield Finding("bad", f"a connection to 127.0.0.1 fails: {error}. Is the loopback interface up? (ip link)")
         return
     yield Finding("ok", "connections over loopback work")
     for port in (29400, 29500):
@@ -202,22 +190,14 @@ def check_transport() -> Iterator[Finding]:
         yield Finding("bad", f"cannot tell how workers here would exchange tensors: {last}")
         return
     kind, _, why = answer.stdout.strip().partition(" ")
-    advice = (
-        ""
-        if kind == "shm"
-        else "; workers of this machine will use loopback TCP, which is several times slower"
-    )
-    yield Finding(
-        "ok" if kind == "shm" else "warn", f"transport between workers here: {kind}, since {why}{advice}"
-    )
+    advice = "" if kind == "shm" else "; workers of this machine will use loopback TCP, which is several times slower"
+    yield Finding("ok" if kind == "shm" else "warn", f"transport between workers here: {kind}, since {why}{advice}")
 
 
 def check_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_FILES:
-        yield Finding(
-            "warn", f"at most {soft} open files (hard limit {hard}); raise it with ulimit -n {MIN_FILES}"
-        )
+        yield Finding("warn", f"at most {soft} open files (hard limit {hard}); raise it with ulimit -n {MIN_FILES}")
     else:
         yield Finding("ok", f"open files: up to {soft}")
 
@@ -256,9 +236,7 @@ def check_two_workers() -> Iterator[Finding]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         except subprocess.TimeoutExpired:
-            yield Finding(
-                "bad", "two workers did not finish an all-reduce in 120 s; is a firewall on loopback?"
-            )
+            yield Finding("bad", "two workers did not finish an all-reduce in 120 s; is a firewall on loopback?")
             return
     if done.returncode:
         shown = "\n        ".join(done.stderr.strip().splitlines()[-12:])

@@ -83,23 +83,15 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]
         try:
             default = flag.kind(text)
         except ValueError:
-            raise UsageError(
-                f"environment variable {flag.variable}={text!r} does not fit --{flag.name}"
-            ) from None
+            raise UsageError(f"environment variable {flag.variable}={text!r} does not fit --{flag.name}") from None
         if flag.choices and default not in flag.choices:
-            raise UsageError(
-                f"environment variable {flag.variable}={text!r}; expected {', '.join(flag.choices)}"
-            )
-    parser.add_argument(
-        *names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help
-    )
+            raise UsageError(f"environment variable {flag.variable}={text!r}; expected {', '.join(flag.choices)}")
+    parser.add_argument(*names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help)
 
 
 def _check_names(argv: Sequence[str]) -> None:
     """Refuse an unknown flag by the nearest known one. Stops at the script: what follows belongs to it."""
-    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {
-        f"-{flag.short}": flag for flag in FLAGS if flag.short
-    }
+    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {f"-{flag.short}": flag for flag in FLAGS if flag.short}
     skip = False
     for word in argv:
         if skip:

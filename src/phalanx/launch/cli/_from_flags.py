@@ -125,9 +125,7 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
         try:
             ranks = {int(part) for part in args.local_ranks_filter.split(",")}
         except ValueError:
-            raise UsageError(
-                f"--local-ranks-filter {args.local_ranks_filter}; expected numbers such as 0,1"
-            ) from None
+            raise UsageError(f"--local-ranks-filter {args.local_ranks_filter}; expected numbers such as 0,1") from None
     make: type[LogsSpecs] = DefaultLogsSpecs if args.logs_specs is None else _plugin(args.logs_specs)
     return make(
         log_dir=args.log_dir,

@@ -71,9 +71,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
         start = WorkerStart(entrypoint=entrypoint, args=tuple(words), method=config.start_method)
         zygote = Zygote.fork({}, (*WARM_IMPORTS, *config.preload) if start.is_warm else ())
         # After the fork: workers start without a handler, so that their scripts' basicConfig() works.
-        logging.basicConfig(
-            format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING").upper()
-        )
+        logging.basicConfig(format="phalanx: %(message)s", level=os.environ.get("PHALANX_LOGLEVEL", "WARNING").upper())
         run_node(config, start, zygote=zygote)
     except ChildFailedError as error:
         print(error, file=sys.stderr)

@@ -16,18 +16,14 @@ from phalanx.launch.system._folders import RunningJob, running_jobs
 
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx scale`` with these arguments; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="phalanx scale", description="Change the number of workers of a running job."
-    )
+    parser = argparse.ArgumentParser(prog="phalanx scale", description="Change the number of workers of a running job.")
     parser.add_argument(
         "--rdzv-endpoint",
         "--rdzv_endpoint",
         default="",
         help="as given to phalanx run; default: a job on this machine",
     )
-    parser.add_argument(
-        "--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file")
-    )
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
     parser.add_argument(
         "--rdzv-id",
         "--rdzv_id",
@@ -41,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.nproc < 1:
-            raise UsageError(
-                f"--nproc {args.nproc}; expected at least 1 (a job is ended by a signal to its agents)"
-            )
+            raise UsageError(f"--nproc {args.nproc}; expected at least 1 (a job is ended by a signal to its agents)")
         job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
         nodes = scale(job.store_url, job.run_id, args.nproc, args.node, secret_file=job.secret_file)
     except (ValueError, ConnectionError) as error:
@@ -56,9 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def find_job(endpoint: str, backend: str, run_id: str) -> RunningJob:
     """Return the job that the flags name; without an endpoint the one, of this name if there is one, that runs here."""
     if endpoint and not run_id:
-        raise UsageError(
-            "--rdzv-endpoint without --rdzv-id; give the job's name too, as given to phalanx run"
-        )
+        raise UsageError("--rdzv-endpoint without --rdzv-id; give the job's name too, as given to phalanx run")
     if endpoint:
         return RunningJob(run_id=run_id, store_url=store_url(backend, endpoint))
     here = running_jobs()
@@ -110,9 +102,7 @@ def scale(url: str, run_id: str, size: int, node: str = "", *, secret_file: str 
         live = [key.removeprefix(NODES) for key in job.items(NODES)]  # verified: a wrong secret finds nobody
         nodes = sorted(node_id for node_id in live if node_id.startswith(node))  # an id starts with its host
         if not nodes:
-            raise UsageError(
-                f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}"
-            )
+            raise UsageError(f"no node of job {run_id!r} matches {node!r}" if node else f"no job {run_id!r} at {url}")
         for node_id in nodes:
             job.set(wish_key(node_id), dump_count(size))
         return nodes

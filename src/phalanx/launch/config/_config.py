@@ -41,9 +41,7 @@ class LaunchConfig:
         default="default_role",
         metadata=flag(default="default", help="the role of the workers, for logs and ROLE_NAME"),
     )
-    rdzv_endpoint: str = field(
-        default="", metadata=flag(help="host:port of the rendezvous, the same on all nodes")
-    )
+    rdzv_endpoint: str = field(default="", metadata=flag(help="host:port of the rendezvous, the same on all nodes"))
     rdzv_backend: str = field(
         default="c10d", metadata=flag(default="", help="static, c10d, etcd, file, or one that was registered")
     )
@@ -51,9 +49,7 @@ class LaunchConfig:
     rdzv_timeout: int = -1
     max_restarts: int = field(
         default=3,
-        metadata=flag(
-            kind=int, default=None, help="restarts of the whole job before it fails (0; with heal 100)"
-        ),
+        metadata=flag(kind=int, default=None, help="restarts of the whole job before it fails (0; with heal 100)"),
     )
     monitor_interval: float = field(
         default=0.1, metadata=flag(kind=float, help="seconds between looks at requests in the store")
@@ -68,12 +64,8 @@ class LaunchConfig:
     )
     log_line_prefix_template: str | None = None
     metrics_cfg: dict[str, str] = field(default_factory=dict)
-    local_addr: str | None = field(
-        default=None, metadata=flag(help="address of this node; by default its FQDN")
-    )
-    event_log_handler: str = field(
-        default="null", metadata=flag(help="where events go beside the log directory")
-    )
+    local_addr: str | None = field(default=None, metadata=flag(help="address of this node; by default its FQDN"))
+    event_log_handler: str = field(default="null", metadata=flag(help="where events go beside the log directory"))
     numa_options: NumaOptions | None = None
     signals_to_handle: str = field(
         default=DEFAULT_SIGNALS, metadata=flag(help="signals that end the job and are passed on")
@@ -96,22 +88,16 @@ class LaunchConfig:
     )
     preload: tuple[str, ...] = field(
         default=(),
-        metadata=flag(
-            kind=lambda text: tuple(words(text)), help="modules to import once, before workers are forked"
-        ),
+        metadata=flag(kind=lambda text: tuple(words(text)), help="modules to import once, before workers are forked"),
     )
     hang_timeout: float = field(
         default=0.0, metadata=flag(kind=float, help="seconds without progress before a worker is killed")
     )
     start_timeout: float = field(
         default=timeouts.WORKER_START,
-        metadata=flag(
-            kind=float, help="the same for a worker that has yet to make its first step (if longer)"
-        ),
+        metadata=flag(kind=float, help="the same for a worker that has yet to make its first step (if longer)"),
     )
-    standby: int = field(
-        default=0, metadata=flag(kind=int, help="processes kept ready to replace a dead worker")
-    )
+    standby: int = field(default=0, metadata=flag(kind=int, help="processes kept ready to replace a dead worker"))
     exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     """Seconds that a node which is done waits for the others."""
     master_addr: str | None = None
@@ -119,17 +105,13 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ValueError(
-                f"nodes are {self.min_nodes}:{self.max_nodes}; expected 1 <= min_nodes <= max_nodes"
-            )
+            raise ValueError(f"nodes are {self.min_nodes}:{self.max_nodes}; expected 1 <= min_nodes <= max_nodes")
         if self.nproc_per_node < 1:
             raise ValueError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
         if self.monitor_interval <= 0:
-            raise ValueError(
-                f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds"
-            )
+            raise ValueError(f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds")
         if self.on_failure not in ("restart", "heal"):
             raise ValueError(f"on_failure is {self.on_failure!r}; expected restart or heal")
         if self.shutdown_timeout is not None and self.shutdown_timeout < 0:
@@ -173,9 +155,7 @@ class LaunchConfig:
             rdzv_configs=configs,
             logs_specs=_own_logs(self.logs_specs),
             master_addr=self.master_addr or (static_address(endpoint)[0] if backend == "static" else None),
-            shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or timeouts.SHUTDOWN)
-            if patience is None
-            else patience,
+            shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or timeouts.SHUTDOWN) if patience is None else patience,
         )
 
 

@@ -79,13 +79,9 @@ class WorkerSpec:
 
     def __post_init__(self) -> None:
         if self.local_world_size < 1:
-            raise ValueError(
-                f"local_world_size is {self.local_world_size}; expected at least 1 worker per node"
-            )
+            raise ValueError(f"local_world_size is {self.local_world_size}; expected at least 1 worker per node")
         if self.monitor_interval <= 0:
-            raise ValueError(
-                f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds"
-            )
+            raise ValueError(f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
 

@@ -19,9 +19,7 @@ EXIT_INCURABLE, EXIT_ENDS_JOB = 183, 184
 """How a process says that it would fail again, or all others with it, when the disk takes no error file."""
 
 
-def write_error_file(
-    path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False
-) -> bool:
+def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False) -> bool:
     """Write one error file; False when the disk does not take it.
 
     ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can.

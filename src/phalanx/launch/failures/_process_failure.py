@@ -72,8 +72,7 @@ class ProcessFailure:
             timestamp=seconds or ended_at,
             is_incurable=_part(data, "phalanx").get("is_incurable") is True
             or (exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB) and not data),
-            ends_job=_part(data, "phalanx").get("ends_job") is True
-            or (exitcode == EXIT_ENDS_JOB and not data),
+            ends_job=_part(data, "phalanx").get("ends_job") is True or (exitcode == EXIT_ENDS_JOB and not data),
             **fields,
         )
         if not failure.message:

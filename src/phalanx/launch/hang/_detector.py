@@ -92,9 +92,7 @@ class HangDetector:
         """Return workers without progress for too long, the longest first."""
         if not any(seen.value is not None for seen in self._seen.values()):
             return []
-        late = [
-            (seen.at, worker_id) for worker_id, seen in self._seen.items() if self._is_late(worker_id, now)
-        ]
+        late = [(seen.at, worker_id) for worker_id, seen in self._seen.items() if self._is_late(worker_id, now)]
         return [worker_id for _, worker_id in sorted(late)]
 
     def _is_late(self, worker_id: str, now: float) -> bool:

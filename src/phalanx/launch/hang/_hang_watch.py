@@ -81,16 +81,12 @@ class HangWatch:
             return None
         stopped = {worker.id for worker in self._pool.running if _is_stopped(worker)}
         self._detector.observe(progress, now, stopped)
-        late = [
-            self._pool.workers[each] for each in self._detector.hanging(now) if each in self._pool.workers
-        ]
+        late = [self._pool.workers[each] for each in self._detector.hanging(now) if each in self._pool.workers]
         if not late:
             self._dump = None
             return None
         if self._dump is None:
-            reason = (
-                f"rank {late[0].assignment.rank} made no progress for {self._detector.limit(late[0].id):g} s"
-            )
+            reason = f"rank {late[0].assignment.rank} made no progress for {self._detector.limit(late[0].id):g} s"
             log.error("%s; writing all stacks", reason)
             self._dump = self._write(info, reason, everywhere=True)
         if not self._dump.is_written.is_set():
@@ -130,9 +126,7 @@ class HangWatch:
         background.start(write, "phalanx-stacks", on_failure=failed)
         return dump
 
-    def _explain(
-        self, worker: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None
-    ) -> str:
+    def _explain(self, worker: WorkerHandle, stacks: Mapping[str, str], waiting: set[str], report: bytes | None) -> str:
         limit = self._detector.limit(worker.id)
         text = f"rank {worker.assignment.rank} made no progress for {limit:g} s{_step_of(report)}"
         frames = frames_of(stacks.get(worker.id, ""))
@@ -142,9 +136,7 @@ class HangWatch:
             text += "; it is stopped (by SIGSTOP, or a debugger)"
         else:
             text += "; it did not say what it does"
-        ranks = sorted(
-            self._pool.workers[each].assignment.rank for each in waiting if each in self._pool.workers
-        )
+        ranks = sorted(self._pool.workers[each].assignment.rank for each in waiting if each in self._pool.workers)
         if ranks:
             text += f", while rank {', '.join(map(str, ranks))} waits in a collective"
         return text
@@ -166,8 +158,7 @@ def dump_stacks(workers: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
             worker.assignment.rank,
             worker.process.pid,
             reason,
-            found[worker.id]
-            or f"(no answer; process state: {_linux.process_state(worker.process.pid) or 'gone'})",
+            found[worker.id] or f"(no answer; process state: {_linux.process_state(worker.process.pid) or 'gone'})",
         )
     return found
 

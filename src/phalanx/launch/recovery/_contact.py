@@ -54,15 +54,11 @@ def judge(
     step = max((word.step for word in words), default=-1)
     last = before if before is not None and step <= before.step else ContactLosses()
     row = ContactLosses(count=last.count + 1, step=step)
-    first = min(
-        words, key=lambda word: (not word.of, not word.late, word.by), default=None
-    )  # the one that says most
+    first = min(words, key=lambda word: (not word.of, not word.late, word.by), default=None)  # the one that says most
     reason = f"{len(words)} workers lost contact" + (f" ({first.by}: {first.reason})" if first else "")
 
     def culprits(ids: Sequence[str], why: str) -> Judgement:
-        return Judgement(
-            reason=f"{reason}; {', '.join(ids)} {why}", row=ContactLosses(step=step), replace=tuple(ids)
-        )
+        return Judgement(reason=f"{reason}; {', '.join(ids)} {why}", row=ContactLosses(step=step), replace=tuple(ids))
 
     if halted := [worker for worker in members if worker in stopped]:
         return culprits(halted, "is stopped and is replaced")

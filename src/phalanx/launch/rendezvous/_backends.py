@@ -65,9 +65,7 @@ def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     is_host = params.get_as_bool("is_host")
     if is_host is None:
         is_host = is_this_machine(host)
-    opened = open_tcp(
-        host, port, serve=is_host, timeout=params.get_as_float("read_timeout", timeouts.REACH_STORE)
-    )
+    opened = open_tcp(host, port, serve=is_host, timeout=params.get_as_float("read_timeout", timeouts.REACH_STORE))
     return make_handler(params, opened, loopback=host in LOOPBACK)
 
 
@@ -199,9 +197,7 @@ def options_of(params: RendezvousParameters) -> HandlerOptions:
     )
 
 
-def describe_node(
-    params: RendezvousParameters, *, loopback: bool = False, fixed_rank: int = -1
-) -> NodeRecord:
+def describe_node(params: RendezvousParameters, *, loopback: bool = False, fixed_rank: int = -1) -> NodeRecord:
     """Return this node's record before it has joined."""
     host = socket.gethostname()
     return NodeRecord(
@@ -275,9 +271,7 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
             store.set(_SERVED, b"{}")
             return OpenStore(store=store, url=_tcp_url(host, port), is_host=True)
     if port == 0:
-        raise ValueError(
-            f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open"
-        )
+        raise ValueError(f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open")
     url = _tcp_url(host, port)
     line = f"waiting up to {timeout:g} s for the agent that serves the rendezvous at {host}:{port}; is it started?"
     try:

@@ -173,9 +173,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         except StoreLost as error:
             raise self._lost(error) from error
         except RecordError as error:
-            raise RendezvousStateError(
-                f"node {self.node_id} cannot join job {self._run_id!r}: {error}"
-            ) from error
+            raise RendezvousStateError(f"node {self.node_id} cannot join job {self._run_id!r}: {error}") from error
         self._generation = members.generation
         return describe(members, rank, self._agent_store)
 

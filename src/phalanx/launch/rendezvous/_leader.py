@@ -66,9 +66,7 @@ def describe(members: Members, rank: int, store: Store) -> RendezvousInfo:
         generation=members.generation,
         nodes=members.node_infos,
         agreed=members,
-        bootstrap_store_info=RendezvousStoreInfo(
-            master_addr=members.master_addr, master_port=members.master_port
-        ),
+        bootstrap_store_info=RendezvousStoreInfo(master_addr=members.master_addr, master_port=members.master_port),
     )
 
 

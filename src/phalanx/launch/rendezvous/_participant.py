@@ -152,9 +152,7 @@ class Participant:
         """Return whether another node's record can be trusted."""
         others = self.store.items(NODES)
         others.pop(node_key(self.node.id), None)
-        return any(
-            open_record(self.signer, key, value, NodeRecord) is not None for key, value in others.items()
-        )
+        return any(open_record(self.signer, key, value, NodeRecord) is not None for key, value in others.items())
 
     def leave(self) -> None:
         """Stop being a live node (which also wakes ``pause``); a leader tells the others to find a new
@@ -240,9 +238,7 @@ class Participant:
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + self._ttl / 3
         if self._lease is not None and not self.facts.evicted and not self._lease.refresh():
-            log.warning(
-                "node %s: its lease of %g s ran out; was the process stopped?", self.node.id, self._ttl
-            )
+            log.warning("node %s: its lease of %g s ran out; was the process stopped?", self.node.id, self._ttl)
             self.facts.evicted = True
             self._step_down()  # the others will choose another
 

@@ -64,9 +64,7 @@ def assign_ranks(chosen: Sequence[NodeRecord], previous: Sequence[MemberNode]) -
     return tuple(MemberNode.of(node) for node in ranked if node is not None)
 
 
-def _fill(
-    ranked: list[NodeRecord | None], homeless: list[NodeRecord], previous: Sequence[MemberNode]
-) -> None:
+def _fill(ranked: list[NodeRecord | None], homeless: list[NodeRecord], previous: Sequence[MemberNode]) -> None:
     """Give every vacant rank a node: three passes, from the best match of its previous holder to any."""
     matches: list[Callable[[NodeRecord, MemberNode], bool]] = [
         lambda node, member: node.host == member.host,

@@ -35,9 +35,7 @@ class RendezvousHandlerRegistry:
         if not backend:
             raise ValueError("a rendezvous backend needs a name")
         if self._creators.get(backend, creator) is not creator:
-            raise ValueError(
-                f"the rendezvous backend {backend!r} is registered already, with another creator"
-            )
+            raise ValueError(f"the rendezvous backend {backend!r} is registered already, with another creator")
         self._creators[backend] = creator
 
     def names(self) -> list[str]:
@@ -57,9 +55,7 @@ class RendezvousHandlerRegistry:
         check_settings(params.config, params.backend)
         handler = creator(params)
         if not isinstance(handler, RendezvousHandler):
-            raise TypeError(
-                f"the backend {params.backend!r} made a {type(handler).__name__}, no RendezvousHandler"
-            )
+            raise TypeError(f"the backend {params.backend!r} made a {type(handler).__name__}, no RendezvousHandler")
         return handler
 
 

@@ -45,9 +45,7 @@ def how_to_start(backend: str, url: str, run_id: str, rules: Rules, fixed_rank: 
     if backend == "static":
         host, _, port = place.rpartition(":")
         rank = str(1 - fixed_rank) if rules.max_nodes == 2 else "RANK"
-        return (
-            f"phalanx run --nnodes {nodes} --node-rank {rank} --master-addr {host} --master-port {port} ..."
-        )
+        return f"phalanx run --nnodes {nodes} --node-rank {rank} --master-addr {host} --master-port {port} ..."
     return f"phalanx run --nnodes {nodes} --rdzv-backend {backend} --rdzv-endpoint {place} --rdzv-id {run_id} ..."
 
 
@@ -64,9 +62,7 @@ def waiting_line(
 ) -> str:
     """Return what a node that waits for a generation says. ``present``: the ids of all nodes that are there."""
     if is_spare:
-        return (
-            f"this node is a spare: job {run_id!r} has its {rules.max_nodes} node(s); it waits to replace one"
-        )
+        return f"this node is a spare: job {run_id!r} has its {rules.max_nodes} node(s); it waits to replace one"
     missing = rules.min_nodes - len(present)
     if missing > 0:
         place = url.partition("://")[2]

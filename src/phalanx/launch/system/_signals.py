@@ -60,9 +60,7 @@ def handled(signals: tuple[signal.Signals, ...], tell: Callable[[signal.Signals]
         log.warning("not in the main thread: signals are not handled by the agent")
         yield
         return
-    previous = {
-        signum: signal.signal(signum, lambda number, _: tell(signal.Signals(number))) for signum in signals
-    }
+    previous = {signum: signal.signal(signum, lambda number, _: tell(signal.Signals(number))) for signum in signals}
     try:
         yield
     finally:

@@ -72,9 +72,7 @@ class HTTPHealthCheckServer(HealthCheckServer):
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
         server = self._server
-        background.start(
-            server.serve_forever, "phalanx-health", on_failure=self._failed, attempts=background.ATTEMPTS
-        )
+        background.start(server.serve_forever, "phalanx-health", on_failure=self._failed, attempts=background.ATTEMPTS)
 
     def _failed(self, error: BaseException) -> None:
         """Whoever probes shall get no answer, rather than wait for one."""
@@ -90,16 +88,12 @@ class HTTPHealthCheckServer(HealthCheckServer):
             self._server = None
 
 
-def create_healthcheck_server(
-    alive_callback: Callable[[], float], port: int, timeout: float
-) -> HealthCheckServer:
+def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
     """Return the server that agents use when the environment names a port."""
     return HTTPHealthCheckServer(alive_callback, port, timeout)
 
 
-def health_server_from(
-    environ: Mapping[str, str], alive_callback: Callable[[], float]
-) -> HealthCheckServer | None:
+def health_server_from(environ: Mapping[str, str], alive_callback: Callable[[], float]) -> HealthCheckServer | None:
     """Return the server that the environment asks for by naming a port, if it does.
 
     >>> health_server_from({}, time.time) is None

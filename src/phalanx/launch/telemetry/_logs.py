@@ -41,9 +41,7 @@ class Std(IntFlag):
         if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
             pairs = (pair.split(":") for pair in text.split(","))
             return {int(rank): cls(int(value)) for rank, value in pairs}
-        raise ValueError(
-            f"streams are {text!r}; expected 0, 1, 2 or 3, or pairs such as 0:1,1:3 (local rank:value)"
-        )
+        raise ValueError(f"streams are {text!r}; expected 0, 1, 2 or 3, or pairs such as 0:1,1:3 (local rank:value)")
 
 
 def to_map(streams: Std | Mapping[int, Std], local_ranks: int) -> dict[int, Std]:
@@ -105,9 +103,7 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
     ) -> None:
         if log_dir and log_dir != os.devnull and os.path.isfile(log_dir):
-            raise NotADirectoryError(
-                f"log_dir is {log_dir!r}, which is a file; expected a directory or a new path"
-            )
+            raise NotADirectoryError(f"log_dir is {log_dir!r}, which is a file; expected a directory or a new path")
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._run_log_dir = ""
         self._owned: OwnedFolder | None = None
@@ -145,9 +141,7 @@ class DefaultLogsSpecs(LogsSpecs):
                 continue
             log.error("logs cannot be kept in %r: %s; they go to %s", self.root_log_dir, error, found)
             return found
-        log.error(
-            "logs cannot be kept in %r: %s; nor anywhere else: there are none", self.root_log_dir, error
-        )
+        log.error("logs cannot be kept in %r: %s; nor anywhere else: there are none", self.root_log_dir, error)
         return os.devnull
 
     def close(self, *, keep: bool) -> None:

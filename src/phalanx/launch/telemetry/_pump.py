@@ -54,9 +54,7 @@ class LogPump:
         self._drains: list[threading.Event] = []
         self._is_closing = False
         # Begun again for ever: workers stand still when nobody reads what they print.
-        self._thread = Background(
-            self._run, "phalanx-logs", on_failure=lambda error: None, attempts=background.FOREVER
-        )
+        self._thread = Background(self._run, "phalanx-logs", on_failure=lambda error: None, attempts=background.FOREVER)
 
     def start(self) -> None:
         self._thread.start()

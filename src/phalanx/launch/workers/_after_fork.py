@@ -46,9 +46,7 @@ class Output(io.FileIO):
         view = memoryview(data).cast("B")
         try:
             if self.num_lost:
-                super().write(
-                    f"\nphalanx: {self.num_lost} bytes of output were lost: the disk was full\n".encode()
-                )
+                super().write(f"\nphalanx: {self.num_lost} bytes of output were lost: the disk was full\n".encode())
                 self.num_lost = 0
             rest = view
             while rest:
@@ -110,9 +108,7 @@ def forget_zygote() -> None:
         process.current_process().authkey = os.urandom(32)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None and tempfile.tempdir in tempfile._candidate_tempdir_list():
-        tempfile.tempdir = (
-            None  # asked for by some import: TMPDIR, which the script may set, shall be read again
-        )
+        tempfile.tempdir = None  # asked for by some import: TMPDIR, which the script may set, shall be read again
 
 
 def keep_sockets_in(folder: str) -> None:

@@ -84,9 +84,7 @@ def _store(fd: int, outcome: tuple[str, Any], what: str, *, is_fatal: bool = Tru
     except Exception as error:  # see write_payload
         if is_fatal:
             kind = type(outcome[1]).__name__
-            problem = TypeError(
-                f"the worker function ended well, but {what}, a {kind}, cannot be pickled: {error}"
-            )
+            problem = TypeError(f"the worker function ended well, but {what}, a {kind}, cannot be pickled: {error}")
             record_exception(problem, is_incurable=True)  # the function would return the same again
             sys.excepthook(type(problem), problem, None)
         return 1

@@ -45,18 +45,14 @@ def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
         os._exit(0)
     order, fds = received
     fd_of = dict(zip(order["fds"], fds, strict=True))
-    fd_of["agent"] = (
-        orders.detach()
-    )  # stays open: its other end is closed when the agent ends, however it does
+    fd_of["agent"] = orders.detach()  # stays open: its other end is closed when the agent ends, however it does
     code = 1
     try:
         become_worker(order, fd_of)
         if order["kind"] == "exec":
             _exec(order, fd_of)
         code = _run(order, fd_of, functions)
-    except (
-        BaseException
-    ) as error:  # a fault of ours: say so and end; this process must never return into the zygote
+    except BaseException as error:  # a fault of ours: say so and end; this process must never return into the zygote
         sys.excepthook(type(error), error, error.__traceback__)
     _leave(code)
 

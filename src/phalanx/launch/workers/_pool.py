@@ -175,9 +175,7 @@ class WorkerPool:
         for name, fd in fds.items():
             if name != "result":
                 os.close(fd)
-        if (
-            process.exit_code is not None
-        ):  # it died before it had its order, so nobody could know whose it was
+        if process.exit_code is not None:  # it died before it had its order, so nobody could know whose it was
             self._on_exit(process)
         return worker
 
@@ -200,9 +198,7 @@ class WorkerPool:
         rank = worker.assignment.local_rank
         path, is_tee = files.get(rank, ""), rank in tees
         config = self.config
-        filters = (
-            config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters
-        ) or ()
+        filters = (config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters) or ()
         if path == os.devnull:
             return {name: os.open(os.devnull, os.O_WRONLY)}
         file_fd = _open_log(path) if path else -1
@@ -261,9 +257,7 @@ class WorkerPool:
         """Read the return value of a worker that ended well; False, and it has failed, when that is not possible."""
         outcome = read_result(worker.result_fd) if worker.result_fd >= 0 else None
         if outcome and outcome[0] == "unreadable":
-            worker.problem = (
-                f"the worker function ended well, but its return value cannot be unpickled: {outcome[1]}"
-            )
+            worker.problem = f"the worker function ended well, but its return value cannot be unpickled: {outcome[1]}"
             return False
         worker.value = outcome[1] if outcome else None
         return True

@@ -149,9 +149,7 @@ class Zygote:
     def execute(cls, preload: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Zygote:
         """Start one in a fresh interpreter: for callers that have threads already."""
         ours, theirs = socket.socketpair()
-        command = interpreter_command(
-            ["-m", "phalanx.launch.workers._zygote", str(theirs.fileno()), str(os.getpid())]
-        )
+        command = interpreter_command(["-m", "phalanx.launch.workers._zygote", str(theirs.fileno()), str(os.getpid())])
         child = subprocess.Popen(
             [*command, *preload], pass_fds=[theirs.fileno()], env=None if env is None else dict(env)
         )
@@ -177,9 +175,7 @@ class Zygote:
         try:
             self._ready.result(timeout)
         except FutureTimeoutError:
-            raise ProcessStartError(
-                f"the zygote (pid {self.pid}) was not ready after {timeout:g} s"
-            ) from None
+            raise ProcessStartError(f"the zygote (pid {self.pid}) was not ready after {timeout:g} s") from None
 
     def park(self, timeout: float = START_TIMEOUT) -> WorkerProcess:
         """Fork a new process that waits for its order."""
@@ -197,9 +193,7 @@ class Zygote:
                 send_message(self._sock, {"kind": "fork", "token": token}, [theirs.fileno()])
             return future.result(timeout)
         except FutureTimeoutError:
-            raise ProcessStartError(
-                f"the zygote (pid {self.pid}) did not fork within {timeout:g} s"
-            ) from None
+            raise ProcessStartError(f"the zygote (pid {self.pid}) did not fork within {timeout:g} s") from None
         except OSError as error:
             raise ProcessStartError(f"the zygote (pid {self.pid}) is gone: {error}") from error
         finally:
@@ -317,17 +311,13 @@ def _adopt(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> 
     """Report the end of an orphan when it comes; the thread that does."""
 
     def failed(error: BaseException) -> None:
-        log.error(
-            "the end of worker process %d cannot be waited for, so it is killed: %r", process.pid, error
-        )
+        log.error("the end of worker process %d cannot be waited for, so it is killed: %r", process.pid, error)
         _linux.signal_group(process.pid, signal.SIGKILL)
         process.ended_at = time.time()
         process.end(-signal.SIGKILL)
         on_exit(process)
 
-    return start(
-        lambda: _wait_for_orphan(process, on_exit), f"phalanx-orphan-{process.pid}", on_failure=failed
-    )
+    return start(lambda: _wait_for_orphan(process, on_exit), f"phalanx-orphan-{process.pid}", on_failure=failed)
 
 
 def _wait_for_orphan(process: WorkerProcess, on_exit: Callable[[WorkerProcess], None]) -> None:

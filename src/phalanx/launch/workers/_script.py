@@ -49,9 +49,7 @@ def _run_file(path: str, main: ModuleType) -> None:
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         runpy.run_path(path, run_name="__main__")
         return
-    path = os.path.join(
-        os.getcwd(), path
-    )  # as since 3.9: a script may change directory and still find its neighbours
+    path = os.path.join(os.getcwd(), path)  # as since 3.9: a script may change directory and still find its neighbours
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     loader = SourceFileLoader("__main__", path)
@@ -70,9 +68,7 @@ def interpreter_command(words: Sequence[str]) -> list[str]:
     """Return this interpreter, with the options that it was given itself (-W, -X, -O, ...) and unbuffered output."""
     given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing's way
     options = [name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()]
-    more = [
-        word for option in options if option not in given for word in ("-X", option)
-    ]  # it passes some of these
+    more = [word for option in options if option not in given for word in ("-X", option)]  # it passes some of these
     return [sys.executable, *given, *more, "-u", *words]
 
 

@@ -41,9 +41,7 @@ class Zygotes:
             is_warm=start.is_warm,
         )
 
-    def __init__(
-        self, first: Zygote, make: Callable[[bool], Zygote] | None = None, *, is_warm: bool = False
-    ) -> None:
+    def __init__(self, first: Zygote, make: Callable[[bool], Zygote] | None = None, *, is_warm: bool = False) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._warm: Zygote | None = first if is_warm else None

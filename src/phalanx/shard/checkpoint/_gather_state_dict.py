@@ -21,15 +21,9 @@ def gather_state_dict(
     >>> full = gather_state_dict(model.state_dict())        # doctest: +SKIP
     """
     sharded = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
-    group = (
-        as_group(process_group)
-        if process_group or not sharded
-        else next(iter(sharded.values()))._process_group
-    )
+    group = as_group(process_group) if process_group or not sharded else next(iter(sharded.values()))._process_group
     gathered = {
-        name: GatheredTensor(
-            value.metadata(), value.local_shards(), _empty_full(value) if group.rank == dst else None
-        )
+        name: GatheredTensor(value.metadata(), value.local_shards(), _empty_full(value) if group.rank == dst else None)
         for name, value in sharded.items()
     }
     gather_tensors(group, list(gathered.values()), dst, max_bytes)

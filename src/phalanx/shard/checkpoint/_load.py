@@ -66,9 +66,7 @@ class Checkpoint:
 
     def load(self, name: str, sharding_spec: ShardingSpec, *, process_group: Any = None) -> ShardedTensor:
         """One tensor under a spec, on any group."""
-        made = ShardedTensor(
-            sharding_spec, self.size(name), dtype=self.dtype(name), process_group=process_group
-        )
+        made = ShardedTensor(sharding_spec, self.size(name), dtype=self.dtype(name), process_group=process_group)
         self.read_into(name, made)
         return made
 
@@ -103,9 +101,7 @@ class Checkpoint:
         stored = self._index.tensors.get(name)
         if stored is None:
             known = ", ".join(self.names()[:10])
-            raise KeyError(
-                f"no tensor {name!r} in {self.path}; there are {len(self._index.tensors)}: {known}"
-            )
+            raise KeyError(f"no tensor {name!r} in {self.path}; there are {len(self._index.tensors)}: {known}")
         return stored
 
     def _fill(self, name: str, out: Tensor, box: Box) -> None:
@@ -116,12 +112,7 @@ class Checkpoint:
             if common is None:
                 continue
             wanted = view_of(out, common, box.offsets)
-            if (
-                common == shard.box
-                and wanted.dtype == dtype
-                and wanted.is_contiguous()
-                and wanted.device.type == "cpu"
-            ):
+            if common == shard.box and wanted.dtype == dtype and wanted.is_contiguous() and wanted.device.type == "cpu":
                 self._read_whole(name, shard, wanted)
             else:
                 wanted.copy_(view_of(self._map(name, shard, dtype, common), common, shard.offsets))
@@ -138,9 +129,7 @@ class Checkpoint:
                 while filled < len(part):
                     count = file.readinto(part[filled:])
                     if not count:
-                        raise CheckpointError(
-                            f"{self.path / shard.file} ends early; {name!r} needs more of it"
-                        )
+                        raise CheckpointError(f"{self.path / shard.file} ends early; {name!r} needs more of it")
                     filled += count
                 self._check(name, shard, data, block, known=False)
 
@@ -158,9 +147,7 @@ class Checkpoint:
             raw = raw.clone()  # foreign files may not be aligned
         return raw.view(dtype).view(shard.sizes)
 
-    def _check(
-        self, name: str, shard: StoredShard, data: memoryview, block: int, *, known: bool = True
-    ) -> None:
+    def _check(self, name: str, shard: StoredShard, data: memoryview, block: int, *, known: bool = True) -> None:
         """Compare a block with its digest; what is read from the same mapping (``known``) is checked once."""
         key = (shard.file, shard.begin + block * BLOCK)
         if known and key in self._checked:
@@ -184,9 +171,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}; {name!r} needs it") from error
         if found != wanted:
-            raise CheckpointError(
-                f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it"
-            )
+            raise CheckpointError(f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it")
         if shard.begin < 0 or shard.begin + nbytes > found or len(shard.sums) != -(-nbytes // BLOCK):
             raise CheckpointError(f"{path}: {name!r} does not lie inside the file; the index is wrong")
 

@@ -119,9 +119,7 @@ def _write_own(
     partial.mkdir(parents=True, exist_ok=True)
     file = f"rank-{group.rank:05d}-of-{group.size:05d}.safetensors"
     keys = [f"{piece.name}/{number}" for number, piece in enumerate(pieces)]
-    described = {
-        key: (piece.tensor.dtype, piece.tensor.shape) for key, piece in zip(keys, pieces, strict=True)
-    }
+    described = {key: (piece.tensor.dtype, piece.tensor.shape) for key, piece in zip(keys, pieces, strict=True)}
     head, entries, size = layout(described)
     shards: dict[str, list[Any]] = {}
     with open(partial / file, "wb", buffering=0) as raw:

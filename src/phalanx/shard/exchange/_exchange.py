@@ -70,9 +70,7 @@ class TensorMove:
     def nbytes(self) -> int:
         """Bytes that change ranks."""
         return self.dtype.itemsize * sum(
-            copy.box.volume
-            for copy in self.copies
-            if self.sources[copy.source].rank != self.targets[copy.target].rank
+            copy.box.volume for copy in self.copies if self.sources[copy.source].rank != self.targets[copy.target].rank
         )
 
 
@@ -214,12 +212,9 @@ def _buffers(views_by_rank: Sequence[Sequence[Tensor]], device: torch.device) ->
 
     With several peers that is one buffer, which a transport can carry as it is, if every run then begins aligned.
     """
-    if sum(bool(views) for views in views_by_rank) == 1 and any(
-        _direct(views, device) for views in views_by_rank
-    ):
+    if sum(bool(views) for views in views_by_rank) == 1 and any(_direct(views, device) for views in views_by_rank):
         return [
-            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device)
-            for views in views_by_rank
+            _bytes(views[0]) if views else torch.empty(0, dtype=torch.uint8, device=device) for views in views_by_rank
         ]
     sizes = [_nbytes(views) for views in views_by_rank]
     if any(size % _ALIGNMENT for size in sizes):

@@ -38,9 +38,7 @@ class GatheredTensor(NamedTuple):
     out: Tensor | None
 
 
-def gather_tensors(
-    group: Group, tensors: Sequence[GatheredTensor], dst: int, max_bytes: int | None = None
-) -> None:
+def gather_tensors(group: Group, tensors: Sequence[GatheredTensor], dst: int, max_bytes: int | None = None) -> None:
     """Fill ``out`` of every tensor on rank ``dst`` of the group."""
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"rank {group.rank}: gather with max_bytes={max_bytes}; expected at least 1")
@@ -106,6 +104,4 @@ def check_out(rank: int, dst: int, size: Sequence[int], out: Any) -> None:
     if out is None:
         raise ValueError(f"Argument ``dst_tensor`` (out) must be specified on destination rank {dst}")
     if tuple(out.shape) != tuple(size):
-        raise ValueError(
-            f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}"
-        )
+        raise ValueError(f"Argument ``dst_tensor`` (out) have size {tuple(out.shape)}, but should be {tuple(size)}")

@@ -67,18 +67,12 @@ def owner_of(shard: ShardMetadata, group: Group) -> int:
         )
     rank = shard.placement.rank()
     if rank is None:
-        raise ValueError(
-            f"{shard} names a device but no rank; write e.g. 'rank:{group.ranks[0]}/{shard.placement}'"
-        )
+        raise ValueError(f"{shard} names a device but no rank; write e.g. 'rank:{group.ranks[0]}/{shard.placement}'")
     if rank not in group.ranks:
-        raise ValueError(
-            f"Global rank {rank} of {shard} does not exist in input process group: {list(group.ranks)}"
-        )
+        raise ValueError(f"Global rank {rank} of {shard} does not exist in input process group: {list(group.ranks)}")
     return group.ranks.index(rank)
 
 
 def check_rank_in_group(group: Group, name: str, rank: Any) -> None:
     if not isinstance(rank, int) or not 0 <= rank < group.size:
-        raise ValueError(
-            f"rank {group.rank}: {name}={rank!r}; expected a rank of the group, in [0, {group.size})"
-        )
+        raise ValueError(f"rank {group.rank}: {name}={rank!r}; expected a rank of the group, in [0, {group.size})")

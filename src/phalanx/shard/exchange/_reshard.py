@@ -28,9 +28,7 @@ class ReshardPlan(NamedTuple):
         back = [Copy(copy.target, copy.source, copy.box) for copy in self.copies]
         return ReshardPlan(self.targets, self.sources, back)
 
-    def run(
-        self, group: Group, given: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype
-    ) -> None:
+    def run(self, group: Group, given: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> None:
         """``given`` and ``wanted``: this rank's tensors, in the order of its pieces."""
         move = TensorMove(
             dtype,
@@ -48,9 +46,7 @@ def _by_position(pieces: Sequence[RankBox], tensors: Sequence[Tensor], rank: int
     return dict(zip(mine, tensors, strict=True))
 
 
-def plan_reshard(
-    before: Sequence[ShardMetadata], after: Sequence[ShardMetadata], group: Group
-) -> ReshardPlan:
+def plan_reshard(before: Sequence[ShardMetadata], after: Sequence[ShardMetadata], group: Group) -> ReshardPlan:
     sources, targets = pieces_of(before, group), pieces_of(after, group)
     return ReshardPlan(sources, targets, plan_copies(sources, targets))
 
@@ -79,9 +75,7 @@ def reshard_shards(
     if properties.requires_grad and not leaves and torch.is_grad_enabled():
         _check_busy(group, "after", plan.targets)
         if not connect_leaves:
-            _check_busy(
-                group, "before", plan.sources
-            )  # it cannot tell whether the others' tensors are leaves
+            _check_busy(group, "before", plan.sources)  # it cannot tell whether the others' tensors are leaves
         # A rank without shards must take part in backward as well: this input makes its results part of the graph.
         anchor = torch.empty(0, requires_grad=True)
         applied = _Reshard.apply(plan, group, mine, properties.dtype, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's

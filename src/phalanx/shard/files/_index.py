@@ -117,9 +117,7 @@ def _parse(inner: Fields) -> Index:
     for file in files:
         if Path(file).name != file or "\0" in file:
             raise ValueError(f"it names a file outside its folder: {short(file)}")
-    return Index(
-        {name: _parse_tensor(name, entry, files) for name, entry in inner.mapping("tensors").items()}, files
-    )
+    return Index({name: _parse_tensor(name, entry, files) for name, entry in inner.mapping("tensors").items()}, files)
 
 
 def _parse_tensor(name: str, entry: Any, files: dict[str, int]) -> StoredTensor:
@@ -158,9 +156,7 @@ def _parse_shard(what: str, entry: Any, size: list[int], itemsize: int, files: d
     nbytes = shard.box.volume * itemsize
     inside = zip(shard.offsets, shard.sizes, size, strict=True)
     if any(length > whole or (nbytes and begin + length > whole) for begin, length, whole in inside):
-        raise ValueError(
-            f"{what}: the shard at {shard.offsets} of sizes {shard.sizes} lies outside of size {size}"
-        )
+        raise ValueError(f"{what}: the shard at {shard.offsets} of sizes {shard.sizes} lies outside of size {size}")
     if shard.file not in files:
         raise ValueError(f"a shard of {what} lies in {short(shard.file)}, which is not among the files")
     if shard.begin + nbytes > files[shard.file] or len(shard.sums) != -(-nbytes // BLOCK):

@@ -70,8 +70,7 @@ def layout(
     text += b" " * (-(8 + len(text)) % 64)  # the data begins aligned
     head = len(text).to_bytes(8, "little") + text
     entries = {
-        name: TensorEntry(dtype, tuple(shape), len(head) + ends[name][0])
-        for name, (dtype, shape) in tensors.items()
+        name: TensorEntry(dtype, tuple(shape), len(head) + ends[name][0]) for name, (dtype, shape) in tensors.items()
     }
     return head, entries, len(head) + position
 

@@ -43,9 +43,7 @@ class ShardMetadata:
                 f"give one of each per dim"
             )
         if any(value < 0 for value in (*self.shard_offsets, *self.shard_sizes)):
-            raise ValueError(
-                f"shard_offsets {self.shard_offsets} and shard_sizes {self.shard_sizes}: all must be >= 0"
-            )
+            raise ValueError(f"shard_offsets {self.shard_offsets} and shard_sizes {self.shard_sizes}: all must be >= 0")
 
     def __hash__(self) -> int:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))

@@ -71,6 +71,4 @@ def _first(terms: Counter[Spans], work: list[int]) -> tuple[int, ...] | None:
 
 
 def _holds(box: Box, point: Sequence[int]) -> bool:
-    return all(
-        begin <= at < begin + size for at, begin, size in zip(point, box.offsets, box.sizes, strict=True)
-    )
+    return all(begin <= at < begin + size for at, begin, size in zip(point, box.offsets, box.sizes, strict=True))

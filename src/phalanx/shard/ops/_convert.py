@@ -42,9 +42,7 @@ def to_dtensor(tensor: ShardedTensor) -> DTensor:
         moved = reshard_shards(tensor.local_shards(), metadata, wanted, group, connect_leaves=True)
         local = moved[0].tensor
     with use_group(group):
-        mesh = DeviceMesh(
-            tensor.device.type, list(range(group.size))
-        )  # equal to every other one made on this group
+        mesh = DeviceMesh(tensor.device.type, list(range(group.size)))  # equal to every other one made on this group
     return DTensor.from_local(local, mesh, [Shard(dim)], shape=tuple(metadata.size))
 
 
@@ -74,9 +72,7 @@ def from_dtensor(tensor: DTensor) -> ShardedTensor:
             shards.append(ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device}"))
     properties = TensorProperties(local.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(shards, torch.Size(tensor.shape), properties)
-    mine = [
-        LocalShard(local, s) for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]
-    ]
+    mine = [LocalShard(local, s) for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]]
     placement = tensor.placements[0]
     if mesh.ndim == 1 and isinstance(placement, Shard):
         spec: ShardingSpec = ChunkShardingSpec(placement.dim, [shard.placement for shard in shards])
@@ -105,9 +101,7 @@ def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Return the box of the global tensor that the rank at this coordinate of the mesh holds."""
     offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
-    for index, num_ranks, placement in zip(
-        coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
-    ):
+    for index, num_ranks, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if placement.is_replicate():
             continue
         if type(placement) is not Shard:

@@ -35,9 +35,7 @@ def custom_sharding_spec_op(
 def _register(table: dict[Any, Implementation], func: Any) -> Callable[[Implementation], Implementation]:
     def decorate(implementation: Implementation) -> Implementation:
         if not callable(implementation):
-            raise TypeError(
-                f"the implementation of {func} must be callable, got {type(implementation).__name__}"
-            )
+            raise TypeError(f"the implementation of {func} must be callable, got {type(implementation).__name__}")
         table[func] = implementation
         return implementation
 

@@ -91,22 +91,13 @@ def _copy(tensor: Any, other: Any, non_blocking: bool = False) -> Any:
         check_equal(tensor._process_group, "copy_", plain_tensors((tensor, other), {}))
     if isinstance(other, ShardedTensor) and not same_layout(tensor, other):
         if other.shape != tensor.shape:
-            raise RuntimeError(
-                f"copy_ of a ShardedTensor of {tuple(other.shape)} into one of {tuple(tensor.shape)}"
-            )
+            raise RuntimeError(f"copy_ of a ShardedTensor of {tuple(other.shape)} into one of {tuple(tensor.shape)}")
         moved = _detach(other).reshard(tensor.sharding_spec())
         other = moved if same_layout(tensor, moved) else None
         if other is None:
-            raise RuntimeError(
-                "inplace copy can only happen between ShardedTensors whose layouts can be made the same"
-            )
-    if (
-        _shard_by_shard.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor)
-        is NotImplemented
-    ):
-        raise RuntimeError(
-            f"copy_ of a tensor of {tuple(other.shape)} into a ShardedTensor of {tuple(tensor.shape)}"
-        )
+            raise RuntimeError("inplace copy can only happen between ShardedTensors whose layouts can be made the same")
+    if _shard_by_shard.run_pointwise(torch.Tensor.copy_, (tensor, other, non_blocking), {}, tensor) is NotImplemented:
+        raise RuntimeError(f"copy_ of a tensor of {tuple(other.shape)} into a ShardedTensor of {tuple(tensor.shape)}")
     return tensor
 
 

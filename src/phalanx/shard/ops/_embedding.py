@@ -78,9 +78,7 @@ def _fetch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The distinct rows, each index's position among them, and which rows they are."""
     if not isinstance(weight, ShardedTensor) or isinstance(indices, ShardedTensor):
-        raise TypeError(
-            f"{name}: the indices must be a plain tensor (this rank's own) and the weight a ShardedTensor"
-        )
+        raise TypeError(f"{name}: the indices must be a plain tensor (this rank's own) and the weight a ShardedTensor")
     if weight.dim() != 2:
         raise ValueError(f"{name}: the weight must have 2 dims, it has size {tuple(weight.shape)}")
     if sparse:
@@ -156,17 +154,12 @@ class _Lookup:
     def forward(self, shards: Sequence[Tensor]) -> Tensor:
         picked = {i: shards[k].detach().index_select(0, rows) for i, (k, rows) in self.picks.items()}
         result = torch.empty(self.targets[self.group.rank].box.sizes, dtype=self.dtype, device=self.device)
-        move = TensorMove(
-            self.dtype, self.sources, self.targets, self.copies, picked, {self.group.rank: result}
-        )
+        move = TensorMove(self.dtype, self.sources, self.targets, self.copies, picked, {self.group.rank: result})
         exchange(self.group, [move])
         return result
 
     def backward(self, grad: Tensor, shards: Sequence[tuple[torch.Size, torch.device]]) -> list[Tensor]:
-        arrived = {
-            i: torch.empty(self.sources[i].box.sizes, dtype=grad.dtype, device=self.device)
-            for i in self.picks
-        }
+        arrived = {i: torch.empty(self.sources[i].box.sizes, dtype=grad.dtype, device=self.device) for i in self.picks}
         back = [Copy(copy.target, copy.source, copy.box) for copy in self.copies]
         move = TensorMove(grad.dtype, self.targets, self.sources, back, {self.group.rank: grad}, arrived)
         exchange(self.group, [move])
@@ -195,9 +188,7 @@ def _limit_norms(weight: ShardedTensor, rows: Tensor, max_norm: float, norm_type
     mine = []
     for shard in weight.local_shards():
         first = shard.metadata.shard_offsets[0]
-        low, high = torch.searchsorted(
-            rows, torch.tensor([first, first + shard.metadata.shard_sizes[0]])
-        ).tolist()
+        low, high = torch.searchsorted(rows, torch.tensor([first, first + shard.metadata.shard_sizes[0]])).tolist()
         picked = rows[low:high] - first
         mine.append((shard.tensor, picked, slice(low, high)))
         if picked.numel() and shard.tensor.shape[1]:

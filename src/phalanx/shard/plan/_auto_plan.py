@@ -86,9 +86,7 @@ def auto_plan(module: nn.Module, mesh: DeviceMesh, memory_budget: int | None = N
     choices, report = choose(candidates, total, len(ranks), memory_budget)
     devices = [_device(mesh.device_type, position) for position in range(len(ranks))]
     plan: dict[str, Any] = {
-        choice.name: ChunkShardingSpec(
-            choice.dim, [f"rank:{ranks[p]}/{devices[p]}" for p in choice.positions]
-        )
+        choice.name: ChunkShardingSpec(choice.dim, [f"rank:{ranks[p]}/{devices[p]}" for p in choice.positions])
         for choice in choices
     }
     return AutoPlan(plan, report=report)
@@ -114,9 +112,7 @@ def find_candidates(module: nn.Module) -> tuple[list[Candidate], int]:
             weight = name == "weight" and isinstance(part, (nn.Embedding, nn.EmbeddingBag, nn.Linear))
             if weight and tensor.dim() == 2:
                 full = f"{path}.{name}" if path else name
-                candidates.append(
-                    Candidate(full, kind, (tensor.shape[0], tensor.shape[1]), tensor.element_size())
-                )
+                candidates.append(Candidate(full, kind, (tensor.shape[0], tensor.shape[1]), tensor.element_size()))
     return candidates, total
 
 
@@ -159,9 +155,7 @@ def _choose_one(candidate: Candidate, fair: float, sharded: Sequence[int]) -> Sh
             candidate.name, way, dim, tuple(range(num_ranks))
         )  # in order: converts to a DTensor for free
     if candidate.nbytes * 2 > fair and candidate.shape[0] >= num_ranks:
-        return ShardingChoice(
-            candidate.name, "by rows", 0, emptiest
-        )  # the emptiest ranks get the fuller chunks
+        return ShardingChoice(candidate.name, "by rows", 0, emptiest)  # the emptiest ranks get the fuller chunks
     return ShardingChoice(candidate.name, "whole table on one rank", 0, emptiest[:1])
 
 

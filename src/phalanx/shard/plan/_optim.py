@@ -74,9 +74,7 @@ class ShardedOptimizer(optim.Optimizer):
         """``state``: parameter name -> entry -> tensor, sharded where the parameter is; ``param_groups`` with names."""
         return {
             "state": {name: _gathered_state(value, self.state) for name, value in self.named_params.items()},
-            "param_groups": [
-                {**group, "params": self._names(group["params"])} for group in self._optim.param_groups
-            ],
+            "param_groups": [{**group, "params": self._names(group["params"])} for group in self._optim.param_groups],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -120,11 +118,7 @@ def _gathered_state(value: Tensor, state: Mapping[Tensor, Any]) -> dict[str, Any
 
 def _aligned(entry: Any, value: Tensor) -> Any:
     """The entry, in the layout of the parameter."""
-    if (
-        isinstance(entry, ShardedTensor)
-        and isinstance(value, ShardedTensor)
-        and not same_layout(entry, value)
-    ):
+    if isinstance(entry, ShardedTensor) and isinstance(value, ShardedTensor) and not same_layout(entry, value):
         copied: ShardedTensor = entry._with_tensors([shard.tensor.detach() for shard in entry.local_shards()])
         return copied.reshard(value.sharding_spec())
     return entry

@@ -140,9 +140,7 @@ def _shard_shared(
     )
     for request in distinct:
         if id(request.tensor) not in made:
-            made[id(request.tensor)] = request.spec.shard(
-                request.tensor, src_rank=src_rank, process_group=group
-            )
+            made[id(request.tensor)] = request.spec.shard(request.tensor, src_rank=src_rank, process_group=group)
     parameters = {key: _as_parameter(first[key].tensor, tensor) for key, tensor in made.items()}
     return [parameters[id(request.tensor)] for request in requests]
 
@@ -224,9 +222,7 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
                 destination[_key(prefix + path, name)] = value
 
 
-def pre_load_state_dict_hook(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *ignored: Any
-) -> None:
+def pre_load_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ignored: Any) -> None:
     """For ``_register_load_state_dict_pre_hook(..., with_module=True)``: puts those attributes back."""
     for path, submodule in module.named_modules():
         for name in list(vars(submodule)):

@@ -50,9 +50,7 @@ def check_plan(plan: ShardingPlan) -> None:
     """Raise for entries of wrong types, a sharder for the root, and parameters inside a sharder's submodule."""
     sharders = [name for name, spec in plan.plan.items() if isinstance(spec, Sharder)]
     if "" in sharders:
-        raise KeyError(
-            "Module path must not be empty for custom sharder! Name the submodule that it shall replace"
-        )
+        raise KeyError("Module path must not be empty for custom sharder! Name the submodule that it shall replace")
     for name, spec in plan.plan.items():
         if not isinstance(spec, (ShardingSpec, Sharder)):
             raise TypeError(

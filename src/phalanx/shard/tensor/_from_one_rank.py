@@ -117,9 +117,7 @@ def _check_same(
                 f"all ranks need the same plan"
             )
         for request, mine, theirs in zip(requests, said[1], others, strict=True):  # type: ignore[call-overload]  # a list
-            for what, own, other in zip(
-                ("name", "size", "dtype", "sharding_spec"), mine, theirs, strict=False
-            ):
+            for what, own, other in zip(("name", "size", "dtype", "sharding_spec"), mine, theirs, strict=False):
                 if own != other:
                     raise ValueError(
                         f"{request.name}: {what}={own} on rank: {group.rank} does not match with {what}={other} on "

@@ -28,9 +28,7 @@ def flatten_size(size: Sequence[Any]) -> torch.Size:
 
 def check_plain(tensor: Tensor, rank: int) -> None:
     if tensor.layout != torch.strided:
-        raise ValueError(
-            f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!"
-        )
+        raise ValueError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!")
     if not tensor.is_contiguous():
         raise ValueError(
             f"Only torch.contiguous_format memory_format is currently supported: a local shard of rank {rank} of size "

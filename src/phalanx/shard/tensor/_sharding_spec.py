@@ -42,9 +42,7 @@ class ShardingSpec(ABC):
     """Says how to shard a tensor. Derive from it for a layout of your own: ``build_metadata`` is all that it needs."""
 
     @abstractmethod
-    def build_metadata(
-        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
-    ) -> ShardedTensorMetadata:
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards of a tensor of this size."""
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
@@ -73,15 +71,11 @@ class ChunkShardingSpec(ShardingSpec):
     @staticmethod
     def _verify_dim(dim: Any) -> None:
         if isinstance(dim, str):
-            raise NotImplementedError(
-                f"ChunkShardingSpec(dim={dim!r}): named dims are not supported; give its number"
-            )
+            raise NotImplementedError(f"ChunkShardingSpec(dim={dim!r}): named dims are not supported; give its number")
         if not isinstance(dim, int):
             raise ValueError(f"ChunkShardingSpec: the sharding dim must be an integer, found {dim!r}")
 
-    def build_metadata(
-        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
-    ) -> ShardedTensorMetadata:
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         self._verify_dim(self.dim)
         num_dims = len(tensor_sizes)
         if not -num_dims <= self.dim < num_dims:
@@ -109,14 +103,10 @@ class EnumerableShardingSpec(ShardingSpec):
             raise ValueError("EnumerableShardingSpec of an empty list of shards; give at least one")
         ranks = {len(shard.shard_offsets) for shard in self.shards}
         if len(ranks) > 1:
-            raise ValueError(
-                f"Found inconsistent ranks for shards: {sorted(ranks)}; all need the same number of dims"
-            )
+            raise ValueError(f"Found inconsistent ranks for shards: {sorted(ranks)}; all need the same number of dims")
         check_no_overlap(self.shards)
 
-    def build_metadata(
-        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
-    ) -> ShardedTensorMetadata:
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         check_cover(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 

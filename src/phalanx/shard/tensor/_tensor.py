@@ -324,9 +324,7 @@ class ShardedTensor(torch.Tensor, Spread):
             properties = replace(properties, dtype=like.dtype, requires_grad=like.requires_grad)
             if like.device != self.device:
                 entries = [_moved(entry, like.device) for entry in entries]
-        mine = [
-            entry for entry in entries if owner_of(entry, self._process_group) == self._process_group.rank
-        ]
+        mine = [entry for entry in entries if owner_of(entry, self._process_group) == self._process_group.rank]
         shards = [Shard(tensor, entry) for tensor, entry in zip(tensors, mine, strict=True)]
         metadata = ShardedTensorMetadata(entries, self._metadata.size, properties)
         return type(self)._wrap(shards, metadata, self._sharding_spec, self._process_group)
@@ -364,9 +362,7 @@ class ShardedTensor(torch.Tensor, Spread):
 
     def _held_boxes(self, purpose: str) -> list[HeldBox]:
         return [
-            HeldBox(
-                tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach()
-            )
+            HeldBox(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach())
             for shard in self._local_shards
         ]
 

@@ -111,9 +111,7 @@ class DTensor(torch.Tensor, Spread):
         which ``local_tensor`` gets its shard (default: as the tensor, replicated where that is partial).
         ``stride`` is only checked: a DTensor has the memory order of its local tensor.
         """
-        return above.from_local(
-            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
-        )
+        return above.from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's local tensor as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
@@ -172,9 +170,7 @@ class DTensor(torch.Tensor, Spread):
         ``nbytes``.
         """
         spec = self._spec
-        return plan_redistribute(
-            spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape)))
-        )
+        return plan_redistribute(spec, spec.with_placements(normalize(placements, spec.mesh.ndim, len(spec.shape))))
 
     # ---- layout
 
@@ -282,9 +278,7 @@ class DTensor(torch.Tensor, Spread):
             return
         value = _distributed("gradient", value)
         if value.shape != self.shape:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}"
-            )
+            raise RuntimeError(f"a gradient of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)}")
         if value._spec is self._spec.cotangent:
             local = value._local
         else:
@@ -305,9 +299,7 @@ class DTensor(torch.Tensor, Spread):
         if type(gradient) is DTensor and inputs is None and gradient._spec is spec and spec is spec.cotangent:
             keep = create_graph if retain_graph is None else retain_graph
             grads = (gradient._local,)
-            _run_backward(
-                (self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
-            )
+            _run_backward((self._local,), grads, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
             return
         func = torch.Tensor.backward
         (handlers.get(func) or above.find_handler(func))(
@@ -380,9 +372,7 @@ class DTensor(torch.Tensor, Spread):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; detach() first")
-        local = copy.deepcopy(
-            checked_local(self), memo
-        )  # with its gradient; what shares its memory still does
+        local = copy.deepcopy(checked_local(self), memo)  # with its gradient; what shares its memory still does
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         copied = memo[id(self)] = wrap(local, self._spec)
         copied.__dict__.update(state)

@@ -139,8 +139,7 @@ class OrderedCall:
     def _ask(self, local_strides: Sequence[Strides], results: Sequence[Tensor]) -> list[Strides] | None:
         """Strides of the results' shards; None if nothing can tell them."""
         of_global = [
-            global_strides(spec, of_local)
-            for spec, of_local in zip(self._targets, local_strides, strict=True)
+            global_strides(spec, of_local) for spec, of_local in zip(self._targets, local_strides, strict=True)
         ]
         found = None
         try:
@@ -174,8 +173,7 @@ class OrderedCall:
         """Whether meta tensors give what the shards gave: some functions have an order of their own on them."""
         found = self._on_meta([spec.local_shape for spec in self._targets], local_strides)
         return all(
-            result.stride() == strides or not result.numel()
-            for result, strides in zip(results, found, strict=True)
+            result.stride() == strides or not result.numel() for result, strides in zip(results, found, strict=True)
         )
 
     def _on_meta(self, shapes: Any, strides: Sequence[Strides]) -> list[Strides]:

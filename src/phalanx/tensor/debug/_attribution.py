@@ -91,9 +91,7 @@ class Attribution(TorchFunctionMode):
         running = Running(name, current_graph_task_id(), _next_node())
         self._running.append(running)
         # The module's last hook, not a global one: those come before the module's own, which communicate too.
-        handle: RemovableHandle = module.register_forward_hook(
-            lambda *_: self._end(running, handle), always_call=True
-        )
+        handle: RemovableHandle = module.register_forward_hook(lambda *_: self._end(running, handle), always_call=True)
         if name not in self._record.modules:
             self._record.modules[name] = type(module).__name__
             own = dict(module.named_parameters(recurse=False))

@@ -38,9 +38,7 @@ class CommDebugMode:
 
     def __enter__(self) -> CommDebugMode:
         if self._entered:
-            raise RuntimeError(
-                "this CommDebugMode is entered already and counts for that block: make another"
-            )
+            raise RuntimeError("this CommDebugMode is entered already and counts for that block: make another")
         self._entered = True
         self._record = record = Record()
         following = self._stack.enter_context(Attribution(record))
@@ -85,8 +83,7 @@ class CommDebugMode:
         """module -> phase -> collective -> count, children included; ``Global`` is everything."""
         return {
             node.name: {
-                phase: {name: traffic.count for name, traffic in total.items()}
-                for phase, total in node.total.items()
+                phase: {name: traffic.count for name, traffic in total.items()} for phase, total in node.total.items()
             }
             for _, node in self._tree().walk()
         }

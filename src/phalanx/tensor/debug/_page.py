@@ -49,9 +49,7 @@ def _module(node: ModuleTree, noise_level: int, depth: int) -> str:
     silent = "" if badges else ' <span class="none">no communication</span>'
     opened = " open" if depth < 2 else ""
     inner = _details(node, noise_level) + "".join(_module(c, noise_level, depth + 1) for c in node.children)
-    return (
-        f"<details{opened}><summary>{escape(node.name)}{kind}{badges}{silent}</summary>\n{inner}</details>\n"
-    )
+    return f"<details{opened}><summary>{escape(node.name)}{kind}{badges}{silent}</summary>\n{inner}</details>\n"
 
 
 def _listed(total: dict[str, Traffic]) -> str:

@@ -45,9 +45,7 @@ def tiles(spec: Spec) -> list[Tile]:
     A rank has several where a strided shard gives it several ranges, and none where its shard is empty.
     """
     if len(spec.shape) not in (1, 2):
-        raise ValueError(
-            f"a picture needs one or two dims, not the shape {tuple(spec.shape)}: select or flatten first"
-        )
+        raise ValueError(f"a picture needs one or two dims, not the shape {tuple(spec.shape)}: select or flatten first")
     held: dict[tuple[Range, Range], list[int]] = {}
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
         ranges = [_runs(indices_of(n, spec.shards(dim, coordinate))) for dim, n in enumerate(spec.shape)]

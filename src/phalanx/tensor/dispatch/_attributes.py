@@ -106,9 +106,7 @@ def factory_out(func: Any, args: Any, kwargs: Any) -> Any:
     made = None if out is None else func(*args, **options)
     if made is None or isinstance(made, DTensor):  # of tensors: linspace(start, end)
         return run_replicated(func, args, kwargs)
-    return write_out(
-        wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out
-    )
+    return write_out(wrap(made, Spec.of(out._spec.mesh, out._spec.replicated.placements, made.shape, made.dtype)), out)
 
 
 def as_other(func: Any, args: Any, kwargs: Any) -> Any:

@@ -138,9 +138,7 @@ def on_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[Tensor
         if result is None:
             return None
         if not isinstance(result, DTensor):
-            raise RuntimeError(
-                f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor"
-            )
+            raise RuntimeError(f"a gradient hook of a DTensor returned a {type(result).__name__}; expected a DTensor")
         return entered_gradient(local_gradient("a gradient hook", result, own), own)
 
     return local_hook

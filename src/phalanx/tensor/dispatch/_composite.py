@@ -45,15 +45,8 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Any, defaults: list[Any]) -> Any:
-    first, target, weight, reduction, ignored, *rest = (
-        args if len(args) > 4 else (*args, *defaults[len(args) - 2 :])
-    )
-    if (
-        kwargs
-        or not isinstance(first, DTensor)
-        or not isinstance(target, DTensor)
-        or len(first._spec.shape) < 2
-    ):
+    first, target, weight, reduction, ignored, *rest = args if len(args) > 4 else (*args, *defaults[len(args) - 2 :])
+    if kwargs or not isinstance(first, DTensor) or not isinstance(target, DTensor) or len(first._spec.shape) < 2:
         return run_replicated(func, args, kwargs)
     if reduction != _MEAN:
         return run_rule(func, (first, target, weight, reduction, ignored, *rest), None)
@@ -124,19 +117,12 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("x", "ord", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **options}
     order = given.get("ord", 2)
-    if (
-        not isinstance(x, DTensor)
-        or options.get("out") is not None
-        or not (0 < order < math.inf)
-        or not x.ndim
-    ):
+    if not isinstance(x, DTensor) or options.get("out") is not None or not (0 < order < math.inf) or not x.ndim:
         return run_replicated(func, args, kwargs)
     x = _without_partial(x, func.__name__)
     spec = x._spec
     dims = given.get("dim")
-    chosen = (
-        range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else list(dims) or range(x.ndim)
-    )
+    chosen = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else list(dims) or range(x.ndim)
     reduced = {d % x.ndim for d in chosen}
     keepdim = bool(given.get("keepdim", False))
     local = func(checked_local(x), order, sorted(reduced), keepdim, dtype=options.get("dtype"))
@@ -158,9 +144,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
         outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in placements]
         return wrap(local, Spec.of(spec.mesh, outer, shape, local.dtype))
     gathered = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
-    norms = redistribute_input(
-        wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__
-    )
+    norms = redistribute_input(wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__)
     outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in gathered]
     return wrap(func(norms, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
 
@@ -239,9 +223,7 @@ def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
     floats = [a for a in numbers if isinstance(a, float)]
     flags = [a for a in numbers if isinstance(a, bool)]
     if floats and floats[0] > 0 and len(flags) > 1 and flags[1]:
-        raise NotImplementedError(
-            f"{func.__name__} with dropout on a DTensor: put nn.Dropout between the layers"
-        )
+        raise NotImplementedError(f"{func.__name__} with dropout on a DTensor: put nn.Dropout between the layers")
     return run_replicated(func, args, kwargs)
 
 
@@ -268,9 +250,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         raise ValueError(f"embedding(padding_idx={padding}): the weight has {weight.shape[0]} rows")
     if given["scale_grad_by_freq"] or given["sparse"]:
-        return torch.embedding(
-            weight, indices, padding, bool(given["scale_grad_by_freq"]), bool(given["sparse"])
-        )
+        return torch.embedding(weight, indices, padding, bool(given["scale_grad_by_freq"]), bool(given["sparse"]))
     if type(weight) is DTensor and type(indices) is DTensor:
         return run_first_two(torch.embedding, weight, indices, (padding,))
     return run_rule(torch.embedding, (weight, indices, padding), None)

@@ -44,9 +44,7 @@ class Decision:
         self.outputs = outputs
         self.call = call  # takes the caller's arguments with locals in place of DTensors
         self.moves: tuple[tuple[int, Route], ...] = ()  # by position among the DTensors, as are reductions
-        self.reductions: tuple[
-            tuple[int, Hooks, tuple[int, ...]], ...
-        ] = ()  # of gradients that are not moved
+        self.reductions: tuple[tuple[int, Hooks, tuple[int, ...]], ...] = ()  # of gradients that are not moved
         self.is_view = False
         self.is_new = True  # never the argument itself, nor a copy where the local call gives a view
         self.aliasing: Aliasing | None = None  # of views, and of what may be one
@@ -77,9 +75,7 @@ REPLICATED = Decision("", "replicated", (), _not_here)  # no rule for this call:
 GENERAL = Decision("", "general", (), _not_here)  # DTensors of several meshes, which are promoted first
 
 
-def decide(
-    func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], structure: Structure | None
-) -> Decision:
+def decide(func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor], structure: Structure | None) -> Decision:
     """Ask the rule and choose. The DTensors are on one mesh."""
     name = op_name(func)
     structure = structure or flatten(args, kwargs)
@@ -140,13 +136,9 @@ def _make(call: Call, name: OpName, sharding: Sharding, layouts: Any) -> Decisio
         shapes = sharding.shapes or call.output_shapes()
         form = "one" if len(shapes) == 1 and (sharding.shapes or isinstance(call.meta(), Tensor)) else "many"
         first = call.inputs[0].spec
-        assert len(shapes) == len(outs), (
-            f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
-        )
+        assert len(shapes) == len(outs), f"{call.name}: the rule lays out {len(outs)} of {len(shapes)} outputs"
         outputs = tuple(
-            first
-            if p == first.placements and shape == first.shape
-            else Spec.of(first.mesh, p, shape, first.dtype)
+            first if p == first.placements and shape == first.shape else Spec.of(first.mesh, p, shape, first.dtype)
             for p, shape in zip(outs, shapes, strict=True)
         )
         if sharding.local is None and sharding.bind is None:

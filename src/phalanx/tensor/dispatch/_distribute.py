@@ -80,9 +80,7 @@ def distribute_tensor(
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
         return tensor
     if any(isinstance(p, Partial) for p in wanted):
-        raise ValueError(
-            f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local"
-        )
+        raise ValueError(f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local")
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             f"distribute_tensor makes leaves, but got the result of {tensor.grad_fn!r}, which would get no gradient: "
@@ -154,9 +152,7 @@ def redistribute(
     """Lay ``tensor`` out anew; see ``DTensor.redistribute``."""
     spec = tensor._spec
     if device_mesh is not None and device_mesh != spec.mesh:
-        raise ValueError(
-            f"redistribute keeps the mesh: the tensor is on {spec.mesh!r}, not on {device_mesh!r}"
-        )
+        raise ValueError(f"redistribute keeps the mesh: the tensor is on {spec.mesh!r}, not on {device_mesh!r}")
     if placements is None:
         raise ValueError("redistribute needs placements")
     local = tensor._local

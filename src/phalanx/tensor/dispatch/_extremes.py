@@ -54,12 +54,8 @@ class _ShardedDims:
         shape = [count if d == dim else n for d, n in enumerate(self.spec.shape)]
         if keepdim:
             return wrap(local, Spec.of(self.spec.mesh, self.gathered_placements, shape, local.dtype))
-        outer = [
-            p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in self.gathered_placements
-        ]
-        return wrap(
-            local.squeeze(dim), Spec.of(self.spec.mesh, outer, shape[:dim] + shape[dim + 1 :], local.dtype)
-        )
+        outer = [p.on_dim(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in self.gathered_placements]
+        return wrap(local.squeeze(dim), Spec.of(self.spec.mesh, outer, shape[:dim] + shape[dim + 1 :], local.dtype))
 
 
 def _sharded_along(x: Any, dim: Any, op: str, at_least: int = 1) -> _ShardedDims | None:
@@ -137,9 +133,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
     given = _given(("x", "k", "dim", "largest", "sorted"), args, kwargs)
     x, count, dim = args[0], given["k"], given.get("dim", -1)
     sharded = (
-        None
-        if "out" in given or type(count) is not int
-        else _sharded_along(x, dim, "topk", at_least=max(1, count))
+        None if "out" in given or type(count) is not int else _sharded_along(x, dim, "topk", at_least=max(1, count))
     )
     if sharded is None:
         return run_rule(func, args, kwargs)
@@ -148,6 +142,4 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
     values, indices = func(checked_local(x), count, dim, *order)
     best = func(sharded.along(values, dim, count), count, dim, *order)
     found = sharded.along(indices + sharded.spec.local_offset(dim), dim, count).gather(dim, best.indices)
-    return type(best)(
-        (sharded.result(best.values, dim, count, True), sharded.result(found, dim, count, True))
-    )
+    return type(best)((sharded.result(best.values, dim, count, True), sharded.result(found, dim, count, True)))

@@ -81,15 +81,11 @@ def write_back(tensor: DTensor, full: Tensor, op: str) -> None:
     check_writable(tensor, op)
     spec = tensor._spec
     if tuple(full.shape) != tuple(spec.shape):
-        raise RuntimeError(
-            f"{op} changed the shape of {spec!r} to {tuple(full.shape)}: not supported on a DTensor"
-        )
+        raise RuntimeError(f"{op} changed the shape of {spec!r} to {tuple(full.shape)}: not supported on a DTensor")
     if full is tensor._local:
         written(tensor)
         return
-    tensor._local.copy_(
-        moved_for(op, full, spec.replicated.with_dtype(full.dtype), spec.with_dtype(full.dtype))
-    )
+    tensor._local.copy_(moved_for(op, full, spec.replicated.with_dtype(full.dtype), spec.with_dtype(full.dtype)))
     written(tensor)
 
 

@@ -69,18 +69,13 @@ def _all_alike(args: Any) -> tuple[list[Any], list[Spec]] | None:
 def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     base = name[:-1] if name.endswith("_") else name
-    if not args or not isinstance(
-        args[0], (list, tuple)
-    ):  # a number to the power of tensors, or keywords only
+    if not args or not isinstance(args[0], (list, tuple)):  # a number to the power of tensors, or keywords only
         return _each(func, args, kwargs)
     first = list(args[0])
     if any(not isinstance(t, DTensor) for t in first):
         return _by_kind(func, args, kwargs)
     specs = [t._spec for t in first]
-    odd = (
-        any(spec.is_partial for spec in specs)
-        and OPERATORS[base.removeprefix(PREFIX)].foreach != "contributions"
-    )
+    odd = any(spec.is_partial for spec in specs) and OPERATORS[base.removeprefix(PREFIX)].foreach != "contributions"
     if odd or not all(_same_shapes(arg, first) for arg in args[1:]):
         return _each(func, args, kwargs)
     if name.endswith("_"):
@@ -101,8 +96,7 @@ def _same_shapes(value: Any, first: list[Any]) -> bool:
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
         return True
     return all(
-        not t.dim()
-        or (t.shape == other.shape and (not isinstance(t, DTensor) or t._spec.mesh == other._spec.mesh))
+        not t.dim() or (t.shape == other.shape and (not isinstance(t, DTensor) or t._spec.mesh == other._spec.mesh))
         for t, other in zip(value, first, strict=True)
     )
 
@@ -182,8 +176,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         given = given[:3]
     count = next(len(arg) for arg in given if isinstance(arg, (list, tuple)))
     results = [
-        single(*_place(given, i), **dict(zip(options, _place(options.values(), i), strict=True)))
-        for i in range(count)
+        single(*_place(given, i), **dict(zip(options, _place(options.values(), i), strict=True))) for i in range(count)
     ]
     return list(given[0]) if name.endswith("_") else results
 
@@ -242,9 +235,7 @@ def fused(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in first:
         check_writable(tensor, func.__name__, anywhere=False)
     copies: list[tuple[DTensor, Tensor, Spec]] = []
-    local_kwargs = {
-        key: _fused_arg(func.__name__, value, specs, copies) for key, value in (kwargs or {}).items()
-    }
+    local_kwargs = {key: _fused_arg(func.__name__, value, specs, copies) for key, value in (kwargs or {}).items()}
     func(*[_fused_arg(func.__name__, value, specs, copies) for value in args], **local_kwargs)
     for tensor, local, spec in copies:
         tensor._local.copy_(moved_for(func.__name__, local, spec, tensor._spec))
@@ -278,9 +269,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
     shared = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
     if shared:
         nbytes = len(shared) * local_found.nbytes
-        check_collective(
-            func.__name__, "asks every rank whether it found a gradient that is not finite", nbytes
-        )
+        check_collective(func.__name__, "asks every rank whether it found a gradient that is not finite", nbytes)
     func([g._local if isinstance(g, DTensor) else g for g in grads], local_found, local_scale)
     for group in shared:
         group.all_reduce(local_found, "max")

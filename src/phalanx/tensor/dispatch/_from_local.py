@@ -90,9 +90,7 @@ def _fitting(
     full = tuple(shape) if shape is not None else global_shape(shapes, placements, axes)
     spec = Spec.of(mesh, placements, full, local.dtype)
     if [held.shape for held in shapes.values()] != _expected(spec, axes):
-        fitting = {
-            where: LocalShape(s, local.dtype) for where, s in zip(shapes, _expected(spec, axes), strict=True)
-        }
+        fitting = {where: LocalShape(s, local.dtype) for where, s in zip(shapes, _expected(spec, axes), strict=True)}
         raise ValueError(
             f"rank {mesh.get_rank()}: from_local got {listing(mesh, shapes)}, but the parts of {spec!r} are "
             f"{listing(mesh, fitting)}; {_CHUNKS}"

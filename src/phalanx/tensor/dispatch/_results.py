@@ -41,9 +41,7 @@ def finish(decision: Decision, result: Any, first: DTensor, given: Any) -> Any:
     return wrapped
 
 
-def _finish_if_needed(
-    decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any
-) -> DTensor:
+def _finish_if_needed(decision: Decision, aliasing: Aliasing, result: Tensor, first: DTensor, given: Any) -> DTensor:
     """Finish a function that copies only if it must, as the global tensor would, whatever this shard allows.
 
     Where ranks might disagree about a copied view, it counts as one that cannot be written.
@@ -79,7 +77,5 @@ def _wrap_all(result: Any, outputs: Any) -> Any:
         items = [_wrap_all(item, outputs) for item in result]
         if type(result) in (list, tuple):
             return type(result)(items)
-        return (
-            type(result)(items) if type(result).__module__ == "torch.return_types" else type(result)(*items)
-        )
+        return type(result)(items) if type(result).__module__ == "torch.return_types" else type(result)(*items)
     return result

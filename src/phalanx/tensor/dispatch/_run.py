@@ -54,9 +54,7 @@ CACHE_LIMIT = 20_000
 _Runner = Callable[..., Any]
 
 # Types of arguments whose value can be a part of the key as it is; types are told apart by the runner's number.
-_PLAIN = frozenset(
-    {int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, complex, torch.Size}
-)
+_PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, complex, torch.Size})
 SIMPLE = frozenset({int, str, type(None), torch.dtype})  # no two of them are equal across types
 _SEQUENCES = frozenset({tuple, list})
 _KNOWN = _PLAIN | _SEQUENCES | {float, DTensor}
@@ -165,9 +163,7 @@ def _direct(*roles: str) -> Callable[..., Any]:
 
 
 def _role(kind: type) -> str:
-    return (
-        TENSOR if kind is DTensor else FLOAT if kind is float else SEQUENCE if kind in _SEQUENCES else VALUE
-    )
+    return TENSOR if kind is DTensor else FLOAT if kind is float else SEQUENCE if kind in _SEQUENCES else VALUE
 
 
 def _split(values: Any, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
@@ -280,9 +276,7 @@ def _run_general(func: Any, args: Any, kwargs: Any) -> Any:
     if decision.moves or decision.reductions:
         _move_inputs(decision, tensors, values, range(len(values)))
     local_args, local_kwargs = structure.rebuild(values)
-    return finish(
-        decision, decision.call(*local_args, **local_kwargs), tensors[0], () if kwargs else tuple(args)
-    )
+    return finish(decision, decision.call(*local_args, **local_kwargs), tensors[0], () if kwargs else tuple(args))
 
 
 # ``run_rule`` for the arguments of most calls, which have been told apart already: DTensors, followed by values of the

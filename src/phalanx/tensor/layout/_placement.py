@@ -252,9 +252,7 @@ def held_size(length: int, shards: Sequence[tuple[Shard, int, int]]) -> int:
     return length
 
 
-def inner_shard(
-    length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int
-) -> Shard | None:
+def inner_shard(length: int, mesh_shape: Sequence[int], placements: Sequence[Placement], axis: int) -> Shard | None:
     """Say how ``axis`` shards what all other axes leave of its dim; None if that cannot be said, for shards inside of
     its own.
 
@@ -304,17 +302,13 @@ def _lies_inside(length: int, blocks: int, parts: int, inside: tuple[int, ...]) 
     return True
 
 
-def normalize(
-    placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int
-) -> tuple[Placement, ...]:
+def normalize(placements: Sequence[Placement] | Placement, num_axes: int, num_dims: int) -> tuple[Placement, ...]:
     """Check one placement per axis and make shard dims non-negative."""
     if not isinstance(placements, Iterable):
         raise TypeError(f"expected a list of placements, one for each mesh axis, got {placements!r}")
     given = tuple(placements)
     if len(given) != num_axes:
-        raise ValueError(
-            f"a mesh of {num_axes} axes needs {num_axes} placements, one for each axis, got {list(given)}"
-        )
+        raise ValueError(f"a mesh of {num_axes} axes needs {num_axes} placements, one for each axis, got {list(given)}")
     result: list[Placement] = []
     for placement in given:
         if not isinstance(placement, Placement):
@@ -324,9 +318,7 @@ def normalize(
             )
         if isinstance(placement, Shard):
             if not -num_dims <= placement.dim < num_dims:
-                fits = (
-                    f"expected a dim from {-num_dims} to {num_dims - 1}" if num_dims else "it has none to cut"
-                )
+                fits = f"expected a dim from {-num_dims} to {num_dims - 1}" if num_dims else "it has none to cut"
                 raise IndexError(f"{placement!r} is out of range for a tensor of {num_dims} dims: {fits}")
             if placement.dim < 0:
                 placement = placement.on_dim(placement.dim + num_dims)

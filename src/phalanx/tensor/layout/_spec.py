@@ -64,9 +64,7 @@ class Spec:
     _lock = threading.Lock()
 
     @classmethod
-    def of(
-        cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
-    ) -> Spec:
+    def of(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Spec:
         size = torch.Size(shape)
         key = (mesh, tuple(placements), size, dtype)
         with cls._lock:
@@ -80,9 +78,7 @@ class Spec:
                 known.num_elements = math.prod(size)
                 own = mesh.get_coordinate()
                 known.is_outside, known.coordinate = own is None, own or (0,) * mesh.ndim
-                known.local_shape = (
-                    (0,) * max(1, len(size)) if own is None else known.shape_at(known.coordinate)
-                )
+                known.local_shape = (0,) * max(1, len(size)) if own is None else known.shape_at(known.coordinate)
                 known.is_partial = any(isinstance(p, Partial) for p in known.placements)
                 known.variants, known.routes = {}, {}
                 with (
@@ -211,9 +207,7 @@ class Spec:
         return _rebuild, (self.mesh, self.placements, tuple(self.shape), self.dtype)
 
 
-def _rebuild(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
-) -> Spec:
+def _rebuild(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
     return Spec.of(mesh, placements, shape, dtype)
 
 

@@ -403,15 +403,11 @@ def op_name(func: Any) -> OpName:
     (OpName(base='add', in_place=True), OpName(base='relu', in_place=False))
     """
     schema = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", "")
-    if schema and not schema.startswith(
-        "aten::"
-    ):  # an operation of a library, never torch's of the same name
+    if schema and not schema.startswith("aten::"):  # an operation of a library, never torch's of the same name
         return OpName(schema, False)
     name = getattr(func, "__name__", type(func).__name__)
     if isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch":
-        return OpName(
-            f"{func.__module__}.{name}", False
-        )  # a user's, which may have the name of one of torch's
+        return OpName(f"{func.__module__}.{name}", False)  # a user's, which may have the name of one of torch's
     if name in ("__get__", "__set__", "__delete__"):
         return OpName(f"{func.__self__.__name__}.{name.strip('_')}", False)
     if name.startswith("__") and name.endswith("__"):

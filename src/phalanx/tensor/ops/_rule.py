@@ -34,20 +34,14 @@ class Operator:
     name: str
     rule: Rule | None = None
     handler: str = ""  # runs it in place of the rule, or leaves some calls to the rule
-    functional: str = (
-        ""  # handler of ``torch.nn.functional``'s Python function of this name, whose body does not run
-    )
+    functional: str = ""  # handler of ``torch.nn.functional``'s Python function of this name, whose body does not run
     in_place: str = ""  # handler of the form that writes to its first argument
     refused: str = ""  # why it raises
     in_place_refused: str = ""
     # ---- forms
     dunders: str = ""  # Python operators that are this one; those with an ``i`` in front write in place
-    quick: str = (
-        ""  # methods and operators that DTensor has without the detour through torch's argument parser
-    )
-    foreach: Literal["", "locals", "contributions"] = (
-        ""  # ``_foreach_<name>`` runs on the locals, also partial ones
-    )
+    quick: str = ""  # methods and operators that DTensor has without the detour through torch's argument parser
+    foreach: Literal["", "locals", "contributions"] = ""  # ``_foreach_<name>`` runs on the locals, also partial ones
     sharded: str = ""  # for ShardedTensor: "metadata", "shards" (element by element), or its handler's name
     # ---- promises
     numbers: bool = False  # numbers among its arguments are operands: a decision holds for all of them
@@ -329,9 +323,7 @@ def only_if(good: Callable[[Call, Sequence[tuple[Placement, ...]]], bool], rule:
         sharding = rule(call)
         if sharding is not None:
             before = sharding.valid
-            sharding.valid = lambda placements: (
-                good(call, placements) and (before is None or before(placements))
-            )
+            sharding.valid = lambda placements: good(call, placements) and (before is None or before(placements))
         return sharding
 
     return stricter

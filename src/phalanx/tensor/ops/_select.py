@@ -59,9 +59,7 @@ def _cost(inputs: Sequence[In], layouts: Sequence[tuple[Placement, ...]], limit:
         if cost + least_cost(source, target) >= limit:
             return math.inf
         cost += plan_redistribute(source, target).cost
-        if any(
-            a.is_shard() and b.is_partial() for a, b in zip(source.placements, target.placements, strict=True)
-        ):
+        if any(a.is_shard() and b.is_partial() for a, b in zip(source.placements, target.placements, strict=True)):
             cost += source.num_elements * source.dtype.itemsize  # sends nothing now, but all of it later
     return cost
 

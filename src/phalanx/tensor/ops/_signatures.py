@@ -25,9 +25,7 @@ def in_signature_order(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if sum(isinstance(value, torch.Tensor) for value in kwargs.values()) < 2:
         return kwargs
     order = _parameters(op_name(func).base)
-    return dict(
-        sorted(kwargs.items(), key=lambda item: order.get(NUMPY_NAMES.get(item[0], item[0]), len(order)))
-    )
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(NUMPY_NAMES.get(item[0], item[0]), len(order))))
 
 
 def first_by_position(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,11 +37,7 @@ def first_by_position(func: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
     ((1,), {'dim': 0})
     """
     named = torch_keywords(kwargs)
-    if (
-        isinstance(func, FunctionType)
-        or "input" not in named
-        or _parameters(op_name(func).base).get("input") != 0
-    ):
+    if isinstance(func, FunctionType) or "input" not in named or _parameters(op_name(func).base).get("input") != 0:
         return (), kwargs
     return (named.pop("input"),), named
 

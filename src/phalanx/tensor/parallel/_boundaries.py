@@ -41,9 +41,7 @@ def _moved(
     return [_moved_one(*one, mesh, local) for one in zip(values, given, wanted, strict=True)]
 
 
-def _moved_one(
-    value: Any, given: Placement | None, wanted: Placement | None, mesh: DeviceMesh, local: bool
-) -> Any:
+def _moved_one(value: Any, given: Placement | None, wanted: Placement | None, mesh: DeviceMesh, local: bool) -> Any:
     if given is None:
         return value
     tensor = enter(value, mesh, given, wanted)

@@ -96,9 +96,7 @@ def _cross_entropy(
     exact = torch.promote_types(logits.dtype, torch.float32)
     shown = exact if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     spec, dim = logits._spec, _class_dim(logits)
-    rows = Spec.of(
-        spec.mesh, [_row_placement(p, dim) for p in spec.placements], _row_shape(spec, dim), spec.dtype
-    )
+    rows = Spec.of(spec.mesh, [_row_placement(p, dim) for p in spec.placements], _row_shape(spec, dim), spec.dtype)
     local_target = _local_target(target, rows)
     _check_target(local_target, spec.shape[dim], ignore_index)
     scale = _row_weights(local_target, weight, ignore_index, exact)
@@ -189,9 +187,7 @@ def _row_shape(spec: Spec, dim: int) -> list[int]:
 
 def _class_groups(spec: Spec, dim: int) -> tuple[Group, ...]:
     return tuple(
-        spec.mesh.get_group(axis)
-        for axis, p in enumerate(spec.placements)
-        if isinstance(p, Shard) and p.dim == dim
+        spec.mesh.get_group(axis) for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == dim
     )
 
 
@@ -199,9 +195,7 @@ def _local_target(target: Tensor, rows: Spec) -> Tensor:
     """This rank's rows of the target; a plain target is the same on every rank."""
     wanted = rows.with_dtype(target.dtype)
     if tuple(target.shape) != tuple(wanted.shape):
-        raise ValueError(
-            f"the target has shape {tuple(target.shape)}; the logits ask for {tuple(wanted.shape)}"
-        )
+        raise ValueError(f"the target has shape {tuple(target.shape)}; the logits ask for {tuple(wanted.shape)}")
     if not isinstance(target, DTensor):
         target = wrap(target, wanted.replicated)
     return target.redistribute(placements=wanted.placements)._local

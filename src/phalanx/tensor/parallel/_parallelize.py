@@ -48,9 +48,7 @@ def parallelize_module(
         for path, style in parallelize_plan.items():
             found = list(modules_at(module, path))
             if not found:
-                warnings.warn(
-                    f"the plan's key {path!r} names no module of {type(module).__name__}", stacklevel=2
-                )
+                warnings.warn(f"the plan's key {path!r} names no module of {type(module).__name__}", stacklevel=2)
             for part in found:
                 parallelize_module(part, mesh, style, src_data_rank=src_data_rank)
     return module

@@ -98,9 +98,7 @@ def handler_called(key: str) -> tuple[Handler, Any]:
 
 def _refusal(func: Any, name: OpName, operator: Operator) -> str | None:
     """Say why ``func`` takes no DTensors; None: it does."""
-    if (getattr(func, "__module__", None) or "").startswith("torch.distributed") or name.base.startswith(
-        _COLLECTIVES
-    ):
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed") or name.base.startswith(_COLLECTIVES):
         return "torch.distributed functions take this rank's part: use to_local()"
     if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
         return "compiled functions hold plain tensors and are not distributed; call the function itself"

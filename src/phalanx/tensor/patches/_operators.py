@@ -35,12 +35,7 @@ def install() -> None:
 
 def _operator(func: Any, inherited: Any) -> Any:
     def operator(self: DTensor, other: Any) -> Any:
-        if (
-            type(other) is not DTensor
-            or type(self) is not DTensor
-            or num_function_modes()
-            or num_dispatch_modes()
-        ):
+        if type(other) is not DTensor or type(self) is not DTensor or num_function_modes() or num_dispatch_modes():
             return inherited(self, other)
         try:
             handler = handlers[func]

@@ -50,9 +50,7 @@ def require_dtype(name: str, dtype: torch.dtype, taken: Collection[torch.dtype])
 def require_everywhere(op: str, good: Tensor, spec: Spec, told: str) -> None:
     """Raise on every rank if ``good``, a local tensor laid out as ``spec``, is false anywhere on any."""
     flag = (~good).any().to(torch.int64).reshape(1)
-    cut = [
-        axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.shape[axis] > 1
-    ]
+    cut = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.shape[axis] > 1]
     if cut:
         check_collective(op, f"asks every rank whether its part of {spec!r} is good", 8 * len(cut))
     for axis in cut:

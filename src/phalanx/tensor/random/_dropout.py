@@ -23,9 +23,7 @@ def _mask(tensor: DTensor, keep: float, feature: bool, scaled: bool = False) -> 
     """One (``scaled``: divided by ``keep``) with probability ``keep``, else zero; per element or channel (two dims)."""
     spec = tensor._spec.cotangent
     if feature:
-        require(
-            tensor.ndim >= 2, f"feature dropout on a DTensor needs 2 or more dims, got {tuple(tensor.shape)}"
-        )
+        require(tensor.ndim >= 2, f"feature dropout on a DTensor needs 2 or more dims, got {tuple(tensor.shape)}")
         shape = [*tensor.shape[:2], *[1] * (tensor.ndim - 2)]
         spec = Spec.of(spec.mesh, tensor._spec.replicated.placements, shape, tensor.dtype)
     kept = _philox.filled(

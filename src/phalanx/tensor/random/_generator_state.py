@@ -28,9 +28,7 @@ def _upper_halves(saved: Tensor) -> npt.NDArray[np.uint32]:
 
 def put(saved: Tensor, payload: bytes) -> None:
     """Write ``payload`` (at most ``ROOM`` bytes) into a state that torch has just saved."""
-    assert saved.numel() == STATE_BYTES, (
-        f"torch saved {saved.numel()} bytes of generator state, not {STATE_BYTES}"
-    )
+    assert saved.numel() == STATE_BYTES, f"torch saved {saved.numel()} bytes of generator state, not {STATE_BYTES}"
     assert 0 < len(payload) <= ROOM, f"{len(payload)} bytes do not fit into {ROOM}"
     halves = _upper_halves(saved)
     padded = np.frombuffer(payload + bytes(-len(payload) % 4), dtype=np.uint32)

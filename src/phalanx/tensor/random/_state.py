@@ -49,9 +49,7 @@ class _RandomStates:
             root, layout = mesh._root, mesh._layout
             text = repr((root.ranks.tolist(), layout.axes, mesh.mesh_dim_names, mesh.device_type))
             used = set(self.keys.values())  # by meshes of the same ranks over other groups
-            digests = (
-                hashlib.blake2b(f"{n} {text}".encode(), digest_size=16).digest() for n in itertools.count()
-            )
+            digests = (hashlib.blake2b(f"{n} {text}".encode(), digest_size=16).digest() for n in itertools.count())
             known = self.keys[mesh] = next(d for d in digests if d not in used)
         return known
 
@@ -77,13 +75,9 @@ class _RandomStates:
     def unpack(self, payload: bytes) -> None:
         mark, num_meshes, num_streams = _HEADER.unpack_from(payload)
         if mark != _MARK or len(payload) != _HEADER.size + num_streams * _ENTRY.size:
-            raise ValueError(
-                "torch.set_rng_state: the state of DTensors in it is not one that this version saved"
-            )
+            raise ValueError("torch.set_rng_state: the state of DTensors in it is not one that this version saved")
         self.num_meshes = num_meshes
-        self.streams = {
-            key: (seed, draws) for key, seed, draws in _ENTRY.iter_unpack(payload[_HEADER.size :])
-        }
+        self.streams = {key: (seed, draws) for key, seed, draws in _ENTRY.iter_unpack(payload[_HEADER.size :])}
 
 
 _process_state = _RandomStates()

@@ -107,9 +107,7 @@ def follow(route: Route, local: Tensor) -> Tensor:
     return result
 
 
-def move_as(
-    local: Tensor, plan: Plan, backward_dtype: torch.dtype | None, started: Started | None = None
-) -> Tensor:
+def move_as(local: Tensor, plan: Plan, backward_dtype: torch.dtype | None, started: Started | None = None) -> Tensor:
     """``local`` cast to the dtype of ``plan`` and moved; its gradient travels in ``backward_dtype``.
 
     Without one it travels in the dtype of the result.
@@ -194,9 +192,7 @@ def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
         return local
     whole = spec.cotangent.with_dtype(local.dtype)
     sums = [isinstance(p, Partial) and p.reduce_op in LINEAR_OPS for p in spec.placements]
-    parts = whole.with_placements(
-        [PARTIAL_SUM if s else p for s, p in zip(sums, whole.placements, strict=True)]
-    )
+    parts = whole.with_placements([PARTIAL_SUM if s else p for s, p in zip(sums, whole.placements, strict=True)])
     way = (whole, parts) if exposed else (parts, whole)
     result: Tensor = _apply_move(local, turn_back(route_of(plan_redistribute(*way))).back)
     return result

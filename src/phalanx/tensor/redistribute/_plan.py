@@ -52,9 +52,7 @@ class Plan:
     source: Spec
     target: Spec
     steps: tuple[RedistributeStep, ...]
-    actions: list[Any] = field(
-        default_factory=list, compare=False, repr=False
-    )  # the executor's, see _steps.py
+    actions: list[Any] = field(default_factory=list, compare=False, repr=False)  # the executor's, see _steps.py
 
     @property
     def nbytes(self) -> int:

@@ -135,9 +135,7 @@ def _search(
     """A*, of plans cheaper than ``bound``; no steps if there are none."""
     least = LeastCost(grid, target)
     order = itertools.count()
-    queue: list[tuple[float, int, int, float, Placements, Found]] = [
-        (least(source), 0, next(order), 0.0, source, [])
-    ]
+    queue: list[tuple[float, int, int, float, Placements, Found]] = [(least(source), 0, next(order), 0.0, source, [])]
     best = {source: 0.0}
     while queue:
         _, length, _, cost, now, found = heapq.heappop(queue)
@@ -184,9 +182,7 @@ class LeastCost:
         return total
 
 
-def _steps_from(
-    grid: Grid, now: Placements, options: Sequence[Placements]
-) -> Iterator[tuple[str, int, Placements]]:
+def _steps_from(grid: Grid, now: Placements, options: Sequence[Placements]) -> Iterator[tuple[str, int, Placements]]:
     for axis, choices in enumerate(options):
         for after in choices:
             if after != now[axis]:

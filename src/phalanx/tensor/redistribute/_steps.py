@@ -75,9 +75,7 @@ class _AxisShards:
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Start and size of each range of rows that ``rank`` holds."""
-        blocks = zip(
-            chunk_starts(self.joined, self.blocks), chunk_sizes(self.joined, self.blocks), strict=True
-        )
+        blocks = zip(chunk_starts(self.joined, self.blocks), chunk_sizes(self.joined, self.blocks), strict=True)
         return [
             (start + chunk_starts(size, self.num_shards)[rank], chunk_sizes(size, self.num_shards)[rank])
             for start, size in blocks
@@ -117,9 +115,7 @@ def _all_gather(step: RedistributeStep) -> Action:
         return _even_gather(group, axis_shards.dim, step)
 
     def begin(local: Tensor, async_op: bool) -> tuple[Any, Any]:
-        outputs = [
-            local.new_empty(_resized(local, axis_shards.dim, length)) for length in axis_shards.lengths
-        ]
+        outputs = [local.new_empty(_resized(local, axis_shards.dim, length)) for length in axis_shards.lengths]
         return group.all_gather(outputs, local.contiguous(), async_op=async_op), outputs
 
     return begin, axis_shards.join
@@ -146,9 +142,7 @@ def _back_to(dim: int, shape: Sequence[int]) -> Finish:
         return None
     with without_user_modes():
         back = torch.empty(shape, device="meta").transpose(0, dim)
-    if (
-        back.is_contiguous()
-    ):  # nothing is between them; the strides of a dim with one row must be row-major too
+    if back.is_contiguous():  # nothing is between them; the strides of a dim with one row must be row-major too
         return lambda output: output.view(back.shape)
     return lambda output: output.transpose(0, dim).contiguous()
 

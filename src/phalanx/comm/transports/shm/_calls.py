@@ -35,13 +35,7 @@ def record(
     kind: str, dtype: torch.dtype = torch.uint8, op: ReduceOp | None = None, root: int = 0, nbytes: int = 0
 ) -> int:
     """The fields that every rank must give alike. ``nbytes`` stays 0 where sizes may differ between ranks."""
-    number = (
-        _KIND[kind]
-        | (_OPS[op] << 4 if op is not None else 0)
-        | _DTYPE[dtype] << 8
-        | root << 15
-        | nbytes << 25
-    )
+    number = _KIND[kind] | (_OPS[op] << 4 if op is not None else 0) | _DTYPE[dtype] << 8 | root << 15 | nbytes << 25
     assert number < 1 << 63, f"{nbytes} bytes are too many for one collective"
     return number
 

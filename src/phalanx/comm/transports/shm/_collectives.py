@@ -59,9 +59,7 @@ Piece = Callable[[int, int], None]
 """What is done with piece ``i`` at step ``n``."""
 
 
-def stream(
-    w: Window, call: int, count: int, put: Piece | None, take: Piece | None, src: int | None = None
-) -> Steps:
+def stream(w: Window, call: int, count: int, put: Piece | None, take: Piece | None, src: int | None = None) -> Steps:
     """``count`` steps, one per piece: put mine, take the others' (or only ``src``'s).
 
     While the others' piece is missing, later ones are put ahead as far as slots are free: a rank that was kept from

@@ -109,9 +109,7 @@ class Engine:
         self._bell_address = segment.address + (block + L.BELL) * 8
         peers.wake_with(self.wake)
         self._sleepers = [
-            (layout.block(r) + L.ASLEEP, (layout.block(r) + L.BELL) * 2)
-            for r in range(layout.size)
-            if r != rank
+            (layout.block(r) + L.ASLEEP, (layout.block(r) + L.BELL) * 2) for r in range(layout.size) if r != rank
         ]
 
     def lane(self) -> Lane:

@@ -62,16 +62,13 @@ class Peers:
         words, layout = segment.words, segment.layout
         others = [rank for rank in range(layout.size) if rank != self._rank]
         states = {rank: words[layout.block(rank) + L.STATE] for rank in others}
-        dead = tuple(
-            r for r in self.dead_among(others) if any(self._needed(segment, r, token) for token in tokens)
-        )
+        dead = tuple(r for r in self.dead_among(others) if any(self._needed(segment, r, token) for token in tokens))
         if dead:
             return self.lost(dead, "a collective needed it")
         left = [
             rank
             for rank, state in states.items()
-            if state == L.FAILED
-            or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in tokens))
+            if state == L.FAILED or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in tokens))
         ]
         if left:
             # Whoever gave up may have seen a death before this process was told of it: look for oneself.

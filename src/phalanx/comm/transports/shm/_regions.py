@@ -74,9 +74,7 @@ class Regions:
         if entry:
             self._words[self._tables[self._rank] + entry] = 0
 
-    def view(
-        self, rank: int, place: RegionAddress, dtype: torch.dtype, nbytes: int, offset: int = 0
-    ) -> Tensor:
+    def view(self, rank: int, place: RegionAddress, dtype: torch.dtype, nbytes: int, offset: int = 0) -> Tensor:
         """``nbytes`` of a peer's tensor from byte ``offset`` of it, as a flat tensor."""
         key = (rank, place.entry)
         found = self._mapped.get(key)

@@ -57,9 +57,7 @@ def exchange_identities(store: Store, rank: int, size: int, timeout: float) -> d
 class _JoinRounds:
     """The store as the ranks of one forming group use it."""
 
-    def __init__(
-        self, store: Store, peers: Peers, rank: int, timeout: float, interrupt: Interrupt | None
-    ) -> None:
+    def __init__(self, store: Store, peers: Peers, rank: int, timeout: float, interrupt: Interrupt | None) -> None:
         self._store, self._peers, self._rank = store, peers, rank
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout

@@ -72,9 +72,7 @@ class SegmentLayout:
 
     def __post_init__(self) -> None:
         if self.slots < 4:
-            raise ValueError(
-                f"{self.slots} slots; an all_reduce in shares has steps of two pieces under way: 4"
-            )
+            raise ValueError(f"{self.slots} slots; an all_reduce in shares has steps of two pieces under way: 4")
 
     @property
     def sizes_word(self) -> int:

@@ -84,9 +84,7 @@ def find(address: int, nbytes: int) -> Allocation | None:
 
 
 def _free(allocation: Allocation, owner: int) -> None:
-    if (
-        os.getpid() != owner
-    ):  # a forked child: the descriptor is its own copy, the table its parent's business
+    if os.getpid() != owner:  # a forked child: the descriptor is its own copy, the table its parent's business
         os.close(allocation.fd)
         return
     with _lock:

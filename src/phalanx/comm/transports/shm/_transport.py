@@ -101,9 +101,7 @@ class ShmTransport(Transport):
             raise ShmUnavailable(reason)
         peers = Peers(identities, rank, generation)
         try:
-            segment = join(
-                store, rank, layout or SegmentLayout(size=size), peers, timeout=timeout, interrupt=interrupt
-            )
+            segment = join(store, rank, layout or SegmentLayout(size=size), peers, timeout=timeout, interrupt=interrupt)
         except BaseException:
             peers.close()
             raise
@@ -150,9 +148,7 @@ class ShmTransport(Transport):
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         return self.all_gather(self._parts(output), tensor, async_op=async_op)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool
-    ) -> Work:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         self._check_device(output, *inputs)
         fold = self._fold(op, output.dtype)
         if any(map(self._is_large, inputs)):

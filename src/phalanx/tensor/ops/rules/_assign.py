@@ -89,9 +89,7 @@ def _value_placement(
 
 
 def _index_ndim(keys: Sequence[Any]) -> int:
-    return max(
-        (1 if isinstance(k, list) else k.ndim for k in keys if isinstance(k, (In, Tensor, list))), default=0
-    )
+    return max((1 if isinstance(k, list) else k.ndim for k in keys if isinstance(k, (In, Tensor, list))), default=0)
 
 
 def _front(keys: Sequence[Any]) -> int:
@@ -103,13 +101,9 @@ def _front(keys: Sequence[Any]) -> int:
 def _result_dims(keys: Sequence[Any]) -> dict[int, int]:
     """Say which dim of the result each sliced dim is."""
     if not any(isinstance(k, (In, Tensor, list)) for k in keys):
-        return {
-            d: sum(isinstance(o, slice) for o in keys[:d]) for d, k in enumerate(keys) if isinstance(k, slice)
-        }
+        return {d: sum(isinstance(o, slice) for o in keys[:d]) for d, k in enumerate(keys) if isinstance(k, slice)}
     broad, front = _index_ndim(keys), _front(keys)
-    before = {
-        d: sum(isinstance(o, slice) for o in keys[:d]) for d, k in enumerate(keys) if isinstance(k, slice)
-    }
+    before = {d: sum(isinstance(o, slice) for o in keys[:d]) for d, k in enumerate(keys) if isinstance(k, slice)}
     return {d: at if at < front else at + broad for d, at in before.items()}
 
 

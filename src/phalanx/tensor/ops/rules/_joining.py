@@ -64,9 +64,7 @@ def index_select(call: Call) -> Sharding | None:
     if call.inputs[1].ndim == 1:
         choices.append(Choice((REPLICATE, Shard(0)), (Shard(dim),)))
     choices += [Choice((p, REPLICATE), (p,)) for p in one.spec.placements if isinstance(p, Partial)]
-    return Sharding(
-        [*sorted(choices, key=lambda c: c.inputs[0] not in one.spec.placements), all_replicated(call, 1)]
-    )
+    return Sharding([*sorted(choices, key=lambda c: c.inputs[0] not in one.spec.placements), all_replicated(call, 1)])
 
 
 def gather(call: Call) -> Sharding | None:
@@ -84,9 +82,7 @@ def take_along_dim(call: Call) -> Sharding | None:
         return None
     one, index = call.inputs
     dim = norm_dim(call.arg(2, "dim"), one.ndim)
-    dims = [
-        d for d in range(one.ndim) if d != dim and one.ndim == index.ndim and one.shape[d] == index.shape[d]
-    ]
+    dims = [d for d in range(one.ndim) if d != dim and one.ndim == index.ndim and one.shape[d] == index.shape[d]]
     return _carried(call, dims, partial=False)
 
 
@@ -96,11 +92,7 @@ def scatter(call: Call) -> Sharding | None:
     if len(call.inputs) < 2 or not one.ndim or any(other.ndim != one.ndim for other in call.inputs):
         return None
     dim = norm_dim(call.arg(1, "dim"), one.ndim)
-    dims = [
-        d
-        for d in range(one.ndim)
-        if d != dim and all(other.shape[d] == one.shape[d] for other in call.inputs)
-    ]
+    dims = [d for d in range(one.ndim) if d != dim and all(other.shape[d] == one.shape[d] for other in call.inputs)]
     return _carried(call, dims, partial=False)
 
 
@@ -134,9 +126,7 @@ def triangle(call: Call) -> Sharding | None:
         shift = spec.local_offset(one.ndim - 2) - spec.local_offset(one.ndim - 1)
         return run.func(args[0], diagonal + shift)
 
-    sharding = dim_map(
-        call, {d: d for d in range(one.ndim)}, is_view=False, local=local, partial=("sum", "avg")
-    )
+    sharding = dim_map(call, {d: d for d in range(one.ndim)}, is_view=False, local=local, partial=("sum", "avg"))
     if sharding is not None:
         sharding.valid = lambda placements: all(not p.is_shard() or type(p) is Shard for p in placements[0])
     return sharding
@@ -171,10 +161,7 @@ def _index_by_tensors(call: Call, one: In, keys: Sequence[Any]) -> Sharding | No
         return None
     indices = [k for k in keys if isinstance(k, In)]
     used = sum(k is not Ellipsis for k in keys)
-    if (
-        any(i.dtype not in (torch.int64, torch.int32) for i in indices)
-        or sum(k is Ellipsis for k in keys) > 1
-    ):
+    if any(i.dtype not in (torch.int64, torch.int32) for i in indices) or sum(k is Ellipsis for k in keys) > 1:
         return None
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     full = [*keys[:at], *[slice(None)] * (one.ndim - used), *keys[at + 1 :]]

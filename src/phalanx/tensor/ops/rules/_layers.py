@@ -17,9 +17,7 @@ from phalanx.tensor.layout._placement import MASK_PARTIAL, PARTIAL_SUM, REPLICAT
 from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty
 
 
-def batch_dims(
-    first: int, count: Callable[[Call], int], num_outputs: int = 1
-) -> Callable[[Call], Sharding | None]:
+def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
     """Make a rule: the leading ``count`` dims of input ``first`` and of every output may be sharded, and the other
     inputs are replicated.
     """
@@ -88,9 +86,7 @@ def embedding(call: Call) -> Sharding | None:
             empty = 0 in run.outputs[0].local_shape
             return _nothing_found if empty else run.func
         offset, total = spec.local_offset(0), spec.shape[0]
-        return lambda weight, indices, *rest, **options: masked_lookup(
-            weight, indices, offset, padding, total
-        )
+        return lambda weight, indices, *rest, **options: masked_lookup(weight, indices, offset, padding, total)
 
     return Sharding(choices, bind=bind)
 

@@ -12,9 +12,7 @@ from phalanx.tensor.layout._placement import PARTIAL_SUM, REPLICATE, Placement, 
 from phalanx.tensor.ops._rule import Call, Choice, In, Rule, Sharding, all_replicated
 
 
-def contraction(
-    call: Call, operands: Sequence[str], output: str, added: dict[int, str] | None = None
-) -> Sharding:
+def contraction(call: Call, operands: Sequence[str], output: str, added: dict[int, str] | None = None) -> Sharding:
     """Choices for a product. ``operands[i]`` names the dims of input i; ``added`` those of terms added to the result.
 
     A broadcast dim of size one gets no letter that could be sharded: use ``.`` for it.
@@ -36,9 +34,7 @@ def contraction(
     choices.append(all_replicated(call, 1))
     for partial in factors:
         if call.inputs[partial].is_partial:
-            placed = [
-                PARTIAL_SUM if i == partial or i in added else REPLICATE for i in range(len(call.inputs))
-            ]
+            placed = [PARTIAL_SUM if i == partial or i in added else REPLICATE for i in range(len(call.inputs))]
             choices.append(Choice(tuple(placed), (PARTIAL_SUM,)))
     return Sharding(choices)
 
@@ -100,8 +96,7 @@ def added_product(operands: str, output: str) -> Rule:
         letters = output[len(output) - term.ndim :]
         sizes = meta[len(output) - term.ndim :]
         text = "".join(
-            letter if own == size else "."
-            for letter, own, size in zip(letters, term.shape, sizes, strict=True)
+            letter if own == size else "." for letter, own, size in zip(letters, term.shape, sizes, strict=True)
         )
         return contraction(call, texts, output, {0: text})
 

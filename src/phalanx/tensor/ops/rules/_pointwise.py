@@ -33,12 +33,7 @@ def pointwise(call: Call) -> Sharding | None:
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
         return None  # it gives indices
     choices = [all_replicated(call, 1)]
-    found = {
-        p.dim + len(out) - one.ndim
-        for one in call.inputs
-        for p in one.spec.placements
-        if isinstance(p, Shard)
-    }
+    found = {p.dim + len(out) - one.ndim for one in call.inputs for p in one.spec.placements if isinstance(p, Shard)}
     dims = sorted(d for d in found if out[d] > 1 or len(shapes) == 1)
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
     choices += _linear_choices(call)

@@ -19,9 +19,7 @@ from phalanx.tensor.ops.rules._pointwise import pointwise
 from phalanx.tensor.ops.rules._shape import along
 
 
-def _layout(
-    call: Call, dims: set[int], keepdim: bool, partial: Placement | None, num_outputs: int
-) -> list[Choice]:
+def _layout(call: Call, dims: set[int], keepdim: bool, partial: Placement | None, num_outputs: int) -> list[Choice]:
     one = call.inputs[0]
     choices = []
     for d in range(one.ndim):

@@ -235,9 +235,7 @@ def untouched_dims(
     return rule
 
 
-def rows(
-    position: int, name: str, default: Any = -1, num_outputs: int = 1
-) -> Callable[[Call], Sharding | None]:
+def rows(position: int, name: str, default: Any = -1, num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
     """Make the rule of softmax, sorting and others of rows: any dim but the row's own, which an argument names, may be
     sharded. A tensor sharded along the row is resharded along another dim (one exchange) rather than gathered.
     """
