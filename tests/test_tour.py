@@ -22,6 +22,8 @@ import phalanx
 from phalanx.comm import Group, simulate
 from phalanx.ddp import DistributedDataParallel
 from phalanx.tensor import Shard, distribute_tensor, init_device_mesh
+from phalanx.tensor.core._dtensor import handlers
+from phalanx.tensor.ops._registry import op_name
 
 TOUR = Path(__file__).parent.parent / "ARCHITECTURE.md"
 SOURCE = Path(phalanx.__file__).parent
@@ -58,11 +60,12 @@ def stops(heading: str, column: int = 0) -> list[Stop]:
 
 
 def check_walk(told: list[Stop], recorded: list[Call]) -> None:
-    """Every stop was made, and those whose turn matters in the order of the tour, each at its first time."""
+    """Every stop was made, and those whose turn matters each after the one before it in the tour."""
     missing = [stop for stop in told if stop.call not in recorded]
     assert not missing, f"told, but not on the way: {missing}"
-    turns = [recorded.index(stop.call) for stop in told if stop.in_turn]
-    assert turns == sorted(turns), [(stop.call, recorded.index(stop.call)) for stop in told if stop.in_turn]
+    rest = iter(recorded)
+    early = [stop for stop in told if stop.in_turn and stop.call not in rest]  # ``in`` takes all up to it out of rest
+    assert not early, f"not after what is told before them: {early}; recorded: {recorded}"
 
 
 def record(function: Callable[[], Any]) -> list[Call]:
@@ -106,6 +109,9 @@ def test_x_plus_y() -> None:
         mesh = init_device_mesh("cpu", (1,))
         x, y = (distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]) for _ in range(2))
         x * y  # what is imported or found out once for all
+        for func in [func for func in handlers if op_name(func).base == "add"]:  # other tests have added
+            del handlers[func]
+        op_name.cache_clear()
         return record(lambda: x + y), record(lambda: x + y)
 
     [(first, remembered)] = simulate(1).run(on_rank)

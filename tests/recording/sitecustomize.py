@@ -1,7 +1,7 @@
 """Writes down which functions of the library begin, in every process that starts with this folder on PYTHONPATH.
 
-One line each, the first time in a process: seconds, pid, file, function. With ``RECORD_AFTER`` nothing is written
-before that file exists.
+One line each: seconds, pid, file, function; the first time in a process only. With ``RECORD_AFTER`` nothing is written
+before that file exists, and from then on every time: a function may begin once more before what is looked for.
 """
 
 import os
@@ -29,7 +29,7 @@ def _note(frame, event, arg):
     if os.getpid() != _state["pid"]:  # forked
         _state["pid"] = os.getpid()
         _seen.clear()
-    if (file, code.co_name) not in _seen:
+    if _mark or (file, code.co_name) not in _seen:
         _seen.add((file, code.co_name))
         with open(_target, "a") as log:
             log.write(f"{time.time():.6f} {os.getpid()} {file} {code.co_name}\n")
