@@ -478,3 +478,34 @@ def test_fixtures_are_typed() -> None:
                 if node.returns is None or any(a.annotation is None and a.arg != "self" for a in arguments):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_of_functions_say_what_they_do() -> None:
+    """With a verb: those that return something do not begin as if they were it. Properties are what they return."""
+    nouns = {
+        "the",
+        "a",
+        "an",
+        "what",
+        "which",
+        "who",
+        "whose",
+        "how",
+        "whether",
+        "where",
+        "when",
+        "all",
+        "every",
+        "each",
+    }
+    wrong = []
+    for path in python_files(SOURCE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.returns is None:
+                continue
+            decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+            words = (ast.get_docstring(node) or "").split()
+            is_value = ast.unparse(node.returns) not in ("None", "NoReturn") and "contextmanager" not in decorators
+            if is_value and "property" not in decorators and words and words[0].lower() in nouns:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {' '.join(words[:6])} ...")
+    assert not wrong, "\n".join(wrong)

@@ -22,7 +22,8 @@ D = TypeVar("D")
 
 
 def load_json(data: bytes | bytearray | str, what: str, error: type[Exception] = ValueError) -> Any:
-    """The value of a JSON text; ``error`` when it is none, also when it is nested too deeply to be one of ours."""
+    """Return the value of a JSON text; ``error`` when it is none, also when it is nested too deeply to be one of
+    ours."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as problem:
@@ -30,7 +31,7 @@ def load_json(data: bytes | bytearray | str, what: str, error: type[Exception] =
 
 
 def short(value: Any, limit: int = 80) -> str:
-    """A value for a message, cut where it gets long."""
+    """Return a value for a message, cut where it gets long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists in lists
@@ -63,7 +64,7 @@ class Fields:
         return int(value)
 
     def number(self, name: str, *, default: Any = _ABSENT, finite: bool = True) -> float:
-        """A number; a finite one unless told otherwise."""
+        """Return a number; a finite one unless told otherwise."""
         value = self._get(name, default)
         if type(value) is int and not _is_finite(value):
             self._refuse(name, value, "a number")
@@ -110,7 +111,7 @@ class Fields:
         return dict(value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field as it is, for the caller to look at."""
+        """Return the field as it is, for the caller to look at."""
         return self._value.get(name, default)
 
     def _get(self, name: str, default: Any) -> Any:

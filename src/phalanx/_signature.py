@@ -16,17 +16,17 @@ ENV_SECRET = "PHALANX_CHECKPOINT_SECRET"
 
 
 def resolve_secret(secret: bytes | None) -> bytes:
-    """The secret to use: the given one, else the environment's; empty for none."""
+    """Return the secret to use: the given one, else the environment's; empty for none."""
     return os.environ.get(ENV_SECRET, "").encode() if secret is None else secret
 
 
 def sign(secret: bytes, body: str) -> str:
-    """The HMAC of a text; a secret is needed."""
+    """Return the HMAC of a text; a secret is needed."""
     return hmac.new(secret, body.encode(), hashlib.sha256).hexdigest()
 
 
 def signature_problem(secret: bytes, body: str, mac: Any, *, remedy: str) -> str:
-    """What is wrong with the signature ``mac`` of ``body``; empty when it is good, or when there is no secret.
+    """Return what is wrong with the signature ``mac`` of ``body``; empty when it is good, or when there is no secret.
 
     ``remedy`` says how to read what is not signed all the same.
 

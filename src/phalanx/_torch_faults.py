@@ -18,7 +18,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def fused_sgd_moves(dtype: torch.dtype) -> bool:
-    """Whether this torch's fused SGD changes parameters of ``dtype`` on the CPU."""
+    """Return whether this torch's fused SGD changes parameters of ``dtype`` on the CPU."""
     param = torch.ones(256, dtype=dtype, device="cpu", requires_grad=True)
     param.grad = torch.ones_like(param)
     torch.optim.SGD([param], lr=0.5, fused=True).step()

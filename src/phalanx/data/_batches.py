@@ -112,11 +112,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._slots
 
     def end_of_epoch(self, step: int) -> int:
-        """The first step of the epoch after that of ``step``."""
+        """Return the first step of the epoch after that of ``step``."""
         return self._timeline.end_of_epoch(step)
 
     def indices(self, step: int, slot: int) -> list[int]:
-        """The dataset indices of one slot in one step: a pure function, whoever asks and whenever."""
+        """Return the dataset indices of one slot in one step: a pure function, whoever asks and whenever."""
         return self.batches([(step, slot)])[0]
 
     def batches(self, wanted: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -170,7 +170,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return SlotBatches(self)
 
     def __len__(self) -> int:
-        """How many batches an iteration that begins now gives this worker."""
+        """Return how many batches an iteration that begins now gives this worker."""
         end = self.end_of_epoch(self._step)
         count = (end - self._step) * len(self._slots)
         if self.tail != "uneven":
@@ -180,7 +180,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return count - sum(first == stop for first, stop in ranges)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands: what is committed, and nothing else. JSON-able, the same on all ranks."""
+        """Return where the run stands: what is committed, and nothing else. JSON-able, the same on all ranks."""
         epoch, position = self._timeline.locate(self._step)
         state = SamplerState(
             seed=self.seed,
@@ -216,7 +216,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._watch_commits, self._read_in_vain = step == 0, False  # who saved a later step does commit
 
     def epoch_was_read(self) -> None:
-        """An iteration has come to the end of the epoch."""
+        """Take note that an iteration has come to the end of the epoch."""
         self._read_in_vain = self._watch_commits and bool(self._slots)
 
     def remind_of_commits(self) -> None:
@@ -275,7 +275,7 @@ class SlotBatches(Iterator[list[int]]):
         self._undrawn = stop
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loader has read; see ``load_state_dict``."""
+        """Return what the loader has read; see ``load_state_dict``."""
         step, place = self._next
         step_size = self._sampler.num_slots * self._sampler.slot_batch_size
         slots = list(self._slots)

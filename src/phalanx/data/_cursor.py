@@ -40,7 +40,7 @@ class Cursor:
         return self.share.rounds if self.finished else self.taken
 
     def position_after(self, consumed: int | None) -> int:
-        """How many positions of the epoch are done, if ``consumed`` of the taken (None: all) were used."""
+        """Return how many positions of the epoch are done, if ``consumed`` of the taken (None: all) were used."""
         if consumed is None and self.finished:
             return self.share.length
         return self.share.position_after(self.taken if consumed is None else consumed)
@@ -59,7 +59,7 @@ class Cursor:
         deque(self._block, maxlen=0)
 
     def blocks(self) -> Iterator[Iterator[int]]:
-        """The indices of the pass, to be chained by the consumer."""
+        """Yield the indices of the pass, to be chained by the consumer."""
         size = FIRST_BLOCK
         while True:
             if self._closed:

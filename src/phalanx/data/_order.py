@@ -41,7 +41,7 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
-        """The dataset indices at ``positions``, an int64 array of numbers in [0, length)."""
+        """Return the dataset indices at ``positions``, an int64 array of numbers in [0, length)."""
 
 
 def checked_length(length: int) -> int:

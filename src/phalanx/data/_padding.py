@@ -62,7 +62,7 @@ class WithWeights(Dataset[tuple[Any, float]]):
 
 
 def draw(order: Order, seed: int, epoch: int, positions: Indices, tail: Tail) -> list[int]:
-    """The indices at ``positions``, of which those from the epoch's length on are padding."""
+    """Return the indices at ``positions``, of which those from the epoch's length on are padding."""
     padding = positions >= order.length
     if not padding.any():
         return order.at(seed, epoch, positions).tolist()  # type: ignore[no-any-return]  # numpy's tolist

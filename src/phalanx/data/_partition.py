@@ -75,11 +75,11 @@ class Share:
         return max(0, -(-(self.length - self.start - self.rank) // self.num_replicas))
 
     def positions(self, first: int, stop: int) -> Indices:
-        """This replica's positions of the rounds [first, stop)."""
+        """Return this replica's positions of the rounds [first, stop)."""
         return np.arange(first, stop, dtype=np.int64) * self.num_replicas + (self.start + self.rank)
 
     def position_after(self, rounds: int) -> int:
-        """How many positions are done once all replicas have done ``rounds`` rounds.
+        """Return how many positions are done once all replicas have done ``rounds`` rounds.
 
         The last round also settles what "drop" leaves out: then the epoch is over.
         """
@@ -114,12 +114,12 @@ class Timeline:
             )
 
     def steps_from(self, position: int) -> int:
-        """How many steps an epoch has from ``position`` on."""
+        """Return how many steps an epoch has from ``position`` on."""
         rest = self.length - position
         return rest // self.step_size if self.tail == "drop" else -(-rest // self.step_size)
 
     def locate(self, step: int) -> tuple[int, int]:
-        """The epoch of a step and the position at which the step begins."""
+        """Return the epoch of a step and the position at which the step begins."""
         since = step - self.first_step
         if since < 0:
             raise ValueError(
@@ -133,11 +133,11 @@ class Timeline:
         return self.first_epoch + 1 + epochs, since * self.step_size
 
     def end_of_epoch(self, step: int) -> int:
-        """The first step of the epoch after that of ``step``."""
+        """Return the first step of the epoch after that of ``step``."""
         return step + self.steps_from(self.locate(step)[1])
 
     def slot_range(self, position: int, slot: int, num_slots: int) -> tuple[int, int]:
-        """The positions [first, stop) of a slot in the step that begins at ``position``.
+        """Return the positions [first, stop) of a slot in the step that begins at ``position``.
 
         Slots take equal contiguous parts; those of a short last step differ by one at most.
         """
@@ -148,7 +148,7 @@ class Timeline:
 
 
 def slots_of(rank: int, num_workers: int, num_slots: int) -> range:
-    """The contiguous slots that a worker carries; numbers differ by one at most.
+    """Return the contiguous slots that a worker carries; numbers differ by one at most.
 
     >>> [list(slots_of(rank, 2, 5)) for rank in range(2)]
     [[0, 1], [2, 3, 4]]

@@ -48,7 +48,7 @@ def random_words(key: bytes, count: int) -> npt.NDArray[np.uint64]:
 
 
 def table_permutation(key: bytes, length: int) -> Indices:
-    """A uniformly random permutation of [0, length) as an array; the reference for small lengths.
+    """Return a uniformly random permutation of [0, length) as an array; the reference for small lengths.
 
     Sorting random words makes each of the length! orders equally likely, but for ties of 64-bit words.
     """
@@ -74,7 +74,7 @@ class KeyedPermutation:
             self._permute = FeistelNetwork(length, key).walk
 
     def __call__(self, positions: Indices) -> Indices:
-        """Where each position of [0, length) is sent; ``positions`` is not changed."""
+        """Return where each position of [0, length) is sent; ``positions`` is not changed."""
         return self._permute(positions)
 
 

@@ -49,7 +49,7 @@ def check_agreement(mine: Mapping[str, Any], taken: Iterable[int], num_parts: in
 
 
 def disagreements(everyone: Sequence[Mapping[str, Any]], num_parts: int) -> list[str]:
-    """What is wrong among the ranks' values, in words; nothing if they belong together."""
+    """Return what is wrong among the ranks' values, in words; nothing if they belong together."""
     problems = [
         f"rank {rank} has {name}={theirs['mine'].get(name)!r}, rank 0 has {name}={value!r}"
         for name, value in everyone[0]["mine"].items()

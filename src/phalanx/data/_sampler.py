@@ -90,7 +90,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         return itertools.chain.from_iterable(self._blocks_of_a_pass())
 
     def __len__(self) -> int:
-        """How many indices a pass gives this replica: of the rest of the epoch, after a resume."""
+        """Return how many indices a pass gives this replica: of the rest of the epoch, after a resume."""
         return self._share().count
 
     @property
@@ -129,7 +129,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         self._epoch_was_set = True
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where the run stands, as JSON-able values that any rank of any world size can load.
+        """Return where the run stands, as JSON-able values that any rank of any world size can load.
 
         By default all that this replica has yielded counts as used. A loader that prefetches has taken
         more than was used: then say how many samples this replica really used, since this pass, or the
@@ -195,7 +195,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         return self._cursor
 
     def _is_over(self) -> bool:
-        """Whether all replicas are through the epoch.
+        """Return whether all replicas are through the epoch.
 
         Asked by rounds, not by this replica's own count: all must give the same answer, also those that
         have less than others.
@@ -205,7 +205,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         return self._cursor.finished or self._cursor.taken >= self._cursor.share.rounds
 
     def _position(self, consumed: int | None) -> int:
-        """How many positions of the epoch are done, if ``consumed`` of those that were taken were used."""
+        """Return how many positions of the epoch are done, if ``consumed`` of those that were taken were used."""
         cursor = self._cursor
         done = 0 if cursor is None else cursor.rounds_done
         if consumed is not None and not 0 <= consumed <= done:

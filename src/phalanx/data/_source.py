@@ -19,7 +19,7 @@ Shuffle = bool | Literal["block"]
 
 
 def length_of(dataset: Any) -> int:
-    """The number of samples of a dataset whose samples can be asked for by number; others are refused."""
+    """Return the number of samples of a dataset whose samples can be asked for by number; others are refused."""
     kind = type(dataset).__name__
     check_indexable(dataset)
     if not isinstance(dataset, Sized):
@@ -74,7 +74,7 @@ def check_shuffle(shuffle: Shuffle, order: OrderLike | None, block_size: int | N
 
 
 def order_over(length: int, shuffle: Shuffle, order: OrderLike | None, block_size: int | None) -> Order:
-    """The order that the arguments of a sampler ask for, over a dataset of ``length``."""
+    """Return the order that the arguments of a sampler ask for, over a dataset of ``length``."""
     check_shuffle(shuffle, order, block_size)
     if order is not None:
         wrapped = as_order(order)
@@ -89,5 +89,5 @@ def order_over(length: int, shuffle: Shuffle, order: OrderLike | None, block_siz
 
 
 def checked_seed(seed: int | torch.Generator) -> int:
-    """A number; a generator counts with the seed that it was given."""
+    """Return a number; a generator counts with the seed that it was given."""
     return int(seed.initial_seed()) if isinstance(seed, torch.Generator) else int(seed)

@@ -27,7 +27,7 @@ OrderLike = Order | Sequence[int] | npt.NDArray[Any] | torch.Tensor | Iterable[i
 
 
 def as_order(given: OrderLike) -> Order:
-    """An order from whatever describes one: an order, a sequence of indices, or a sampler.
+    """Return an order from whatever describes one: an order, a sequence of indices, or a sampler.
 
     >>> as_order([4, 2]).length
     2
@@ -227,7 +227,7 @@ def _to_unit(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def uniform_at(key: bytes, positions: Indices) -> npt.NDArray[np.float64]:
-    """A random number of [0, 1) for each position, a function of key and position alone."""
+    """Return a random number of [0, 1) for each position, a function of key and position alone."""
     first, second = (np.uint64(int.from_bytes(key[i : i + 8], "little")) for i in (0, 8))
     words = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + first
     # Two rounds of the multiply-xorshift mixer by Stafford (variant 13), with a key between them.

@@ -27,7 +27,7 @@ class Boundary:
         """The evaluation that the other is in, counted from the commit; None: it is past this boundary."""
 
     def commit(self) -> None:
-        """A step was applied here: a new boundary."""
+        """Begin a new boundary: a step was applied here."""
         self.results = []
         self.num_calls = 0
 

@@ -317,7 +317,7 @@ class Job:
             self._read_ahead = now
 
     def advance(self, step: Step) -> None:
-        """The optimizer has stepped: move everything else along. For ``Step`` only."""
+        """Move everything else along: the optimizer has stepped. For ``Step`` only."""
         self.schedule.sampler.commit(step.number)
         if self.scheduler is not None:
             self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
@@ -328,7 +328,8 @@ class Job:
         self.regrouping.coordinator.note_commit(self.regrouping.membership, self.step)
 
     def recover_from(self, step: Step, cause: CommError) -> Outcome:
-        """The group was lost during a step: form it anew, and say what has become of the step. For ``Step`` only."""
+        """Return the group was lost during a step: form it anew, and say what has become of the step. For ``Step``
+        only."""
         self.boundary.is_in_step = True
         try:
             self.regrouping.recover(cause)
@@ -378,7 +379,8 @@ class Job:
         }
 
     def copy_state(self) -> Encoded:
-        """A copy of the state in main memory, taken after the last step: the gradients' memory is given up for it."""
+        """Return a copy of the state in main memory, taken after the last step: the gradients' memory is given up for
+        it."""
         self.pool.free.clear()
         return copy_encoded(self.state_dict())
 
@@ -406,7 +408,7 @@ class Job:
         self._parts.apply_objects(self.boundary.take_held(at_evaluation=at_evaluation))
 
     def count_evaluation(self, result: dict[str, float]) -> None:
-        """An evaluation is complete."""
+        """Count an evaluation that is complete."""
         self.num_evaluations += 1
         self.last_evaluation = result
         self.boundary.results.append(result)

@@ -22,7 +22,7 @@ class Telling:
         """The last step, when telling of it was another worker's business."""
 
     def tell(self, step: Step) -> None:
-        """A step is part of this worker's state."""
+        """Tell that a step is part of this worker's state."""
         job = self._job
         is_due = job.saving.is_due(job.step)
         if is_due:

@@ -137,7 +137,8 @@ def check(records: Iterable[Any], *, num_torn: int = 0) -> Verdict:
 
 
 def _winners(verdict: Verdict, log: _Log) -> dict[int, tuple[Lineage, int]]:
-    """The commit that counts for every step: the last attempt's, below its first step those of the one before it."""
+    """Return the commit that counts for every step: the last attempt's, below its first step those of the one before
+    it."""
     winner: dict[int, tuple[Lineage, int]] = {}
     attempt = max(log.commits, default=None)
     if attempt is None:

@@ -45,7 +45,7 @@ def dump(record: dict[str, Any]) -> str:
 
 
 def to_json(event: AnyEvent, *, now: float | None = None) -> str:
-    """One line without its end; an absent time or host is filled in."""
+    """Return one line without its end; an absent time or host is filled in."""
     return dump(to_record(event, now=now))
 
 

@@ -106,7 +106,7 @@ class Troubles:
         return f"{', '.join(names)} CANNOT BE WRITTEN" if names else ""
 
     def say_last_words(self) -> None:
-        """The last lines of a run: what is not on the disk, and why. Once."""
+        """Say the last lines of a run: what is not on the disk, and why. Once."""
         with self._lock:
             words = [*self._lost.values(), *(t.text for w, t in self._open.items() if w not in self._lost)]
             self._lost, self._open = {}, {}
@@ -118,7 +118,7 @@ class Troubles:
 
 
 def say(text: str) -> None:
-    """A line on stderr, if it can be written."""
+    """Write a line on stderr, if it can be written."""
     try:
         print(f"phalanx: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):  # full, or closed

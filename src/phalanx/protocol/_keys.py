@@ -201,8 +201,8 @@ class JobKeys:
         return f"{self.prefix}/{generation}/keeps/{worker}"
 
     def claim(self, generation: int, rank: int) -> str:
-        """The id of the worker that has a rank of the job that finished in a generation, if not the one that had it
-        then."""
+        """Return the id of the worker that has a rank of the job that finished in a generation, if not the one that had
+        it then."""
         return f"{self.prefix}/{generation}/claim/{rank}"
 
     def ask(self, generation: int, source: str, worker: str) -> str:

@@ -108,7 +108,8 @@ class Members(StoreRecord):
 
     @classmethod
     def forgotten(cls, generation: int) -> Members:
-        """What takes the place of an old record: its key has to stay taken, so that it is never decided twice."""
+        """Return what takes the place of an old record: its key has to stay taken, so that it is never decided
+        twice."""
         return cls(generation, ())
 
     @property
@@ -136,7 +137,8 @@ class Members(StoreRecord):
         return None
 
     def worker_ids(self, rank: int) -> tuple[str, ...]:
-        """The ids of the workers of the node at ``rank``: those that its agent gave them, else made from its own."""
+        """Return the ids of the workers of the node at ``rank``: those that its agent gave them, else made from its
+        own."""
         node = self.nodes[rank]
         return node.worker_ids or tuple(f"{node.id}.{self.generation}.{i}" for i in range(node.local_size))
 

@@ -56,7 +56,7 @@ class Setbacks(StoreRecord):
     last_to: int = at_least(0, default=0)
 
     def plus(self, before: int, after: int) -> Setbacks:
-        """One more, from step ``before`` to step ``after``.
+        """Return one more, from step ``before`` to step ``after``.
 
         >>> Setbacks().plus(57, 50)
         Setbacks(count=1, num_steps=7, last_from=57, last_to=50)

@@ -84,7 +84,8 @@ EXIT_BARRIER: Final = 300.0
 
 
 def regroup_timeout(join: float = JOIN) -> float:
-    """How long a worker waits for its place in the next group; its agent waits for ``join`` seconds, which is longer.
+    """Return how long a worker waits for its place in the next group; its agent waits for ``join`` seconds, which is
+    longer.
 
     >>> regroup_timeout(), regroup_timeout(90.0)
     (600.0, 60.0)

@@ -87,7 +87,7 @@ class FailureDetector:
 
     @staticmethod
     def is_fault(error: BaseException) -> bool:
-        """Whether a backend's error speaks of the network or the peers rather than of a wrong argument."""
+        """Return whether a backend's error speaks of the network or the peers rather than of a wrong argument."""
         text = str(error).lower()
         return isinstance(error, CommError) or any(word in text for word in _FAULT_WORDS)
 
@@ -106,7 +106,7 @@ class FailureDetector:
             return self.cause
 
     def timed_out(self, timeout: float) -> PeerTimeout:
-        """The error for a ``wait`` with a timeout of its own; the group lives on."""
+        """Return the error for a ``wait`` with a timeout of its own; the group lives on."""
         return self._late(timeout)
 
     def _find(self, error: BaseException | None) -> BaseException:

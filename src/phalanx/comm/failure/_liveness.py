@@ -47,7 +47,8 @@ class Identity:
         return asdict(self)
 
     def is_alive(self) -> bool:
-        """Whether the process runs (one on its way out does not, nor a zombie). Only meaningful on its own machine.
+        """Return whether the process runs (one on its way out does not, nor a zombie). Only meaningful on its own
+        machine.
 
         A process marks itself as exiting before its connections are closed, so who sees one close sees why.
         """

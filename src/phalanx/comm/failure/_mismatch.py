@@ -26,12 +26,12 @@ _POINT_TO_POINT = frozenset({"send", "recv"})
 
 
 def collectives_checked() -> bool:
-    """Whether the environment asks for the check."""
+    """Return whether the environment asks for the check."""
     return "collectives" in os.environ.get("PHALANX_DEBUG", "").split(",")
 
 
 def signature(name: str, sides: Sequence[Tensor | Sequence[Tensor]], op: str, root: int | None = None) -> str:
-    """What must be the same on every rank, as a person would read it."""
+    """Return what must be the same on every rank, as a person would read it."""
     tensors = [tensor for side in sides for tensor in ([side] if isinstance(side, Tensor) else side)]
     parts = [str(tensors[0].dtype).removeprefix("torch.")] if tensors else []
     if tensors and name not in _UNEVEN:

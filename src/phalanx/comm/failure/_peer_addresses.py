@@ -40,7 +40,7 @@ def publish(store: Store, rank: int) -> None:
 
 
 def rank_named(text: str, store: Store, size: int) -> int | None:
-    """The rank that has the address which ``text`` names; None when it names none, or nobody's."""
+    """Return the rank that has the address which ``text`` names; None when it names none, or nobody's."""
     found = _ADDRESS.search(text)
     if found is None:
         return None

@@ -100,7 +100,7 @@ def check_tensor(name: str, tensor: Tensor, *, written: bool = False) -> None:
 
 
 def reducible(name: str, tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """The view and the operation under which ``tensor`` is reduced."""
+    """Return the view and the operation under which ``tensor`` is reduced."""
     dtype = tensor.dtype
     if dtype in _FLOATS:
         if op in _BITWISE:
@@ -149,7 +149,7 @@ def check_list(
     *,
     written: bool = False,
 ) -> None:
-    """One tensor per rank, all of one dtype."""
+    """Check that there is one tensor per rank, all of one dtype."""
     if tensors is None or len(tensors) != at.size:
         got = "None" if tensors is None else f"{len(tensors)} tensors"
         raise ValueError(f"rank {at.rank}: {name} got {got} as {what}; expected one per rank ({at.size})")
@@ -181,7 +181,7 @@ def check_flat(at: Ranked, name: str, whole: Tensor, part: Tensor, written: Tens
 
 
 def split_parts(at: Ranked, name: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
-    """The parts of dim 0 that go to, or come from, each rank."""
+    """Return the parts of dim 0 that go to, or come from, each rank."""
     if tensor.dim() == 0:
         raise ValueError(f"rank {at.rank}: {name} got a 0-d tensor; expected at least one dim to split")
     total = tensor.shape[0]
@@ -199,7 +199,7 @@ def split_parts(at: Ranked, name: str, what: str, tensor: Tensor, splits: Sequen
 
 
 def shard_dtype(size: int, whole: Tensor, part: Tensor) -> torch.dtype | None:
-    """The dtype if ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
+    """Return the dtype if ``whole`` is one ``part`` per rank and both can travel as they are, as nearly always."""
     if type(whole) in TENSORS and type(part) in TENSORS:
         dtype, count = whole.dtype, part.numel()
         try:
@@ -222,7 +222,7 @@ def shard_dtype(size: int, whole: Tensor, part: Tensor) -> torch.dtype | None:
 
 
 def equal_parts(size: int, output: Tensor, tensor: Tensor) -> bool:
-    """Whether both are equal parts, one per rank, of tensors that can travel as they are."""
+    """Return whether both are equal parts, one per rank, of tensors that can travel as they are."""
     return (
         is_plain(output)
         and is_plain(tensor)

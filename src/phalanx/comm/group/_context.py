@@ -39,7 +39,7 @@ _process = _Process()
 
 
 def rank_token() -> RankToken | None:
-    """What stands for the simulated rank that this thread belongs to; None in a real process."""
+    """Return what stands for the simulated rank that this thread belongs to; None in a real process."""
     return _rank.token
 
 

@@ -134,7 +134,7 @@ class Group:
 
     @classmethod
     def wrap(cls, process_group: dist.ProcessGroup) -> Group:
-        """A group over a c10d process group that the caller made and keeps the ownership of."""
+        """Return a group over a c10d process group that the caller made and keeps the ownership of."""
         return cls._over(wrap_process_group(process_group))
 
     @classmethod
@@ -151,7 +151,7 @@ class Group:
         )
 
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
-        """A group of some ranks of this one, in the given order; None on ranks that are not in it.
+        """Return a group of some ranks of this one, in the given order; None on ranks that are not in it.
 
         Only the members need to call it; they must all ask for the same lists in the same order.
         """
@@ -408,11 +408,11 @@ class Group:
         return _json_values.broadcast_value(self, value, src)
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Every rank's value (JSON), in the order of the ranks."""
+        """Return every rank's value (JSON), in the order of the ranks."""
         return _json_values.all_gather_values(self, value)
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor in memory that collectives of this group can use without copying it first."""
+        """Return an uninitialised tensor in memory that collectives of this group can use without copying it first."""
         return self._transport.shared_empty(shape, dtype)
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Group:
         op: ReduceOp | None = None,
         root: int | None = None,
     ) -> None:
-        """What precedes every collective: is the group alive, who looks, do the ranks agree."""
+        """Do what precedes every collective: is the group alive, who looks, do the ranks agree."""
         if self._ended is not None:
             raise self._ended
         if _observe._observers:

@@ -65,7 +65,8 @@ def _store(world: World) -> Store:
 
 
 def current_group() -> Group:
-    """The group that code without one should use: set by ``init`` or ``use_group``, else torch's default group."""
+    """Return the group that code without one should use: set by ``init`` or ``use_group``, else torch's default
+    group."""
     group = _context.registered_group()
     if group is not None:
         return group

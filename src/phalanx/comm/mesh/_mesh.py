@@ -88,7 +88,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh over groups that exist already: one (1-d mesh), or one per axis together with the grid of
+        """Return a mesh over groups that exist already: one (1-d mesh), or one per axis together with the grid of
         ranks.
         """
         single = not isinstance(group, (list, tuple))
@@ -145,15 +145,15 @@ class DeviceMesh:
         return math.prod(self._shape) if mesh_dim is None else self._shape[self._axis(mesh_dim)]
 
     def get_rank(self) -> int:
-        """This rank in the group the mesh was built on."""
+        """Return this rank in the group the mesh was built on."""
         return self._root.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Where this rank sits; None if it is not part of the mesh."""
+        """Return where this rank sits; None if it is not part of the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's place along one axis."""
+        """Return this rank's place along one axis."""
         axis = self._only_axis("get_local_rank") if mesh_dim is None else self._axis(mesh_dim)
         if self._coordinate is None:
             raise RuntimeError(f"rank {self._root.rank} is not part of {self!r}")
@@ -162,7 +162,7 @@ class DeviceMesh:
     # ---- groups
 
     def get_group(self, mesh_dim: int | str | None = None) -> Group:
-        """The group of the ranks that share this rank's place on all other axes; made at the first call."""
+        """Return the group of the ranks that share this rank's place on all other axes; made at the first call."""
         axis = self._only_axis("get_group") if mesh_dim is None else self._axis(mesh_dim)
         group = self._groups[axis]
         if group is None:
@@ -175,7 +175,7 @@ class DeviceMesh:
     # ---- cutting and joining axes
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh of the named axes, in the order of the root (also axes made by ``_flatten``)."""
+        """Return the sub-mesh of the named axes, in the order of the root (also axes made by ``_flatten``)."""
         if self._names is None:
             raise RuntimeError(f"{self!r} has no axis names and cannot be sliced: give mesh_dim_names")
         wanted = (names,) if isinstance(names, str) else tuple(names)
@@ -198,7 +198,7 @@ class DeviceMesh:
         return self._derive(layout, wanted)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """All axes as one, which the root mesh can be sliced by afterwards; called ``a_b`` unless named."""
+        """Return all axes as one, which the root mesh can be sliced by afterwards; called ``a_b`` unless named."""
         if not self._names:
             raise RuntimeError(f"{self!r} has no axis names and cannot be flattened: give mesh_dim_names")
         name = "_".join(self._names) if mesh_dim_name is None else mesh_dim_name
@@ -213,7 +213,7 @@ class DeviceMesh:
         return self._derive(layout, (name,))
 
     def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-        """One axis cut into several, slowest first. The result is sliced by its own names."""
+        """Return one axis cut into several, slowest first. The result is sliced by its own names."""
         if len(mesh_sizes) != len(mesh_dim_names):
             raise RuntimeError(f"_unflatten got {len(mesh_sizes)} sizes but {len(mesh_dim_names)} names")
         axis = self._axis(dim)
@@ -226,7 +226,7 @@ class DeviceMesh:
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
-        """One mesh with the axes of several meshes of the same root."""
+        """Return one mesh with the axes of several meshes of the same root."""
         if len({id(mesh._root) for mesh in device_mesh_list}) != 1:
             raise RuntimeError("_concatenate needs meshes cut from one root")
         names = [name for mesh in device_mesh_list for name in (mesh._names or ())]
@@ -236,7 +236,7 @@ class DeviceMesh:
         return device_mesh_list[0]._derive(layout, check_names(names or None, layout.shape))
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """The mesh that this one was cut from (itself, if from none)."""
+        """Return the mesh that this one was cut from (itself, if from none)."""
         root = self._root
         return self if self._is_root() else self._derive(root.layout, root.names)
 
@@ -244,12 +244,12 @@ class DeviceMesh:
         return self._axis(mesh_dim_name)
 
     def _get_root_mesh_dim(self) -> int | None:
-        """The root's index of this 1-d sub-mesh's axis; None if it is no axis of the root."""
+        """Return the root's index of this 1-d sub-mesh's axis; None if it is no axis of the root."""
         axes = self._root.layout.axes
         return axes.index(self._layout.axes[0]) if self.ndim == 1 and self._layout.axes[0] in axes else None
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[Tensor]:
-        """The ranks of every copy of one axis, this rank's and all others'."""
+        """Return the ranks of every copy of one axis, this rank's and all others'."""
         axis = self._layout.select((self._axis(mesh_dim_name),))
         rows = self._root.ranks[axis.copies(len(self._root.ranks))]
         return [torch.from_numpy(row.astype(np.int32)) for row in rows]
@@ -337,7 +337,7 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """All ranks of the current group on a grid of ``mesh_shape``, row-major.
+    """Return all ranks of the current group on a grid of ``mesh_shape``, row-major.
 
     >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))   # doctest: +SKIP
     DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))
@@ -349,7 +349,7 @@ def init_device_mesh(
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The innermost mesh entered by ``with mesh:`` on this rank."""
+    """Return the innermost mesh entered by ``with mesh:`` on this rank."""
     stack = getattr(_entered, "stack", None)
     return stack[-1] if stack else None
 

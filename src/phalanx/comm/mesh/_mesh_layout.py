@@ -52,14 +52,14 @@ class Axis:
         return result
 
     def coordinate(self, position: int) -> int:
-        """Where along this axis ``position`` of the root lies."""
+        """Return where along this axis ``position`` of the root lies."""
         index = 0
         for size, stride in self.modes:
             index = index * size + position // stride % size
         return index
 
     def offset(self, coordinate: int) -> int:
-        """The inverse of ``coordinate``: how far the member at ``coordinate`` is from the first."""
+        """Return the inverse of ``coordinate``: how far the member at ``coordinate`` is from the first."""
         total = 0
         for size, stride in reversed(self.modes):
             coordinate, digit = divmod(coordinate, size)
@@ -127,7 +127,7 @@ class MeshLayout:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> MeshLayout:
-        """A root: row-major, the last axis fastest."""
+        """Return a root: row-major, the last axis fastest."""
         axes: list[Axis] = []
         stride = 1
         for size in reversed(shape):
@@ -151,7 +151,7 @@ class MeshLayout:
         return MeshLayout(tuple(self.axes[i] for i in indices))
 
     def flatten(self) -> MeshLayout:
-        """All axes as one."""
+        """Return all axes as one."""
         modes = [mode for axis in self.axes for mode in axis.modes]
         return MeshLayout((Axis(merge_modes(modes)),))
 
@@ -169,7 +169,7 @@ class MeshLayout:
         return tuple(axis.coordinate(position) for axis in self.axes)
 
     def base(self, position: int) -> int:
-        """The position of this mesh's first member, in the copy of the mesh that contains ``position``."""
+        """Return the position of this mesh's first member, in the copy of the mesh that contains ``position``."""
         return position - sum(axis.offset(axis.coordinate(position)) for axis in self.axes)
 
     def members(self, position: int) -> Positions:
@@ -197,7 +197,7 @@ def complement(layout: MeshLayout, root_size: int) -> Positions:
 
 
 def is_in_root_order(layout: MeshLayout) -> bool:
-    """Whether the axes neither overlap nor come out of order: each is strictly slower than the next."""
+    """Return whether the axes neither overlap nor come out of order: each is strictly slower than the next."""
     previous: int | None = None
     for axis in layout.axes:
         if axis.size == 1:

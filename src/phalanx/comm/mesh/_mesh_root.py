@@ -46,7 +46,7 @@ class MeshRoot:
         return self.ranks[layout.members(self.position or 0)]
 
     def group(self, layout: MeshLayout) -> Group:
-        """The group of this rank's copy of the 1-axis ``layout``."""
+        """Return the group of this rank's copy of the 1-axis ``layout``."""
         if self.position is None:
             raise RuntimeError(f"rank {self.rank} is not part of this mesh of {len(self.ranks)} ranks: it has no group")
         ranks = tuple(self.members(layout).tolist())
@@ -70,7 +70,7 @@ class MeshRoot:
 
 
 def rank_grid(mesh: MeshRanks) -> tuple[Positions, tuple[int, ...]]:
-    """The ranks in a row, and the grid's shape."""
+    """Return the ranks in a row, and the grid's shape."""
     array = np.asarray(mesh.detach().cpu().numpy() if isinstance(mesh, Tensor) else mesh)
     if array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"a mesh is a non-empty grid of integer ranks, got {array.dtype} of shape {array.shape}")

@@ -84,7 +84,7 @@ class Scheduler:
         raise Released
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """This rank's function returned (None), died, was released, or failed with ``error``."""
+        """Take note that this rank's function returned (None), died, was released, or failed with ``error``."""
         state = self.ranks[rank]
         state.status = "dead" if isinstance(error, SimulatedDeath) else "done"
         self.all_well = self.all_well and state.status == "done"

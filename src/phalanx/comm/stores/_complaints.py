@@ -51,7 +51,7 @@ class Complaints:
 
 
 def clipped(value: bytes) -> str:
-    """A value as a message shows it.
+    """Return a value as a message shows it.
 
     >>> clipped(b"x" * 100)
     "b'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'... (100 bytes)"

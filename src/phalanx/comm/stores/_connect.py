@@ -15,7 +15,7 @@ _lock = threading.Lock()
 
 
 def connect(url: str, timeout: float = 30.0) -> Store:
-    """A client of the store at ``url``; ``StoreLost`` when it cannot be reached within ``timeout`` seconds.
+    """Return a client of the store at ``url``; ``StoreLost`` when it cannot be reached within ``timeout`` seconds.
 
     >>> connect("memory://demo").add("n")
     1

@@ -7,7 +7,7 @@ LIMIT = 2**62
 
 
 def counter_value(key: str, value: bytes | None, address: str) -> int:
-    """The number a counter holds; an absent key counts as 0."""
+    """Return the number a counter holds; an absent key counts as 0."""
     if value is None:
         return 0
     number = parse_counter(value)
@@ -17,7 +17,7 @@ def counter_value(key: str, value: bytes | None, address: str) -> int:
 
 
 def parse_counter(value: bytes) -> int | None:
-    """The number, or None when this is not what a counter can hold.
+    """Return the number, or None when this is not what a counter can hold.
 
     >>> parse_counter(b"17"), parse_counter(b"-3"), parse_counter(b"1e9"), parse_counter(b"9" * 30)
     (17, -3, None, None)

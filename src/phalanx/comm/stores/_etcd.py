@@ -169,7 +169,7 @@ class EtcdStore(Store):
         return self._another(self._root)
 
     def _another(self, root: str) -> EtcdStore:
-        """One more client of a cluster that has answered before."""
+        """Return one more client of a cluster that has answered before."""
         gateway = self._gateway.another()
         return EtcdStore(gateway.endpoints, timeout=_etcd_gateway.PATIENCE, root=root, gateway=gateway)
 

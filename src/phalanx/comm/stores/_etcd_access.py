@@ -37,7 +37,7 @@ class Access:
         return "https" if self.encrypted else "http"
 
     def verification(self) -> ssl.SSLContext | bool:
-        """What httpx is to check; nothing where nothing is encrypted (loading certificates takes 60 ms)."""
+        """Return what httpx is to check; nothing where nothing is encrypted (loading certificates takes 60 ms)."""
         if not self.encrypted:
             return False
         try:
@@ -55,7 +55,7 @@ class Access:
 
 
 def parse_etcd_url(url: str, environ: Mapping[str, str] | None = None) -> tuple[list[str], Access]:
-    """The endpoints and the access that an address stands for; ``ValueError`` says what is wrong with it.
+    """Return the endpoints and the access that an address stands for; ``ValueError`` says what is wrong with it.
 
     >>> parse_etcd_url("etcds://ann:pw@a:1,b:2?ca=/ca.pem", {})
     (['a:1', 'b:2'], Access(encrypted=True, ca='/ca.pem', cert='', key='', user='ann'))
@@ -88,7 +88,7 @@ def parse_etcd_url(url: str, environ: Mapping[str, str] | None = None) -> tuple[
 
 
 def etcd_url(endpoint: str, *, encrypted: bool, user: str = "", **files: str) -> str:
-    """The address of a cluster from separate settings; ``endpoint`` may be an address already.
+    """Return the address of a cluster from separate settings; ``endpoint`` may be an address already.
 
     >>> etcd_url("a:1,b:2", encrypted=True, user="ann", ca="/ca.pem", cert="")
     'etcds://ann@a:1,b:2?ca=%2Fca.pem'

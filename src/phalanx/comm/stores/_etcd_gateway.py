@@ -46,7 +46,7 @@ class Outage:
         self._since: float | None = None
 
     def began(self) -> float:
-        """When this one began; it begins now if there was none."""
+        """Return when this one began; it begins now if there was none."""
         since = self._since
         if since is None:
             since = self._since = time.monotonic()
@@ -85,7 +85,7 @@ class Gateway:
         return f"{self.access.scheme}://{self.endpoints[self._current]}{path}"
 
     def headers(self) -> dict[str, str]:
-        """What shows who asks; logs in if that has not been done."""
+        """Return what shows who asks; logs in if that has not been done."""
         if not self.access.user:
             return {}
         if not self._token:
@@ -98,11 +98,11 @@ class Gateway:
         return {"Authorization": self._token}
 
     def log_in_again(self) -> None:
-        """The login has run out, or a member that was restarted does not know it."""
+        """Log in once more: the login has run out, or a member that was restarted does not know it."""
         self._token = ""
 
     def another(self) -> Gateway:
-        """One more client of the same cluster."""
+        """Return one more client of the same cluster."""
         return Gateway(self.endpoints, self.access, self.outage)
 
     def call(self, path: str, body: dict[str, Any], *, patience: float | None = None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Attempts:
 
 
 def _answer(response: httpx.Response) -> dict[str, Any]:
-    """The first JSON object of the body (lease/keepalive answers with a stream of one)."""
+    """Return the first JSON object of the body (lease/keepalive answers with a stream of one)."""
     try:
         answer = response.json()
     except ValueError:
@@ -207,7 +207,7 @@ def unb64(text: str) -> bytes:
 
 
 def as_text(text: str) -> str | None:
-    """A key as text; None for one that is none, which only a stranger can have written."""
+    """Return a key as text; None for one that is none, which only a stranger can have written."""
     try:
         return unb64(text).decode()
     except UnicodeDecodeError:
@@ -215,7 +215,7 @@ def as_text(text: str) -> str | None:
 
 
 def range_end(prefix: bytes) -> bytes:
-    """The first key after all that start with ``prefix``."""
+    """Return the first key after all that start with ``prefix``."""
     for index in reversed(range(len(prefix))):
         if prefix[index] < 0xFF:
             return prefix[:index] + bytes([prefix[index] + 1])

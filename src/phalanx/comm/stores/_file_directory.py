@@ -37,7 +37,7 @@ _LONGEST_LEASE = 7 * 24 * 3600.0
 
 
 def _key_of(name: str) -> str | None:
-    """The key that a file is named after; None for names that no client gives."""
+    """Return the key that a file is named after; None for names that no client gives."""
     try:
         key = unquote(name[1:], errors="strict")
         return key if "k" + quote(key, safe="") == name else None
@@ -114,7 +114,7 @@ class Directory:
             return ABSENT
 
     def records(self, prefix: str) -> dict[str, StoredValue]:
-        """The live entries under ``prefix``, in the order of the keys."""
+        """Return the live entries under ``prefix``, in the order of the keys."""
         with self.reporting_loss():
             start = "k" + quote(prefix, safe="")
             names = [name for name in os.listdir(self._keys) if name.startswith(start)]
@@ -140,7 +140,7 @@ class Directory:
             os.replace(temporary, path)
 
     def _tick(self) -> None:
-        """One byte more tells watches that something changed. With the lock held."""
+        """Write one byte more, which tells watches that something changed. With the lock held."""
         with open(self.root / "ticks", "ab") as file:
             file.write(b".")
 
@@ -156,7 +156,7 @@ class Directory:
                 return b"0"
 
     def _now(self) -> float:
-        """The file system's own time."""
+        """Return the file system's own time."""
         clock = self.root / "clock"
         clock.touch()
         os.utime(clock)
@@ -191,7 +191,7 @@ class Directory:
         return ttl
 
     def live(self, record: StoredValue, ended: dict[int, bool]) -> StoredValue:
-        """The record, or ABSENT if its lease has run out. ``ended`` remembers answers within one call."""
+        """Return the record, or ABSENT if its lease has run out. ``ended`` remembers answers within one call."""
         if record.lease is None:
             return record
         if record.lease not in ended:

@@ -84,11 +84,11 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """The value now, or None. Never waits for the key to appear."""
+        """Return the value now, or None. Never waits for the key to appear."""
 
     @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values now, in the order of ``keys``; one round trip where the store allows it."""
+        """Return the values now, in the order of ``keys``; one round trip where the store allows it."""
 
     @abstractmethod
     def set(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
@@ -122,7 +122,7 @@ class Store(ABC):
 
     @abstractmethod
     def items(self, prefix: str = "") -> dict[str, bytes]:
-        """All keys that start with ``prefix``, with their values, in the order of the keys."""
+        """Return all keys that start with ``prefix``, with their values, in the order of the keys."""
 
     @abstractmethod
     def watch(self, prefix: str = "") -> Watch:
@@ -130,19 +130,19 @@ class Store(ABC):
 
     @abstractmethod
     def lease(self, ttl: float) -> Lease:
-        """A new lease of ``ttl`` seconds, running from now."""
+        """Return a new lease of ``ttl`` seconds, running from now."""
 
     @abstractmethod
     def namespace(self, prefix: str) -> Store:
-        """The same store seen under ``prefix/``: what is written here is invisible outside of it."""
+        """Return the same store seen under ``prefix/``: what is written here is invisible outside of it."""
 
     @abstractmethod
     def clone(self) -> Store:
-        """A second connection, for another thread: a blocking call on one never delays the other."""
+        """Return a second connection, for another thread: a blocking call on one never delays the other."""
 
     @abstractmethod
     def as_c10d(self, prefix: str = "") -> C10dStore:
-        """The same place for torch's process groups; usable until this store is closed.
+        """Return the same place for torch's process groups; usable until this store is closed.
 
         What torch writes there lies apart from the keys of this interface. Make a fresh one (by
         ``namespace`` or ``prefix``) for every generation, so that no stale key is ever read.

@@ -88,7 +88,7 @@ class MemoryStore(Store):
         self._closed = False
 
     def _look(self) -> _Map:
-        """The map, with its lock held, after dropping what has run out."""
+        """Return the map, with its lock held, after dropping what has run out."""
         if self._closed:
             raise StoreLost(f"store {self.address} was closed by this client", address=self.address)
         self._map.drop_expired()

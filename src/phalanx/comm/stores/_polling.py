@@ -18,7 +18,7 @@ SHORTEST, LONGEST, RELOOK = 0.0005, 0.02, 0.25
 
 
 def pause_after(waited: float) -> float:
-    """How long to sleep before the next look: an eighth of the time waited so far, within bounds.
+    """Return how long to sleep before the next look: an eighth of the time waited so far, within bounds.
 
     So a short wait ends at once, a long one costs little, and none is prolonged by more than an eighth.
     """
@@ -46,7 +46,7 @@ def wait_for_keys(
 
 
 def changes_between(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
-    """The keys that appeared, changed or vanished, in the order of the keys."""
+    """Return the keys that appeared, changed or vanished, in the order of the keys."""
     return sorted(key for key in before.keys() | after.keys() if before.get(key, None) != after.get(key, None))
 
 
@@ -62,11 +62,11 @@ class PollingWatch(Watch):
 
     @abstractmethod
     def _snapshot(self) -> dict[str, bytes]:
-        """Every key under the prefix with a stamp that no two writes share."""
+        """Return every key under the prefix with a stamp that no two writes share."""
 
     @abstractmethod
     def _value(self, stamp: bytes) -> bytes:
-        """The value that a stamp stands for."""
+        """Return the value that a stamp stands for."""
 
     def start(self) -> None:
         self._seen_token = self._token()

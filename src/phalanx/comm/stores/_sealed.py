@@ -31,7 +31,7 @@ _CHANCE = random.SystemRandom()  # not the global generator: that one belongs to
 
 
 def job_store(root: Store, job: str) -> Store:
-    """The namespace of ``job`` in ``root``, signed with the secret that the environment names, if any.
+    """Return the namespace of ``job`` in ``root``, signed with the secret that the environment names, if any.
 
     >>> job_store(MemoryStore(), "job7").set("wish/node1", b"4")       # doctest: +SKIP
     """
@@ -39,7 +39,7 @@ def job_store(root: Store, job: str) -> Store:
 
 
 def signed_store(root: Store, job: str) -> Store:
-    """The whole of ``root``, signed with the same secret: where the groups of a job meet."""
+    """Return the whole of ``root``, signed with the same secret: where the groups of a job meet."""
     return SealedStore(root, Signer(job, read_secret()))
 
 
@@ -85,7 +85,7 @@ class SealedStore(Store):
             time.sleep(_CHANCE.uniform(0, 0.002))  # others add at the same time: spread out
 
     def count(self, key: str) -> int:
-        """What a counter holds; 0 when there is none, or no number that can be trusted."""
+        """Return what a counter holds; 0 when there is none, or no number that can be trusted."""
         return self._number(key, self._below.get(key))
 
     def _number(self, key: str, standing: bytes | None) -> int:

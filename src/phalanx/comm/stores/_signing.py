@@ -49,13 +49,13 @@ class Signer:
         return self._secret is not None
 
     def seal(self, key: str, record: bytes) -> bytes:
-        """The envelope of ``record`` for ``key``; without a secret there is none."""
+        """Return the envelope of ``record`` for ``key``; without a secret there is none."""
         if self._secret is None:
             return record
         return _SIGNED + self._mac(key, record) + _AFTER_MAC + record + b"}"
 
     def open(self, key: str, sealed: bytes) -> bytes:
-        """The record inside; ``SignatureError`` or ``RecordError`` when it cannot be trusted or read."""
+        """Return the record inside; ``SignatureError`` or ``RecordError`` when it cannot be trusted or read."""
         if self._secret is None:
             if is_signed(sealed):
                 raise SignatureError(
@@ -74,7 +74,7 @@ class Signer:
         raise RecordError(f"the record at {key!r} is not one of this release: {clipped(sealed)}")
 
     def opens(self, key: str, sealed: bytes) -> bool:
-        """Whether the record can be trusted; nothing is logged."""
+        """Return whether the record can be trusted; nothing is logged."""
         try:
             self.open(key, sealed)
         except RecordError:
@@ -82,7 +82,7 @@ class Signer:
         return True
 
     def open_trusted(self, key: str, sealed: bytes) -> bytes | None:
-        """The record inside, or None when it cannot be trusted; the log names the key once a minute."""
+        """Return the record inside, or None when it cannot be trusted; the log names the key once a minute."""
         try:
             return self.open(key, sealed)
         except RecordError as error:
@@ -100,12 +100,12 @@ class Signer:
 
 
 def is_signed(value: bytes) -> bool:
-    """Whether a value is a signed record, by its form alone."""
+    """Return whether a value is a signed record, by its form alone."""
     return value.startswith(_SIGNED)
 
 
 def read_secret(environ: Mapping[str, str] | None = None, path: str | None = None) -> bytes | None:
-    """The job's secret from ``path``, else from the environment (value or file), else None.
+    """Return the job's secret from ``path``, else from the environment (value or file), else None.
 
     Raises ``ValueError`` when a file is named but missing, empty or readable by others.
     """

@@ -35,7 +35,7 @@ ABSENT = StoredValue(None, None)
 
 
 def decode(raw: bytes | None) -> StoredValue:
-    """What a raw entry means."""
+    """Return what a raw entry means."""
     if raw is None:
         return ABSENT
     cut = len(raw) - _TRAILER.size

@@ -25,7 +25,7 @@ _FOR_TORCH = "t/"
 
 
 def wrap_c10d_store(native: C10dStore) -> Store:
-    """A store of torch that a user brings, as one of ours. It keeps no leases.
+    """Return a store of torch that a user brings, as one of ours. It keeps no leases.
 
     >>> wrap_c10d_store(torch.distributed.HashStore()).add("joined")       # doctest: +SKIP
     1

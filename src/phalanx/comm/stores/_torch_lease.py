@@ -106,7 +106,7 @@ def sweep(link: Link, writer: Writer, lease: int) -> None:
 
 
 def keys_of(listed: bytes) -> set[str]:
-    """The keys in a lease's list; lines that are none are not its owner's.
+    """Return the keys in a lease's list; lines that are none are not its owner's.
 
     >>> keys_of(b'"a/b"\\n7\\nnonsense\\n')
     {'a/b'}
@@ -123,7 +123,7 @@ def keys_of(listed: bytes) -> set[str]:
 
 
 def parse_new(item: bytes) -> tuple[int, float] | None:
-    """A lease and its time-to-live from the queue of new ones; None when it is not what an owner puts there.
+    """Return a lease and its time-to-live from the queue of new ones; None when it is not what an owner puts there.
 
     >>> parse_new(b"[7, 2.5]"), parse_new(b"[7]"), parse_new(b"[7, NaN]")
     ((7, 2.5), None, None)

@@ -120,7 +120,7 @@ class Link:
             return False
 
     def _find_server(self) -> tuple[str, ...]:
-        """The keys of which one tells this server from every other; none where nobody left any."""
+        """Return the keys of which one tells this server from every other; none where nobody left any."""
         try:
             name = bytes(self.native.compare_set(_SERVER, _NEVER, _NEVER))
             if name == _NEVER:
@@ -151,8 +151,8 @@ class Link:
         self.send(lambda: self.native.multi_set([key, _TICK], [raw, tick]))
 
     def send(self, operation: Callable[[], object]) -> None:
-        """A call that the server does not acknowledge, and then a harmless read: the server answers in order. Both are
-        repeated on a new connection: what went into one that had ended is lost without a word."""
+        """Make a call that the server does not acknowledge, and then a harmless read: the server answers in order.
+        Both are repeated on a new connection: what went into one that had ended is lost without a word."""
 
         def send_and_see() -> None:
             operation()
@@ -172,7 +172,8 @@ class Link:
         return self.read(_TICK)
 
     def list_keys(self) -> list[str]:
-        """All keys. One whose name is no text can only be a stranger's; torch cannot list any while it is there."""
+        """Return all keys. One whose name is no text can only be a stranger's; torch cannot list any while it is
+        there."""
         while True:
             try:
                 return list(self.call(lambda: self.native.list_keys()))
@@ -197,7 +198,7 @@ class Link:
 
 
 def _within(seconds: float, connect: Callable[[], Link]) -> Link | None:
-    """The link, unless that fails or takes longer: torch's greeting waits for ever for a server that hangs."""
+    """Return the link, unless that fails or takes longer: torch's greeting waits for ever for a server that hangs."""
     made: list[Link] = []
 
     def run() -> None:

@@ -74,7 +74,7 @@ def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def create_process_group(common: Any) -> PhalanxProcessGroup:
-    """What ``torch.distributed`` calls for the backend ``phalanx`` (see ``phalanx._torch_hook``)."""
+    """Return what ``torch.distributed`` calls for the backend ``phalanx`` (see ``phalanx._torch_hook``)."""
     # Torch tells its groups apart by prefixes of the store, which are lost where the store is one of ours.
     store = wrap_c10d_store(common.store).namespace(f"torch/{common.group_id}")
     group = Group.create(store, common.group_rank, common.group_size, timeout=common.timeout, job="c10d")

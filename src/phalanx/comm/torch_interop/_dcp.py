@@ -33,7 +33,8 @@ class Spread:
     __slots__ = ()
 
     def _held_boxes(self, purpose: str) -> list[HeldBox]:
-        """This rank's boxes, without a graph; ``purpose`` is ``save`` or ``load``. Raises if it has no such parts."""
+        """Return this rank's boxes, without a graph; ``purpose`` is ``save`` or ``load``. Raises if it has no such
+        parts."""
         raise NotImplementedError
 
     def _whole(self) -> Tensor:
@@ -41,7 +42,8 @@ class Spread:
         raise NotImplementedError
 
     def _cut_from(self, whole: Tensor) -> Tensor:
-        """One like this, with the values of ``whole``, which every rank has. No collective; in place unless on meta."""
+        """Return one like this, with the values of ``whole``, which every rank has. No collective; in place unless on
+        meta."""
         raise NotImplementedError
 
     def _distributed_from(self, whole: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class Spread:
         raise NotImplementedError
 
     def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same layout over ``function`` of each local tensor."""
+        """Return the same layout over ``function`` of each local tensor."""
         raise NotImplementedError
 
     # ---- what DCP calls

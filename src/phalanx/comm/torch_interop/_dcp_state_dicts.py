@@ -83,7 +83,8 @@ def _any_spread(value: Any) -> bool:
 
 
 def _gatherer(plain: Any) -> Callable[..., Any]:
-    """Every Spread whole, one after the other: with ``cpu_offload`` no two of them are on the device together."""
+    """Return every Spread whole, one after the other: with ``cpu_offload`` no two of them are on the device
+    together."""
 
     def gather_state_dict(state_dict: Any, **options: Any) -> Any:
         if isinstance(state_dict, Spread):
@@ -117,7 +118,7 @@ def _allocator(plain: Any) -> Callable[..., Any]:
 
 
 def _broadcaster(plain: Any) -> Callable[..., Any]:
-    """Each rank cuts its parts from what the first rank has sent to all."""
+    """Return each rank cuts its parts from what the first rank has sent to all."""
 
     def broadcast_tensors(full: Any, local: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
         ours = {key: local[key] for key in keys if isinstance(local.get(key), Spread)}
@@ -145,7 +146,7 @@ def _number_broadcaster(plain: Any) -> Callable[..., Any]:
 
 
 def _distributor(plain: Any) -> Callable[..., Any]:
-    """Each rank has whole tensors; the first one's are spread."""
+    """Return each rank has whole tensors; the first one's are spread."""
 
     def distribute_state_dict(
         full_state_dict: Any, local_state_dict: dict[str, Any], *args: Any, **options: Any

@@ -44,7 +44,7 @@ def hosts_of(identities: Mapping[int, Identity]) -> Hosts:
 
 
 def choose(identities: Mapping[int, Identity]) -> TransportChoice:
-    """What carries CPU tensors between these ranks."""
+    """Return what carries CPU tensors between these ranks."""
     hosts = hosts_of(identities)
     if len(hosts.ranks) == 1:
         return TransportChoice("shm", f"all {len(identities)} ranks share host {identities[0].host}")
@@ -55,20 +55,20 @@ def choose(identities: Mapping[int, Identity]) -> TransportChoice:
 
 
 def choose_for(device_type: str, nccl: bool) -> TransportChoice:
-    """What carries an accelerator's tensors."""
+    """Return what carries an accelerator's tensors."""
     if device_type != "cuda":
         return TransportChoice("gloo", f"tensors on {device_type} have no backend of their own here")
     return TransportChoice("nccl", "it is made for cuda") if nccl else TransportChoice("gloo", "this torch has no nccl")
 
 
 def accelerator() -> str | None:
-    """The type of this machine's accelerator, if it has one."""
+    """Return the type of this machine's accelerator, if it has one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else device.type
 
 
 def foresee() -> TransportChoice:
-    """What would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
+    """Return what would carry CPU tensors between two ranks of this machine, tried out; for ``phalanx doctor``."""
     trouble = trial()
     if trouble is not None:
         return TransportChoice("gloo", trouble)
@@ -78,7 +78,7 @@ def foresee() -> TransportChoice:
 def connect_auto(
     spec: GroupSpec, identities: dict[int, Identity], interrupt: Interrupt, make_c10d: MakeC10d
 ) -> Transport:
-    """The transport for CPU tensors; collective over the ranks of ``spec``."""
+    """Return the transport for CPU tensors; collective over the ranks of ``spec``."""
     choice = choose(identities)
     try:
         if choice.kind == "shm":
@@ -96,7 +96,7 @@ def connect_auto(
 
 
 def say_chosen(spec: GroupSpec, what: str, why: str) -> None:
-    """One line of the first rank for whoever shows INFO; that of every rank for DEBUG."""
+    """Log one line of the first rank for whoever shows INFO, that of every rank for DEBUG."""
     level = logging.INFO if spec.rank == 0 else logging.DEBUG
     log.log(level, "generation %d, rank %d: %s, since %s", spec.generation, spec.rank, what, why)
 
@@ -143,7 +143,7 @@ def _connect_two_level(
 def _shared_by_all_hosts(
     spec: GroupSpec, flat: Transport, sub: GroupSpec, members: dict[int, Identity], interrupt: Interrupt
 ) -> ShmTransport | None:
-    """This host's shared memory; None on every rank of every host when one host has none."""
+    """Return this host's shared memory; None on every rank of every host when one host has none."""
     local: ShmTransport | None = None
     try:
         local = _connect_shm(sub, members, interrupt)

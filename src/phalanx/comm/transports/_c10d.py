@@ -241,7 +241,7 @@ class C10dTransport(Transport):
         return self._start("barrier", (), async_op)
 
     def _bytes(self, tensor: Tensor) -> Tensor:
-        """What only moves may travel as bytes where the backend does not know its dtype."""
+        """Return what only moves may travel as bytes where the backend does not know its dtype."""
         if self._sliced and tensor.dtype not in _GLOO_MOVES:
             return tensor.view(-1).view(torch.uint8)
         return tensor
@@ -325,7 +325,8 @@ class C10dTransport(Transport):
 
 
 def _one_run(parts: Sequence[Tensor]) -> Tensor | None:
-    """The flat parts as one tensor without a copy, if they lie end to end in one memory; empty ones do not count."""
+    """Return the flat parts as one tensor without a copy, if they lie end to end in one memory; empty ones do not
+    count."""
     filled = [part for part in parts if part.numel()]
     if len(filled) < 2:
         return filled[0] if filled else parts[0]

@@ -73,7 +73,7 @@ class C10dWork(Work):
             after()
 
     def _wait_sliced(self, inner: Any, timeout: float | None) -> bool:
-        """Whether the operation ended before the caller's ``timeout``."""
+        """Return whether the operation ended before the caller's ``timeout``."""
         transport = self._transport
         # gloo ends the operation by itself after the group's timeout; ours is a backstop behind it.
         deadline = time.monotonic() + (transport._timeout + 2.0 if timeout is None else timeout)

@@ -21,7 +21,7 @@ _SAME_SIZE = {
 
 
 def carried(tensor: Tensor, op: ReduceOp) -> Tensor | None:
-    """A copy of ``tensor`` to be reduced in its place; None if gloo reduces ``tensor`` itself as torch would.
+    """Return a copy of ``tensor`` to be reduced in its place; None if gloo reduces ``tensor`` itself as torch would.
 
     >>> carried(torch.tensor([1.0, float("nan")]), ReduceOp.MAX)
     tensor([1065353216, 2147483647], dtype=torch.int32)

@@ -132,7 +132,7 @@ def _identity(rank: int, data: bytes) -> Identity:
 
 
 def _connect_auto(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
-    """One transport for CPU tensors and, where there is an accelerator, another for its tensors."""
+    """Return one transport for CPU tensors and, where there is an accelerator, another for its tensors."""
     cpu = _auto.connect_auto(spec, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
     device = _auto.accelerator()
     if device is None:
@@ -167,7 +167,7 @@ def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrup
 
 
 def make_engine(backend: str, spec: GroupSpec, store: C10dStore) -> Any:
-    """A c10d backend by name: torch's own, or one that was registered with ``Backend.register_backend``."""
+    """Return a c10d backend by name: torch's own, or one that was registered with ``Backend.register_backend``."""
     timeout = timedelta(seconds=spec.timeout)
     connect = timedelta(seconds=min(spec.timeout, _CONNECT_TIMEOUT))
     store.set_timeout(connect)  # an abandoned thread must not wait for a dead peer's keys for long
@@ -272,7 +272,8 @@ def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
 
 
 def _engine_of(process_group: Any) -> Any:
-    """The backend itself where there is but one: its calls take half the time of the process group's in front of it."""
+    """Return the backend itself where there is but one: its calls take half the time of the process group's in front of
+    it."""
     if not isinstance(process_group, dist.ProcessGroup):
         return process_group
     try:

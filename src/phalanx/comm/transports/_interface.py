@@ -77,7 +77,7 @@ class Work(ABC):
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
+        """Return whether ``wait`` would return or raise at once."""
 
 
 class Done(Work):
@@ -147,7 +147,7 @@ class Transport(ABC):
     def barrier(self, *, async_op: bool) -> Work: ...
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose memory this transport reads and writes in place where it can."""
+        """Return a tensor whose memory this transport reads and writes in place where it can."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     @abstractmethod

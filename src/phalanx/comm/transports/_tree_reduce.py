@@ -26,7 +26,7 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 
 
 def tree_reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """The reduction of ``tensors``, which are left as they are.
+    """Return the reduction of ``tensors``, which are left as they are.
 
     >>> tree_reduce([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)], ReduceOp.SUM)
     tensor(7.)

@@ -85,7 +85,8 @@ class TwoLevelTransport(Transport):
         self._calls = OrderedCalls("phalanx-two-level")
 
     def _pays(self, kind: str, *tensors: Tensor) -> bool:
-        """Whether two levels are faster; must come out alike on every rank, so ``tensors`` are of sizes all know."""
+        """Return whether two levels are faster; must come out alike on every rank, so ``tensors`` are of sizes all
+        know."""
         return sum(t.numel() * t.element_size() for t in tensors) <= self.pays_up_to[kind]
 
     def _start(self, call: Callable[[], object], async_op: bool) -> Work:

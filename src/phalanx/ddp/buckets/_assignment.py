@@ -86,7 +86,7 @@ def assign_buckets(infos: Sequence[ParamInfo], order: Sequence[int], caps: Caps)
 
 
 def complete_order(observed: Sequence[int], count: int) -> list[int]:
-    """The observed order of arrival, with what never arrived put last (latest registered first)."""
+    """Return the observed order of arrival, with what never arrived put last (latest registered first)."""
     seen = set(observed)
     return [*dict.fromkeys(observed), *(index for index in reversed(range(count)) if index not in seen)]
 
@@ -103,7 +103,8 @@ class CommCost:
 
 
 def finish_time(ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence[int], cost: CommCost) -> float:
-    """When the last reduction ends, if collectives run one after the other, each no earlier than its bucket is ready.
+    """Return when the last reduction ends, if collectives run one after the other, each no earlier than its bucket is
+    ready.
 
     ``ready`` and ``nbytes`` are per parameter in launch order; ``buckets`` are the numbers of parameters per bucket.
     """
@@ -114,7 +115,7 @@ def finish_time(ready: Sequence[float], nbytes: Sequence[int], buckets: Sequence
 
 
 def choose_caps(ready: Sequence[float], nbytes: Sequence[int], cost: CommCost, *, spare_cores: bool = True) -> Caps:
-    """The caps with the earliest finish for the measured ready times; ties go to the larger (fewer collectives).
+    """Return the caps with the earliest finish for the measured ready times; ties go to the larger (fewer collectives).
 
     Without spare cores communication takes its time from backward whenever it runs: an early start gains nothing and
     many small collectives cost (a 25M-parameter transformer on gloo: 1.06 of torch's time at 1 MiB, 1.00 at 25 MiB), so

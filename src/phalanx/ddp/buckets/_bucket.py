@@ -44,7 +44,7 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """The flat gradients; not divided by the number of ranks."""
+        """Return the flat gradients; not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -52,14 +52,14 @@ class GradBucket:
         self._buffer = buffer
 
     def as_dtype(self, dtype: torch.dtype) -> Tensor:
-        """The flat gradients in ``dtype``: the buffer itself if it has it, else a copy, in memory of the bucket's that
-        is written again in the next step."""
+        """Return the flat gradients in ``dtype``: the buffer itself if it has it, else a copy, in memory of the
+        bucket's that is written again in the next step."""
         if self._buffer.dtype is dtype or self._space_for_copy is None:
             return self._buffer.to(dtype)
         return self._space_for_copy(dtype).copy_(self._buffer)
 
     def gradients(self) -> list[Tensor]:
-        """One view of the buffer per parameter."""
+        """Return one view of the buffer per parameter."""
         views, offset = [], 0
         for param in self._params:
             views.append(view_like(self._buffer, param, offset))
@@ -74,5 +74,5 @@ class GradBucket:
         return self._members
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of this step."""
+        """Return whether it is the last bucket of this step."""
         return self._is_last

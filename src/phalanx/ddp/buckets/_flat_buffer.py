@@ -40,7 +40,7 @@ class FlatBuffer:
         self._own_references = self._references()
 
     def fresh_view(self, param: Tensor, place: int) -> Tensor:
-        """A view to give away: as long as anyone holds it, the buffer counts as looked at."""
+        """Return a view to give away: as long as anyone holds it, the buffer counts as looked at."""
         return view_like(self.flat, param, self._offsets[place])
 
     @property
@@ -56,14 +56,14 @@ class FlatBuffer:
 
 
 def view_like(flat: Tensor, param: Tensor, offset: int) -> Tensor:
-    """A view of ``flat`` with the shape of ``param``, and its strides where these are dense (channels last)."""
+    """Return a view of ``flat`` with the shape of ``param``, and its strides where these are dense (channels last)."""
     if param.is_contiguous() or not _is_dense(param):
         return flat.narrow(0, offset, param.numel()).view(param.shape)
     return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
+    """Return whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:
@@ -88,7 +88,7 @@ class FlatBufferPool:
         self._copies: dict[torch.dtype, Tensor] = {}
 
     def writable(self, busy: Collection[int]) -> FlatBuffer:
-        """A buffer that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
+        """Return a buffer that may be overwritten. ``busy`` are the keys of memory that gradients in use belong to."""
         for place, buffer in enumerate(self._buffers):
             if buffer.key not in busy and (self._aliasing_allowed or not buffer.has_foreign_views()):
                 self._buffers.insert(0, self._buffers.pop(place))

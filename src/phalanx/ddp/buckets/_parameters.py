@@ -31,7 +31,7 @@ class NamedParameter:
         return ParamInfo(self.param.numel(), self.param.dtype, self.param.device, self.sparse)
 
     def describe(self) -> list[object]:
-        """What must be equal on all ranks, as JSON."""
+        """Return what must be equal on all ranks, as JSON."""
         param = self.param
         return [self.name, list(param.shape), str(param.dtype), list(param.stride()), self.sparse]
 
@@ -73,7 +73,7 @@ class ParameterScanner:
         self._signature = self._current_signature()
 
     def changed(self) -> bool:
-        """Whether the trainable parameters differ from the last look; if so, ``members`` is the new list."""
+        """Return whether the trainable parameters differ from the last look; if so, ``members`` is the new list."""
         if self._current_signature() == self._signature:
             return False
         before = [id(member.param) for member in self._members]

@@ -70,7 +70,7 @@ class LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # its generic
 
 
 def future_of(work: Work, value: Any) -> LazyFuture:
-    """A future that waits for ``work`` and then holds ``value``."""
+    """Return a future that waits for ``work`` and then holds ``value``."""
 
     def compute() -> Any:
         work.wait()
@@ -80,7 +80,7 @@ def future_of(work: Work, value: Any) -> LazyFuture:
 
 
 def finished(value: Tensor) -> torch.futures.Future[Tensor]:
-    """A future that holds ``value`` already."""
+    """Return a future that holds ``value`` already."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(value)
     return future

@@ -29,7 +29,7 @@ class DDPCommHookType(Enum):
         return hook
 
     def state(self, process_group: Any, start_powerSGD_iter: int = 1_000) -> Any:
-        """The state to register the hook with."""
+        """Return the state to register the hook with."""
         rank = self.value[2]
         if not rank:
             return process_group

@@ -25,7 +25,7 @@ def mean_over(process_group: Any, tensor: Tensor) -> torch.futures.Future[Tensor
 
 
 def allreduce_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over all ranks: the same as no hook.
+    """Return the mean over all ranks: the same as no hook.
 
     >>> ddp.register_comm_hook(None, allreduce_hook)      # doctest: +SKIP
     """

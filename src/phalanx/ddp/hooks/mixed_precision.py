@@ -14,7 +14,7 @@ from phalanx.ddp.hooks.default import Hook
 
 
 def allreduce_in(dtype: torch.dtype) -> Hook:
-    """A hook that sums in ``dtype``, divides there, and casts back to the bucket's own dtype."""
+    """Return a hook that sums in ``dtype``, divides there, and casts back to the bucket's own dtype."""
 
     def reduce_and_upcast(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group, full = resolve(process_group), bucket.buffer()

@@ -95,7 +95,7 @@ def apply_optimizer_in_backward(
 
 
 def take_over(params: Iterable[nn.Parameter]) -> bool:
-    """Whether any parameter has attached optimizers; if so, autograd no longer steps them by itself."""
+    """Return whether any parameter has attached optimizers; if so, autograd no longer steps them by itself."""
     attached = [param for param in params if hasattr(param, ATTACHED)]
     for param in attached:
         for optimizer in getattr(param, ATTACHED):

@@ -96,7 +96,8 @@ class PowerSGDState:
         return [member for index in sorted(self.layouts) for member in self.layouts[index]]
 
     def recall(self, bucket: GradBucket) -> int:
-        """The key of what is remembered of this bucket. Memory of other parameters is dropped, never misapplied."""
+        """Return the key of what is remembered of this bucket. Memory of other parameters is dropped, never
+        misapplied."""
         index, members = bucket.index(), bucket.members()
         if self.layouts.get(index, members) != members:
             logger.info("PowerSGD forgets what it knew of bucket %d: its parameters changed", index)

@@ -35,7 +35,7 @@ def dequantize(integers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """One scale for the whole bucket.
+    """Return one scale for the whole bucket.
 
     >>> ddp.register_comm_hook(None, quantization_pertensor_hook)      # doctest: +SKIP
     """
@@ -46,7 +46,7 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> torch
 def quantization_perchannel_hook(
     process_group: Any, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[Tensor]:
-    """One scale for every ``bucket_size`` elements: closer to the true values, slightly more to send."""
+    """Return one scale for every ``bucket_size`` elements: closer to the true values, slightly more to send."""
     tensor = bucket.buffer()
     padding = bucket_size - tensor.numel() % bucket_size
     channels = torch.nn.functional.pad(tensor, (0, padding)).view(-1, bucket_size)

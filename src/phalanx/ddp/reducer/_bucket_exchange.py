@@ -70,7 +70,7 @@ class StepTotals:
 
 
 def metadata_length(num_params: int) -> int:
-    """How many float32 numbers the metadata of a step takes."""
+    """Return how many float32 numbers the metadata of a step takes."""
     return HEADER + num_params
 
 
@@ -118,7 +118,7 @@ class BucketExchange:
         return None if self.divisor == 1 else 1.0 / self.divisor
 
     def factor(self, totals: StepTotals) -> float:
-        """What turns a sum over ranks of (weighted) gradients into the result."""
+        """Return what turns a sum over ranks of (weighted) gradients into the result."""
         if self.reduce == "weighted":
             return 1.0 / totals.weight
         return 1.0 / self.divisor if self.reduce == "mean" else 1.0
@@ -184,7 +184,7 @@ class BucketExchange:
 
 
 def _carrier(plan: BucketPlan, metadata: StepMetadata) -> Tensor:
-    """A tensor of its own for the step's metadata."""
+    """Return a tensor of its own for the step's metadata."""
     carrier = torch.zeros(metadata_length(len(plan.params)), device=plan.params[0].device)
     metadata.write(carrier)
     return carrier

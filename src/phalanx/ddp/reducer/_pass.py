@@ -70,11 +70,11 @@ class BackwardPass:
                 param.grad = None
 
     def storages_in_use(self) -> set[int]:
-        """The memory that gradients set aside lie in."""
+        """Return the memory that gradients set aside lie in."""
         return {storage_address(grad.untyped_storage()) for grad in self.stash.values() if not grad.is_sparse}
 
     def used_here(self) -> bytearray:
-        """A byte per parameter: 1 if this rank has something to contribute for it."""
+        """Return a byte per parameter: 1 if this rank has something to contribute for it."""
         used = bytearray(self.arrived)
         for index in self.local & self.stash.keys():
             used[index] = 1
@@ -93,7 +93,7 @@ class BackwardPass:
         self.stash.clear()
 
     def earlier(self, index: int) -> Tensor | None:
-        """What ``.grad`` held before the pass and what has to be reduced with the new gradient.
+        """Return what ``.grad`` held before the pass and what has to be reduced with the new gradient.
 
         A mean may take in an already reduced value again (all ranks have the same: their mean is that value), which
         is also what PyTorch does bit for bit. A sum may not.
@@ -211,7 +211,7 @@ class BackwardPass:
                 params[index].grad = self.stash.pop(index)
 
     def sparse_contribution(self, param: nn.Parameter, index: int) -> Tensor | None:
-        """What this rank adds for a parameter with sparse gradients, scaled as the reduction wants it."""
+        """Return what this rank adds for a parameter with sparse gradients, scaled as the reduction wants it."""
         new, old = param.grad, self.earlier(index)
         total = new if old is None else old if new is None else old + new
         if total is None or self.weight is None:
@@ -219,7 +219,7 @@ class BackwardPass:
         return total * self.weight
 
     def sparse_result(self, index: int, total: Tensor) -> Tensor:
-        """The new ``.grad``: the reduced one, plus what was reduced before and took no part now."""
+        """Return the new ``.grad``: the reduced one, plus what was reduced before and took no part now."""
         before = self.stash.get(index)
         return total if before is None or self.earlier(index) is not None else before + total
 
@@ -292,7 +292,7 @@ class BackwardPass:
 
 
 def _all_own(grads: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
-    """Whether all are small dense tensors that autograd made, which can take the result as they are."""
+    """Return whether all are small dense tensors that autograd made, which can take the result as they are."""
     return all(
         grad is not None and grad.nbytes < LARGE_BYTES and not (grad.is_sparse or grad.requires_grad) for grad in grads
     )

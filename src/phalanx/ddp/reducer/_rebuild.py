@@ -68,7 +68,7 @@ def _agree_on_caps(group: Group, infos: Sequence[ParamInfo], order: Sequence[int
 
 
 def has_spare_cores(group: Group, device: torch.device) -> bool:
-    """Whether this host has cores that its ranks' backward passes leave free. Collective."""
+    """Return whether this host has cores that its ranks' backward passes leave free. Collective."""
     hosts = group.all_gather_values(socket.gethostname())
     if device.type != "cpu":
         return True
@@ -99,7 +99,8 @@ def agree_on_change(
     factor: float,
     weight: float | None,
 ) -> Agreement:
-    """All ranks must have made the same change to the parameters; those that joined are reduced in this pass still.
+    """Return all ranks must have made the same change to the parameters; those that joined are reduced in this pass
+    still.
 
     The error names the first parameter that differs, and where.
     """

@@ -138,7 +138,7 @@ class Reducer:
             self._install(self.members, self.options.caps, order)
 
     def propose(self, members: Sequence[NamedParameter]) -> None:
-        """The module's parameters changed here; the next pass asks all ranks to agree."""
+        """Take note that the module's parameters changed here; the next pass asks all ranks to agree."""
         current = {id(member.param) for member in members}
         known = self.plan.index_by_identity()
         self._proposed = list(members)
@@ -315,7 +315,7 @@ class Reducer:
         return self.plan.metadata_fits and self.exchange.comm_hook is None
 
     def _metadata(self, current: BackwardPass) -> StepMetadata:
-        """What this rank tells the others about the step."""
+        """Return what this rank tells the others about the step."""
         if current.mirrors:
             return StepMetadata(bytearray(len(self.params)), 0.0, contributes=False)
         weight = 1.0 if self.step_weight is None else self.step_weight
@@ -356,7 +356,8 @@ class Reducer:
             self.params[index].grad = current.sparse_result(index, total) if used[index] else before
 
     def _agree(self, current: BackwardPass, totals: StepTotals) -> Agreement | None:
-        """What all ranks do before the next pass. Decided by shared values only, so all ranks are in it or none."""
+        """Return what all ranks do before the next pass. Decided by shared values only, so all ranks are in it or
+        none."""
         passes = self._passes + 1
         if totals.parameters_changed:
             members = self.members if self._proposed is None else self._proposed
@@ -415,7 +416,7 @@ class Reducer:
 
 
 def _writes_gradients(params: Sequence[nn.Parameter]) -> bool | None:
-    """Whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
+    """Return whether this backward accumulates into ``.grad``: yes; no; or into some parameters perhaps (None).
 
     ``torch.autograd.grad`` does not, ``backward(inputs=...)`` does for what it is given.
     """

@@ -29,7 +29,7 @@ class SparseReduction:
         self._rows = {name: torch.unique(torch.as_tensor(rows).reshape(-1)) for name, rows in rows_by_name.items()}
 
     def reduce(self, group: Group, name: str, param: nn.Parameter, grad: Tensor | None) -> Tensor:
-        """The sum over all ranks, coalesced. ``None`` contributes nothing."""
+        """Return the sum over all ranks, coalesced. ``None`` contributes nothing."""
         grad = _as_sparse(grad, param)
         rows = self._rows.get(name)
         return sparse_sum(group, grad) if rows is None else _known_rows_sum(group, name, grad, rows)

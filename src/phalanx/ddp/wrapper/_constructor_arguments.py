@@ -34,7 +34,7 @@ class Devices:
 
 
 def check_module(module: nn.Module, params: Sequence[nn.Parameter], *, has_delayed: bool) -> None:
-    """The module must have something to train, all of it initialised."""
+    """Check that the module has something to train, all of it initialised."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise RuntimeError(
             "the module has lazy parameters that are not initialised yet; run one forward pass before wrapping it"
@@ -50,7 +50,7 @@ def check_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> Devices:
-    """Which devices inputs and outputs go to; ``ValueError`` if the arguments do not fit the parameters."""
+    """Return which devices inputs and outputs go to; ``ValueError`` if the arguments do not fit the parameters."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids has {len(device_ids)} entries; expected None or one (one process per device)")
     kinds = {param.device.type for param in params}

@@ -54,7 +54,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for this object; all joinables of a context get the same ``kwargs``."""
+        """Return the hook for this object; all joinables of a context get the same ``kwargs``."""
 
     @property
     @abstractmethod

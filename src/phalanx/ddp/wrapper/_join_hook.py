@@ -35,7 +35,7 @@ class DDPJoinHook(JoinHook):
             reducer.mirror_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks end with the model of one that trained to the last."""
+        """Give all ranks the model of one that trained to the last."""
         self.ddp._sync_final_model(is_last_joiner)
 
 

@@ -82,7 +82,7 @@ def dump_environment() -> str:
 
 
 def log_environment() -> None:
-    """The same for the log, if anyone listens at debug level."""
+    """Log what the environment says, if anyone listens at debug level."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", _environment())
 

@@ -17,12 +17,13 @@ from phalanx._torch_private import tree_leaves
 
 
 def is_remote_reference(value: object) -> bool:
-    """Whether it is an RRef, known by its methods so that the RPC package need not be there."""
+    """Return whether it is an RRef, known by its methods so that the RPC package need not be there."""
     return all(hasattr(type(value), name) for name in ("is_owner", "local_value", "to_here"))
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples, dicts, dataclasses, registered pytrees and owned remote references."""
+    """Yield every tensor in nested lists, tuples, dicts, dataclasses, registered pytrees and owned remote
+    references."""
     if isinstance(value, Tensor):
         yield value
     elif is_remote_reference(value):
@@ -45,7 +46,8 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with ``function`` applied to its tensors; objects without tensors are returned as they are."""
+    """Return the same structure with ``function`` applied to its tensors; objects without tensors are returned as they
+    are."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -35,7 +35,7 @@ class ReplicaDrift(PhalanxError, RuntimeError):
 
 
 def verify_replicas(group: Group, members: Sequence[NamedParameter]) -> None:
-    """All ranks must have the same parameters: number, names, order, shapes, dtypes, strides."""
+    """Check that all ranks have the same parameters: number, names, order, shapes, dtypes, strides."""
     problem = first_difference(group.all_gather_values([member.describe() for member in members]))
     if problem is not None:
         raise ReplicaMismatch(
@@ -44,7 +44,7 @@ def verify_replicas(group: Group, members: Sequence[NamedParameter]) -> None:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that changes with any bit of the tensor: the sum of its bits read as integers."""
+    """Return a number that changes with any bit of the tensor: the sum of its bits read as integers."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -102,7 +102,7 @@ class CollectiveLog:
 
 
 def desync_report(group: Group, lines: Sequence[str]) -> str:
-    """What every rank did last, told over a group that works (e.g. the one that survivors re-formed)."""
+    """Return what every rank did last, told over a group that works (e.g. the one that survivors re-formed)."""
     everyone = group.all_gather_values(list(lines))
     return "\n".join(
         f"rank {rank}: " + ("; ".join(map(str, said[-5:])) if said else "no collective yet")

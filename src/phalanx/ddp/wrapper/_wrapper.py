@@ -202,7 +202,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return totals is not None and totals.regroup_wanted
 
     def set_step_weight(self, weight: float) -> None:
-        """This rank's weight (e.g. tokens in its batch) for ``reduce="weighted"``; give it before each backward.
+        """Set this rank's weight (e.g. tokens in its batch) for ``reduce="weighted"``; give it before each backward.
 
         It weighs the whole ``.grad`` of the step, including what ``no_sync`` passes accumulated.
         """
@@ -396,7 +396,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return logging_data(self)
 
     def desync_report(self) -> str:
-        """Each rank's last collectives, told over the current group, which must work (after ``regroup``, say)."""
+        """Return each rank's last collectives, told over the current group, which must work (after ``regroup``,
+        say)."""
         if self._log is None:
             raise RuntimeError("construct with keep_log=True to remember collectives")
         return desync_report(self.group, self._log.lines)

@@ -168,7 +168,8 @@ def _process() -> str:
 
 
 def _is_alive(process: str) -> bool:
-    """Whether the process of a name's last part, ``PID.START.COUNT``, lives. Numbers come again, in containers soon."""
+    """Return whether the process of a name's last part, ``PID.START.COUNT``, lives. Numbers come again, in containers
+    soon."""
     pid, _, rest = process.partition(".")
     if not (pid.isascii() and pid.isdigit() and len(pid) < 12):
         return True  # not ours to judge
@@ -177,7 +178,7 @@ def _is_alive(process: str) -> bool:
 
 
 def _start_of(pid: int) -> str:
-    """When a process was started, as the kernel counts; empty if there is none, "?" where nobody tells."""
+    """Return when a process was started, as the kernel counts; empty if there is none, "?" where nobody tells."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError, UnicodeDecodeError):

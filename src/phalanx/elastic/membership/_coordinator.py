@@ -111,7 +111,7 @@ class Coordinator(Protocol):
         """Progress, for whoever looks for hangs."""
 
     def waiting(self, is_waiting: bool) -> None:
-        """Whether this worker waits for others, and so cannot progress by itself."""
+        """Return whether this worker waits for others, and so cannot progress by itself."""
 
     def close(self) -> None: ...
 

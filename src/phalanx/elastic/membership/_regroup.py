@@ -103,7 +103,8 @@ class Regrouping:
             raise self.coordinator.signals.broken
 
     def wishes(self, *, is_again: bool) -> Tensor:
-        """This worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes again."""
+        """Return this worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes
+        again."""
         leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
         if leaves and self.leave.announced_in != self.membership.generation:
             self.coordinator.announce_leaving(self.membership)
@@ -121,7 +122,7 @@ class Regrouping:
         self._settle(lambda: self.coordinator.join(self._ready()))
 
     def recover(self, cause: CommError) -> None:
-        """The group is gone: take a place in a later generation."""
+        """Take a place in a later generation: the group is gone."""
         if self._is_apart:
             self._settle(lambda: self.coordinator.rejoin(self.membership.generation, self._ready()))
             return
@@ -252,7 +253,8 @@ class Regrouping:
         self._tell(before, membership, time.monotonic() - began)
 
     def _take_over(self, over: JobOver) -> bool:
-        """All steps are done: go on after them, as one of those who did them or in the place of one that is lost since.
+        """Return all steps are done: go on after them, as one of those who did them or in the place of one that is lost
+        since.
 
         False when the generation is over before that is done.
         """

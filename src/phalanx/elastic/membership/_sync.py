@@ -93,7 +93,8 @@ def bring_level(job: Training, coordinator: Coordinator, membership: Membership)
 
 
 def _find_source(job: Training, coordinator: Coordinator, membership: Membership, steps: list[int]) -> int:
-    """Whose state counts. The disk is looked at only if no worker has a state, since checking a save takes time."""
+    """Return whose state counts. The disk is looked at only if no worker has a state, since checking a save takes
+    time."""
     if max(steps) != FRESH:
         return choose_source(steps)
     saved = job.saving.newest_step()

@@ -59,7 +59,8 @@ class Axes:
 
 
 def render(history: History, *, title: str, facts: Sequence[tuple[str, str]] = (), digests: Sequence[str] = ()) -> str:
-    """The page. ``facts`` are shown on top; ``digests`` should all be the same, and the page says whether they are."""
+    """Return the page. ``facts`` are shown on top; ``digests`` should all be the same, and the page says whether they
+    are."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     if digests:
         same = len(set(digests)) == 1

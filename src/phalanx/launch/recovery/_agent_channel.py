@@ -65,7 +65,7 @@ class AgentChannel:
         return self._parse_recovery(self._store.get(recovery_key(generation)))
 
     def _parse_recovery(self, data: bytes | None) -> Recovery | None:
-        """What is none of ours is named, and does not stand in the way of one that is."""
+        """Return what is none of ours is named, and does not stand in the way of one that is."""
         try:
             return None if data is None else Recovery.from_json(data)
         except RecordError as error:
@@ -73,7 +73,8 @@ class AgentChannel:
             return None
 
     def recovery_before(self, generation: int) -> Recovery:
-        """How the generation before this one ended; of the first one, and where nobody has said: without a count."""
+        """Return how the generation before this one ended; of the first one, and where nobody has said: without a
+        count."""
         previous = self.recovery(generation - 1) if generation > 0 else None
         return previous or Recovery(action=Action.REGROUP, restarts=0, reason="")
 
@@ -87,7 +88,7 @@ class AgentChannel:
         self._store.set(key, FailureReport(**record).to_json())
 
     def failures(self, generation: int) -> dict[int, ProcessFailure]:
-        """All failures of a generation, of all nodes, by global rank."""
+        """Return all failures of a generation, of all nodes, by global rank."""
         found = {}
         for data in self._store.items(failures_prefix(generation)).values():
             try:
@@ -117,7 +118,7 @@ class AgentChannel:
         self._store.wait(keys, timeout)
 
     def num_left(self, generation: int, num_nodes: int) -> int:
-        """How many nodes of a generation are done and did not wait for the others."""
+        """Return how many nodes of a generation are done and did not wait for the others."""
         keys = [stage_key("left", generation, node_rank) for node_rank in range(num_nodes)]
         return sum(value is not None for value in self._store.get_many(keys))
 
@@ -129,11 +130,11 @@ class AgentChannel:
         self._say(ended_key(worker_id), PRESENT)
 
     def has_ended(self, worker_id: str) -> bool:
-        """Whether a worker's script had ended well, whatever became of its process afterwards."""
+        """Return whether a worker's script had ended well, whatever became of its process afterwards."""
         return self._store.get(ended_key(worker_id)) is not None
 
     def is_finishing(self) -> bool:
-        """Whether the workers have done all steps and only run what follows them."""
+        """Return whether the workers have done all steps and only run what follows them."""
         return bool(self._store.get(FINISHING))
 
     def setbacks(self) -> Setbacks:
@@ -144,23 +145,23 @@ class AgentChannel:
         self._store.compare_and_set(stacks_key(generation), None, StacksRequest(reason=reason).to_json())
 
     def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
-        """The wished number of workers here, why stacks are asked for ("": they are not), and how often the job went
-        back to an earlier step."""
+        """Return the wished number of workers here, why stacks are asked for ("": they are not), and how often the job
+        went back to an earlier step."""
         wish, stacks, setbacks = self._store.get_many([wish_key(node_id), stacks_key(generation), SETBACKS])
         reason = StacksRequest.from_json(stacks).reason if stacks else ""
         return parse_wish(wish), reason, _parse_setbacks(setbacks)
 
     def read_regrouping(self, worker_ids: list[str]) -> set[str]:
-        """Who of these has said that it can regroup."""
+        """Return who of these has said that it can regroup."""
         found = self._store.get_many([regroups_key(worker_id) for worker_id in worker_ids])
         return {worker_id for worker_id, value in zip(worker_ids, found, strict=True) if value is not None}
 
     def has_lost_contact(self, generation: int) -> bool:
-        """Whether a worker of the generation says that it lost contact with others."""
+        """Return whether a worker of the generation says that it lost contact with others."""
         return self._store.get(any_contact_key(generation)) is not None
 
     def read_lost_contact(self, generation: int, worker_ids: Sequence[str]) -> list[LostContact]:
-        """What workers of the generation wrote about it; a record that is none is named and ignored."""
+        """Return what workers of the generation wrote about it; a record that is none is named and ignored."""
         found = []
         for worker_id, data in zip(
             worker_ids, self._store.get_many([contact_key(generation, w) for w in worker_ids]), strict=True
@@ -179,7 +180,7 @@ class AgentChannel:
 
 
 def clip(text: str, limit: int) -> str:
-    """The text, without its middle when it is longer than the limit.
+    """Return the text, without its middle when it is longer than the limit.
 
     >>> clip("0123456789", 4)
     '01 [... 6 characters left out ...] 89'
@@ -191,7 +192,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def parse_wish(data: bytes | None) -> int | None:
-    """A number of workers that is at least 1; a wish that makes no sense is as good as none."""
+    """Return a number of workers that is at least 1; a wish that makes no sense is as good as none."""
     if data is None:
         return None
     try:
@@ -208,7 +209,7 @@ def parse_failure(data: bytes) -> ProcessFailure:
 
 
 def _parse_setbacks(data: bytes | None) -> Setbacks:
-    """What workers have counted; a count that makes no sense is as good as none."""
+    """Return what workers have counted; a count that makes no sense is as good as none."""
     try:
         return Setbacks() if data is None else Setbacks.from_json(data)
     except RecordError:

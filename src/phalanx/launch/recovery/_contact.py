@@ -42,7 +42,7 @@ def judge(
     before: ContactLosses | None = None,
     stopped: Collection[str] = (),
 ) -> Judgement:
-    """What follows from the words of workers; ``members`` are the generation's, in the order of ranks.
+    """Return what follows from the words of workers; ``members`` are the generation's, in the order of ranks.
 
     >>> peers = ("a", "b", "c")
     >>> words = [LostContact(by=w, of=("c",), peers=peers, reason="closed", step=7) for w in "ab"]
@@ -79,7 +79,7 @@ def judge(
 
 
 def _silent(words: Sequence[LostContact], members: Sequence[str]) -> list[str]:
-    """Those of the groups that lost contact who wrote nothing. One that has no place yet is in no group."""
+    """Return those of the groups that lost contact who wrote nothing. One that has no place yet is in no group."""
     seated = {peer for word in words for peer in word.peers}
     spoke = {word.by for word in words}
     return [worker for worker in members if worker in seated and worker not in spoke]

@@ -53,7 +53,7 @@ class Situation:
 
 
 def all_can_regroup(workers: Mapping[str, Iterable[str]], declared: Container[str]) -> bool:
-    """Whether the scripts of all roles can: ``workers`` of a generation by role, the living and the dead.
+    """Return whether the scripts of all roles can: ``workers`` of a generation by role, the living and the dead.
 
     One worker's word counts for its role, because all workers of a role run the same script: one that is silent while
     another has spoken is still starting, and will find the next generation. Where nobody has spoken, either the script
@@ -73,8 +73,8 @@ def on_failure(
     ends_job: bool = False,
     streak: Streak | None = None,
 ) -> Recovery:
-    """A worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors; ``streak``
-    counts its death already.
+    """Return a worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors;
+    ``streak`` counts its death already.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
@@ -112,7 +112,7 @@ def on_failure(
 
 
 def on_leave(now: Situation, *, reason: str) -> Recovery | None:
-    """A worker left politely. None when nobody is left to regroup: then the job has simply ended."""
+    """Return a worker left politely. None when nobody is left to regroup: then the job has simply ended."""
     if not _can_go_on(now):
         return None
     return on_membership_change(now, reason=reason)

@@ -40,7 +40,7 @@ class Death:
 
 
 def after(streak: Streak, death: Death) -> Streak:
-    """The streak with one more death.
+    """Return the streak with one more death.
 
     >>> streak = Streak()
     >>> for generation in range(4):
@@ -69,12 +69,12 @@ def after(streak: Streak, death: Death) -> Streak:
 
 
 def is_loop(streak: Streak) -> bool:
-    """Whether the next replacement would fare no better. The first death is nobody's replacement."""
+    """Return whether the next replacement would fare no better. The first death is nobody's replacement."""
     return streak.errors > MAX_ERRORS or streak.kills > MAX_KILLS
 
 
 def others_go_on(streak: Streak) -> bool:
-    """Whether the job made steps meanwhile: then only the replacements are in trouble."""
+    """Return whether the job made steps meanwhile: then only the replacements are in trouble."""
     return streak.step > streak.begin
 
 

@@ -34,7 +34,7 @@ R = TypeVar("R", bound=StoreRecord)
 
 
 def open_record(signer: Signer, key: str, value: bytes | None, kind: type[R]) -> R | None:
-    """The record that a key was found to hold, or None."""
+    """Return the record that a key was found to hold, or None."""
     if value is None:
         return None
     try:
@@ -45,12 +45,12 @@ def open_record(signer: Signer, key: str, value: bytes | None, kind: type[R]) ->
 
 
 def read_record(store: Store, signer: Signer, key: str, kind: type[R]) -> R | None:
-    """The record of a key, or None."""
+    """Return the record of a key, or None."""
     return open_record(signer, key, store.get(key), kind)
 
 
 def read_count(store: Store, signer: Signer, key: str) -> int | None:
-    """The count of a key, or None."""
+    """Return the count of a key, or None."""
     value = store.get(key)
     try:
         return None if value is None else parse_count(signer.open(key, value), key)

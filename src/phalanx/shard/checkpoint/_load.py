@@ -65,13 +65,13 @@ class Checkpoint:
         return DTYPES[self._stored(name).dtype]
 
     def load(self, name: str, sharding_spec: ShardingSpec, *, process_group: Any = None) -> ShardedTensor:
-        """One tensor under a spec, on any group."""
+        """Return one tensor under a spec, on any group."""
         made = ShardedTensor(sharding_spec, self.size(name), dtype=self.dtype(name), process_group=process_group)
         self.read_into(name, made)
         return made
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """One tensor, or a box of it, as a plain tensor."""
+        """Return one tensor, or a box of it, as a plain tensor."""
         box = Box.of_size(self.size(name)) if box is None else box
         out = torch.empty(box.sizes, dtype=self.dtype(name))
         self._fill(name, out, box)
@@ -134,7 +134,7 @@ class Checkpoint:
                 self._check(name, shard, data, block, known=False)
 
     def _map(self, name: str, shard: StoredShard, dtype: torch.dtype, common: Box) -> Tensor:
-        """The stored shard as a tensor over the mapped file, with the blocks that hold ``common`` checked."""
+        """Return the stored shard as a tensor over the mapped file, with the blocks that hold ``common`` checked."""
         nbytes = shard.box.volume * dtype.itemsize
         self._check_place(name, shard, nbytes)
         memory = self._map_file(name, shard.file)
@@ -183,7 +183,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, name: str, file: str) -> Iterator[io.FileIO]:
-        """A file of the checkpoint; what the disk says of it is an error of the checkpoint."""
+        """Open a file of the checkpoint; what the disk says of it is an error of the checkpoint."""
         try:
             with open(self.path / file, "rb", buffering=0) as opened:
                 yield opened
@@ -192,7 +192,7 @@ class Checkpoint:
 
 
 def runs(inner: Box, stored: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """The byte ranges of ``inner`` in a row-major array that is ``stored``; one wide range if very many."""
+    """Yield the byte ranges of ``inner`` in a row-major array that is ``stored``; one wide range if very many."""
     starts = [begin - first for begin, first in zip(inner.offsets, stored.offsets, strict=True)]
     strides = [prod(stored.sizes[dim + 1 :]) for dim in range(len(stored.sizes))]
     dim = len(stored.sizes)

@@ -86,7 +86,7 @@ def save(
 
 
 def _try(action: Any) -> dict[str, Any]:
-    """The result, or the error as text: the other ranks must hear of it before anyone raises."""
+    """Return the result, or the error as text: the other ranks must hear of it before anyone raises."""
     try:
         result: dict[str, Any] = action()
         return result

@@ -79,7 +79,8 @@ def pieces_of(shards: Iterable[ShardMetadata], group: Group) -> list[RankBox]:
 
 
 def plan_copies(sources: Sequence[RankBox], targets: Sequence[RankBox]) -> list[Copy]:
-    """Every overlap of a source with a target. Each element of a target has one source if sources do not overlap."""
+    """Return every overlap of a source with a target. Each element of a target has one source if sources do not
+    overlap."""
     copies = []
     for t, target in enumerate(targets):
         for s, source in enumerate(sources):
@@ -137,7 +138,7 @@ def exchange(group: Group, moves: Sequence[TensorMove]) -> None:
 
 
 def _room(move: TensorMove, copy: Copy) -> Tensor:
-    """Where a copy goes on this rank; if its piece has no tensor, memory that is dropped after the exchange."""
+    """Return where a copy goes on this rank; if its piece has no tensor, memory that is dropped after the exchange."""
     tensor = move.local_targets.get(copy.target)
     if tensor is None:
         return torch.empty(copy.box.sizes, dtype=move.dtype)
@@ -188,7 +189,7 @@ def _carry(
 
 
 def buffer_device(group: Group) -> torch.device:
-    """Where the buffers live: NCCL moves device memory only, everything else moves host memory."""
+    """Return where the buffers live: NCCL moves device memory only, everything else moves host memory."""
     if group.backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -199,7 +200,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _direct(views: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether the views are one run of memory on the right device, so that no packing is needed."""
+    """Return whether the views are one run of memory on the right device, so that no packing is needed."""
     return len(views) == 1 and views[0].is_contiguous() and views[0].device == device
 
 
@@ -208,7 +209,7 @@ def _nbytes(views: Sequence[Tensor]) -> int:
 
 
 def _buffers(views_by_rank: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
-    """A run of bytes per peer: the memory of the views where it can be, else end to end in one buffer.
+    """Return a run of bytes per peer: the memory of the views where it can be, else end to end in one buffer.
 
     With several peers that is one buffer, which a transport can carry as it is, if every run then begins aligned.
     """

@@ -38,13 +38,13 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def _get_current_process_group() -> Any:
-    """What ``load_with_process_group`` set, else the current group."""
+    """Return what ``load_with_process_group`` set, else the current group."""
     loading = _loading.get()
     return current_group() if loading is None else loading
 
 
 def as_group(process_group: Any) -> Group:
-    """A ``Group`` from what the user passed; None means the current one."""
+    """Return a ``Group`` from what the user passed; None means the current one."""
     if process_group is None:
         return current_group()
     if isinstance(process_group, Group):
@@ -57,7 +57,7 @@ def as_group(process_group: Any) -> Group:
 
 
 def owner_of(shard: ShardMetadata, group: Group) -> int:
-    """The rank inside ``group`` that holds this shard."""
+    """Return the rank inside ``group`` that holds this shard."""
     if shard.placement is None:
         raise ValueError(f"{shard} has no placement; give it one such as 'rank:{group.ranks[0]}/cpu'")
     if shard.placement.worker_name() is not None:

@@ -59,7 +59,8 @@ def reshard_shards(
     *,
     connect_leaves: bool = False,
 ) -> list[Shard]:
-    """This rank's shards under ``after``. What came from a computation stays connected to it; leaves become leaves.
+    """Return this rank's shards under ``after``. What came from a computation stays connected to it; leaves become
+    leaves.
 
     With ``connect_leaves`` the results are connected to leaves too.
     """

@@ -33,6 +33,6 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
-        """A shard of ``rank`` that begins at ``shard_offsets``; size and device are the tensor's."""
+        """Return a shard of ``rank`` that begins at ``shard_offsets``; size and device are the tensor's."""
         placement = RemoteDevice(f"rank:{rank}/{tensor.device}")
         return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))

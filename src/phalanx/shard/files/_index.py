@@ -93,7 +93,7 @@ def read_index(folder: Path, secret: bytes) -> Index:
 
 
 def parse_index(data: bytes, secret: bytes, path: str) -> Index:
-    """The index in ``data``; ``path`` is for messages."""
+    """Return the index in ``data``; ``path`` is for messages."""
     try:
         outer = Fields(load_json(data, "it"), "it")
         body = outer.text("body")

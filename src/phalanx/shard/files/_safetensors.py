@@ -55,7 +55,8 @@ class TensorEntry(NamedTuple):
 def layout(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
 ) -> tuple[bytes, dict[str, TensorEntry], int]:
-    """The head of a file with these tensors, where each will be, and the size of the file. Wide elements come first."""
+    """Return the head of a file with these tensors, where each will be, and the size of the file. Wide elements come
+    first."""
     described: dict[str, Any] = {}
     ends: dict[str, tuple[int, int]] = {}
     position = 0

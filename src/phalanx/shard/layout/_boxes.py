@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both hold; None when that is nothing."""
+    """Return what both hold; None when that is nothing."""
     begins, sizes = [], []
     for a_begin, a_size, b_begin, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         begin = max(a_begin, b_begin)
@@ -42,7 +42,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The positions of two boxes that share an element, or None. Sweeps along the dim with the most distinct begins."""
+    """Return the positions of two boxes that share an element, or None. Sweeps along the dim with the most distinct
+    begins."""
     filled = [index for index, box in enumerate(boxes) if box.volume]
     if len(filled) < 2:
         return None
@@ -62,7 +63,8 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def chunk_lengths(length: int, num_chunks: int) -> tuple[int, list[int]]:
-    """The step between chunks and each chunk's length, as ``torch.chunk`` has it, with empty chunks at the end."""
+    """Return the step between chunks and each chunk's length, as ``torch.chunk`` has it, with empty chunks at the
+    end."""
     step = -(-length // num_chunks)
     return step, [max(0, min(length, step * (index + 1)) - step * index) for index in range(num_chunks)]
 

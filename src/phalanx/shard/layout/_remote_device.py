@@ -67,7 +67,7 @@ class RemoteDevice:
         return self._device
 
     def on(self, device: torch.device) -> RemoteDevice:
-        """The same worker, another device."""
+        """Return the same worker, another device."""
         moved = RemoteDevice(device)
         moved._worker_name, moved._rank = self._worker_name, self._rank
         return moved

@@ -28,7 +28,8 @@ class Intricate(ValueError):
 
 
 def find_fault(boxes: Sequence[Box], sizes: Sequence[int]) -> tuple[tuple[int, ...], list[int]] | None:
-    """A point of the tensor that is not held once, with the positions of the boxes that hold it; None if all are.
+    """Return a point of the tensor that is not held once, with the positions of the boxes that hold it; None if all
+    are.
 
     Every box must lie inside a tensor of ``sizes``.
 
@@ -49,7 +50,7 @@ def find_fault(boxes: Sequence[Box], sizes: Sequence[int]) -> tuple[tuple[int, .
 
 
 def _first(terms: Counter[Spans], work: list[int]) -> tuple[int, ...] | None:
-    """The first corner, in lexicographic order, of a sum of boxes with signs that does not cancel."""
+    """Return the first corner, in lexicographic order, of a sum of boxes with signs that does not cancel."""
     terms = Counter({spans: count for spans, count in terms.items() if count})
     if not terms:
         return None

@@ -26,7 +26,7 @@ from phalanx.tensor import DTensor, Shard, implicit_replication
 
 
 def to_dtensor(tensor: ShardedTensor) -> DTensor:
-    """The same values as a DTensor on a 1-d mesh of the tensor's group; gradients flow back to the shards.
+    """Return the same values as a DTensor on a 1-d mesh of the tensor's group; gradients flow back to the shards.
 
     >>> (to_dtensor(weight) @ x).full_tensor()       # doctest: +SKIP
     """
@@ -57,7 +57,7 @@ def _in_order(dim: int, group: Group, device: torch.device) -> ChunkShardingSpec
 
 
 def from_dtensor(tensor: DTensor) -> ShardedTensor:
-    """The same values as a ShardedTensor that shares the local memory; of replicas, the first rank's count.
+    """Return the same values as a ShardedTensor that shares the local memory; of replicas, the first rank's count.
 
     Raises:
         ValueError: the DTensor is partial somewhere, or has placements other than ``Shard``: redistribute it first.
@@ -82,7 +82,7 @@ def from_dtensor(tensor: DTensor) -> ShardedTensor:
 
 
 def _mesh_group(mesh: DeviceMesh) -> Group:
-    """A group of all ranks of the mesh, in its order."""
+    """Return a group of all ranks of the mesh, in its order."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks, parent = mesh.mesh.flatten().tolist(), mesh._get_root_mesh()._root.parent or current_group()
@@ -94,7 +94,7 @@ def _mesh_group(mesh: DeviceMesh) -> Group:
 
 
 def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
-    """Whether the rank there is the one that counts among those that hold the same."""
+    """Return whether the rank there is the one that counts among those that hold the same."""
     return not any(c and p.is_replicate() for c, p in zip(coordinate, tensor.placements, strict=True))
 
 
@@ -137,7 +137,7 @@ def run_as_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> A
 
 
 def convert_sharded(convert: Callable[[ShardedTensor], Any], args: Any, kwargs: Any) -> Any:
-    """The arguments with every sharded tensor converted; one that appears twice is converted once."""
+    """Return the arguments with every sharded tensor converted; one that appears twice is converted once."""
     known: dict[int, Any] = {}
 
     def once(tensor: ShardedTensor) -> Any:

@@ -43,5 +43,5 @@ def _register(table: dict[Any, Implementation], func: Any) -> Callable[[Implemen
 
 
 def custom_implementation(func: Any, spec: ShardingSpec) -> Implementation | None:
-    """What a user registered: for all first, then for the class of the spec."""
+    """Return what a user registered: for all first, then for the class of the spec."""
     return _for_all.get(func) or _for_spec.get(type(spec), {}).get(func)

@@ -76,7 +76,7 @@ def _position(padding_idx: int | None, distinct: Tensor, weight: ShardedTensor) 
 def _fetch(
     name: str, indices: Tensor, weight: Any, sparse: bool, max_norm: float | None, norm_type: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct rows, each index's position among them, and which rows they are."""
+    """Return the distinct rows, each index's position among them, and which rows they are."""
     if not isinstance(weight, ShardedTensor) or isinstance(indices, ShardedTensor):
         raise TypeError(f"{name}: the indices must be a plain tensor (this rank's own) and the weight a ShardedTensor")
     if weight.dim() != 2:

@@ -22,7 +22,7 @@ from phalanx.shard.tensor._tensor import ShardedTensor
 
 
 def run_per_rank(func: Any, args: Any, kwargs: Any) -> Any:
-    """The plain result of this rank's own plain tensors and the full sharded ones."""
+    """Return the plain result of this rank's own plain tensors and the full sharded ones."""
     name = getattr(func, "__name__", str(func))
     if is_in_place(func) or kwargs.get("out") is not None:
         raise NotImplementedError(

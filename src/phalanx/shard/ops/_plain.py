@@ -54,7 +54,7 @@ def current_policy() -> Policy:
 
 
 def plain_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The plain tensors among the arguments, by a name to tell the user."""
+    """Return the plain tensors among the arguments, by a name to tell the user."""
     found = {}
     for label, value in (*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()):
         leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)

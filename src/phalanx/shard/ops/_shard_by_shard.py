@@ -19,13 +19,13 @@ from phalanx.tensor.ops._registry import OPERATORS, op_name
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether ``func`` writes to its first argument and returns it."""
+    """Return whether ``func`` writes to its first argument and returns it."""
     name = op_name(func)
     return name.in_place and not OPERATORS[name.base].indexes
 
 
 def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: ShardedTensor) -> Any:
-    """The result, or NotImplemented if the arguments do not line up shard by shard."""
+    """Return the result, or NotImplemented if the arguments do not line up shard by shard."""
     tensors = _tensors((args, kwargs))
     if kwargs.get("out") is not None:
         raise NotImplementedError(f"{func.__name__}(out=...) of a ShardedTensor: assign the result instead")
@@ -63,7 +63,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _local(tree: Any, first: ShardedTensor, index: int, box: Box) -> Any:
-    """The arguments as shard ``index`` sees them."""
+    """Return the arguments as shard ``index`` sees them."""
 
     def local_slice(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedTensor):

@@ -70,7 +70,7 @@ class AutoPlan(ShardingPlan):
 
 
 def auto_plan(module: nn.Module, mesh: DeviceMesh, memory_budget: int | None = None) -> AutoPlan:
-    """A plan for ``shard_module`` that balances bytes over the ranks of ``mesh``.
+    """Return a plan for ``shard_module`` that balances bytes over the ranks of ``mesh``.
 
     ``memory_budget``: bytes of parameters and buffers that a rank may hold. With a budget only as much is sharded as it
     takes, the largest first; without one everything that can be. Makes no collective and changes nothing.
@@ -97,7 +97,7 @@ def _device(kind: str, position: int) -> str:
 
 
 def find_candidates(module: nn.Module) -> tuple[list[Candidate], int]:
-    """What can be sharded, and the bytes of all parameters and buffers; what is shared counts once."""
+    """Return what can be sharded, and the bytes of all parameters and buffers; what is shared counts once."""
     candidates: list[Candidate] = []
     seen: set[int] = set()
     total = 0
@@ -123,7 +123,7 @@ def _names_of(module: nn.Module, tensor: torch.Tensor) -> set[str]:
 def choose(
     candidates: Sequence[Candidate], total: int, num_ranks: int, budget: int | None
 ) -> tuple[tuple[ShardingChoice, ...], PlanReport]:
-    """The decisions. Every rank starts with all bytes; sharding one takes it off the ranks without it."""
+    """Return the decisions. Every rank starts with all bytes; sharding one takes it off the ranks without it."""
     fair = sum(candidate.nbytes for candidate in candidates) / num_ranks
     replicated, sharded = total, [0] * num_ranks
     choices = []

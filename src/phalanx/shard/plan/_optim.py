@@ -20,7 +20,7 @@ from phalanx.shard.tensor._tensor import ShardedTensor, same_layout
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, and sharded tensors that are plain attributes, each once, with their names.
+    """Yield all parameters, and sharded tensors that are plain attributes, each once, with their names.
 
     >>> named = dict(named_params_with_sharded_tensor(model))           # doctest: +SKIP
     >>> optimizer = ShardedOptimizer(named, torch.optim.SGD, lr=0.1)    # doctest: +SKIP
@@ -117,7 +117,7 @@ def _gathered_state(value: Tensor, state: Mapping[Tensor, Any]) -> dict[str, Any
 
 
 def _aligned(entry: Any, value: Tensor) -> Any:
-    """The entry, in the layout of the parameter."""
+    """Return the entry, in the layout of the parameter."""
     if isinstance(entry, ShardedTensor) and isinstance(value, ShardedTensor) and not same_layout(entry, value):
         copied: ShardedTensor = entry._with_tensors([shard.tensor.detach() for shard in entry.local_shards()])
         return copied.reshard(value.sharding_spec())

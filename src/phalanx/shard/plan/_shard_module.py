@@ -25,7 +25,7 @@ def _shard_tensor(
     *,
     verify: bool = True,
 ) -> ShardedTensor:
-    """A sharded tensor from ``tensor`` of rank ``src_rank`` of the group.
+    """Return a sharded tensor from ``tensor`` of rank ``src_rank`` of the group.
 
     Raises:
         ValueError: the tensor is not contiguous, or the ranks disagree on spec, size or source (with ``verify``).
@@ -146,7 +146,7 @@ def _shard_shared(
 
 
 def _shards_itself(spec: ShardingSpec) -> bool:
-    """Whether a user's spec brings its own way to shard."""
+    """Return whether a user's spec brings its own way to shard."""
     return type(spec).shard is not ShardingSpec.shard
 
 

@@ -19,7 +19,7 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """What shall take the place of ``module``."""
+        """Return what shall take the place of ``module``."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """A plan for ``module``."""
+        """Return a plan for ``module``."""
 
 
 def check_plan(plan: ShardingPlan) -> None:

@@ -66,7 +66,7 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
 def init_from_local_shards(
     local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """One tensor from the shards that each rank holds; collective, with checks across ranks.
+    """Return one tensor from the shards that each rank holds; collective, with checks across ranks.
 
     >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 4), [2 * rank, 0], rank)    # doctest: +SKIP
     >>> tensor = init_from_local_shards([shard], [4, 4])                                # doctest: +SKIP

@@ -45,7 +45,7 @@ def _traits(tensor: Tensor) -> dict[str, Any]:
 
 
 def describe_local(shards: Sequence[Shard], size: torch.Size, group: Group) -> dict[str, Any]:
-    """What this rank tells the others; raises ValueError for a mistake that it can see alone."""
+    """Return what this rank tells the others; raises ValueError for a mistake that it can see alone."""
     rank = group.ranks[group.rank]
     for shard in shards:
         check_plain(shard.tensor, rank)

@@ -43,7 +43,7 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The shards of a tensor of this size."""
+        """Return the shards of a tensor of this size."""
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
         """Shard ``tensor`` of rank ``src_rank`` of the group and send every rank its shards."""
@@ -143,7 +143,7 @@ def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
 
 
 def infer_spec(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> ShardingSpec:
-    """A ``ChunkShardingSpec`` if it shards exactly like this, else an ``EnumerableShardingSpec``."""
+    """Return a ``ChunkShardingSpec`` if it shards exactly like this, else an ``EnumerableShardingSpec``."""
     placed = len(shards) > 1 and all(shard.placement is not None for shard in shards)
     for dim in range(len(sizes)) if placed else ():
         if len({shard.shard_offsets[dim] for shard in shards}) == len(shards):
@@ -156,5 +156,5 @@ def infer_spec(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> Shardin
 
 
 def spec_key(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> list[Any]:
-    """What two ranks compare to see that they mean the same layout; JSON."""
+    """Return what two ranks compare to see that they mean the same layout; JSON."""
     return [type(spec).__qualname__, [shard.to_json() for shard in metadata.shards_metadata]]

@@ -121,7 +121,7 @@ class ShardedTensor(torch.Tensor, Spread):
         process_group: Any = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """No collective: the spec says what this rank's tensor is."""
+        """Return no collective: the spec says what this rank's tensor is."""
         if not local_tensor.is_contiguous():
             raise ValueError("local_tensor is not a contiguous Tensor; call .contiguous() on it")
         group = as_group(process_group)
@@ -147,7 +147,7 @@ class ShardedTensor(torch.Tensor, Spread):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
-        """No collective: all ranks pass the same metadata."""
+        """Return no collective: all ranks pass the same metadata."""
         if init_rrefs:
             raise RuntimeError(_NO_RPC)
         group, metadata = as_group(process_group), sharded_tensor_metadata
@@ -164,11 +164,11 @@ class ShardedTensor(torch.Tensor, Spread):
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards; empty if it has none."""
+        """Return this rank's shards; empty if it has none."""
         return self._local_shards
 
     def local_tensor(self) -> Tensor:
-        """The tensor of this rank's only shard."""
+        """Return the tensor of this rank's only shard."""
         if len(self._local_shards) != 1:
             raise NotImplementedError(
                 f"rank {self._process_group.rank}: local_tensor() needs exactly one local shard, there are "
@@ -314,7 +314,7 @@ class ShardedTensor(torch.Tensor, Spread):
         return self.to(device or current, non_blocking=non_blocking, process_group=process_group)
 
     def _with_tensors(self, tensors: Sequence[Tensor], like: Tensor | None = None) -> ShardedTensor:
-        """The same layout over other local tensors, which may have another dtype or device.
+        """Return the same layout over other local tensors, which may have another dtype or device.
 
         On a rank without shards ``like`` tells dtype and device, so that metadata stays the same everywhere.
         """
@@ -330,7 +330,7 @@ class ShardedTensor(torch.Tensor, Spread):
         return type(self)._wrap(shards, metadata, self._sharding_spec, self._process_group)
 
     def _template(self) -> Tensor:
-        """An empty tensor like the local ones: what an operation does to dtypes can be tried on it."""
+        """Return an empty tensor like the local ones: what an operation does to dtypes can be tried on it."""
         properties = self._metadata.tensor_properties
         return torch.empty(
             (0,) * len(self._metadata.size),
@@ -434,7 +434,7 @@ def check_format(memory_format: torch.memory_format | None) -> None:
 
 
 def same_layout(a: ShardedTensor, b: ShardedTensor) -> bool:
-    """Whether the shards of both lie in the same boxes on the same ranks."""
+    """Return whether the shards of both lie in the same boxes on the same ranks."""
     if a._metadata.shards_metadata is b._metadata.shards_metadata and a._process_group is b._process_group:
         return True
     return (

@@ -103,7 +103,7 @@ class DTensor(torch.Tensor, Spread):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Each rank's ``local_tensor`` as its shard of one distributed tensor; differentiable.
+        """Return each rank's ``local_tensor`` as its shard of one distributed tensor; differentiable.
 
         Without ``shape``, sizes of sharded dims are gathered from the ranks (shards may be uneven), and shards that do
         not fit raise on all of them. ``run_check`` also compares shapes along the other axes, which are taken on trust
@@ -114,7 +114,8 @@ class DTensor(torch.Tensor, Spread):
         return above.from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's local tensor as a plain tensor; ``grad_placements`` says how its gradient will be laid out."""
+        """Return this rank's local tensor as a plain tensor; ``grad_placements`` says how its gradient will be laid
+        out."""
         spec = self._spec
         if self._copied_view is not None:
             check_up_to_date(self)

@@ -56,7 +56,7 @@ def check_collective(op: str, what: str, nbytes: int) -> None:
 
 
 def on_one_mesh(op: str, source: Spec, target: Spec) -> tuple[Spec, Spec]:
-    """Both layouts on the larger of their meshes."""
+    """Return both layouts on the larger of their meshes."""
     if source.mesh == target.mesh:
         return source, target
     lifted = on_root(source, target.mesh)

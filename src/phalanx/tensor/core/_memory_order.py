@@ -72,7 +72,7 @@ def say_order(local: Tensor, wanted: Strides) -> bool:
 
 
 def _fits(local: Tensor, wanted: Strides) -> bool:
-    """Whether ``local`` has the strides ``wanted`` wherever its elements depend on them."""
+    """Return whether ``local`` has the strides ``wanted`` wherever its elements depend on them."""
     if not local.numel():
         return True
     return all(a == b for a, b, size in zip(local.stride(), wanted, local.shape, strict=True) if size > 1)
@@ -170,7 +170,7 @@ class OrderedCall:
         return [_scaled(t, spec) for t, spec in zip(made, self._outputs, strict=True)]
 
     def _foretells(self, local_strides: Sequence[Strides], results: Sequence[Tensor]) -> bool:
-        """Whether meta tensors give what the shards gave: some functions have an order of their own on them."""
+        """Return whether meta tensors give what the shards gave: some functions have an order of their own on them."""
         found = self._on_meta([spec.local_shape for spec in self._targets], local_strides)
         return all(
             result.stride() == strides or not result.numel() for result, strides in zip(results, found, strict=True)

@@ -53,7 +53,7 @@ def strides_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether these strides leave no gaps and keep the order of the dims."""
+    """Return whether these strides leave no gaps and keep the order of the dims."""
     if 0 in shape:
         return True
     expected = 1

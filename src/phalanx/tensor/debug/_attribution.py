@@ -186,7 +186,8 @@ def _holds_dtensor(value: Any) -> bool:
 
 
 def _is_our_own() -> bool:
-    """Whether the operation that runs now is one of this package's, not one of the program's (or torch's for it)."""
+    """Return whether the operation that runs now is one of this package's, not one of the program's (or torch's for
+    it)."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -67,7 +67,7 @@ def _print_rich(spec: Spec, names: list[str], sides: list[str], cells: list[list
 
 
 def layout_summary(module: nn.Module) -> str:
-    """One line per parameter: its name, shape and layout, and the bytes this rank holds of how many.
+    """Return one line per parameter: its name, shape and layout, and the bytes this rank holds of how many.
 
     >>> print(layout_summary(model))   # doctest: +SKIP
     up.weight   float32[10, 6] [tp:S(0)]  120 B of 240 B

@@ -229,7 +229,7 @@ def _as_number(op: str, tensor: Tensor) -> Tensor:
 
 
 def _is_harmless(op: str, tensor: Tensor) -> bool:
-    """Whether modules make such a tensor themselves: an initial state of zeros, the offsets of bags."""
+    """Return whether modules make such a tensor themselves: an initial state of zeros, the offsets of bags."""
     made = OPERATORS[op].module_makes
     if made == "states":
         return not bool(tensor.any())
@@ -277,7 +277,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> _Arguments | None:
 
 
 def is_general(func: Any, args: Any, kwargs: Any, tensors: Sequence[DTensor]) -> bool:
-    """Whether the DTensors of a call are on several meshes, or some stand for numbers; reads none of those."""
+    """Return whether the DTensors of a call are on several meshes, or some stand for numbers; reads none of those."""
     mesh = tensors[0]._spec.mesh
     if any(tensor._spec.mesh is not mesh for tensor in tensors):
         return True

@@ -102,7 +102,7 @@ def elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def broadcast_tensors(func: Any, args: Any, kwargs: Any) -> Any:
-    """Each expanded where it is; losses begin with this."""
+    """Return each expanded where it is; losses begin with this."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     if not all(type(t) is DTensor for t in tensors):
         return run_replicated(func, args, kwargs)

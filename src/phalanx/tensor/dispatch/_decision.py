@@ -214,7 +214,7 @@ def _summed_axes(targets: tuple[Spec, ...], outs: list[Any]) -> Iterator[tuple[i
 
 
 def _log_decision(name: str, inputs: Sequence[In], decision: Decision, num_choices: int) -> None:
-    """What came in, what was chosen, what that moves, and why."""
+    """Log what came in, what was chosen, what that moves, and why."""
     if not logger.isEnabledFor(TRAFFIC):
         return
     call, outs = _call_text(name, inputs), ", ".join(out.layout for out in decision.outputs)

@@ -38,7 +38,7 @@ class _ShardedDims:
         self.ranks = math.prod(self.spec.mesh.shape[axis] for axis in self.axes)
 
     def gathered(self, local: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
-        """Every rank's ``local``, joined over those axes into one of ``shape``, laid out by ``placements``."""
+        """Return every rank's ``local``, joined over those axes into one of ``shape``, laid out by ``placements``."""
         spec = Spec.of(self.spec.mesh, placements, shape, local.dtype)
         gathered_placements = [REPLICATE if axis in self.axes else p for axis, p in enumerate(placements)]
         return redistribute_input(wrap(local, spec), spec.with_placements(gathered_placements), self.op)

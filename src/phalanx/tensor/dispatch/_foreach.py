@@ -92,7 +92,7 @@ def _foreach_any(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _same_shapes(value: Any, first: list[Any]) -> bool:
-    """Whether the DTensors of a list are of the shapes, and on the meshes, of the first list's."""
+    """Return whether the DTensors of a list are of the shapes, and on the meshes, of the first list's."""
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Tensor):
         return True
     return all(
@@ -166,7 +166,8 @@ def _at(value: Any, places: list[int], plain: bool, name: str) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Each place of the lists by itself: partial tensors, shapes that differ, functions of more than elements."""
+    """Return each place of the lists by itself: partial tensors, shapes that differ, functions of more than
+    elements."""
     options = dict(kwargs or {})
     given = (options.pop("self"), *args) if "self" in options else tuple(args)
     name = func.__name__

@@ -50,7 +50,7 @@ class Placement(metaclass=_Interned):
         return type(self), self._fields()
 
     def __iter__(self) -> Iterator[Placement]:
-        """One placement is good for a mesh of one axis, wherever a list of them is expected."""
+        """Yield one placement is good for a mesh of one axis, wherever a list of them is expected."""
         yield self
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -285,8 +285,8 @@ def inner_shard(length: int, mesh_shape: Sequence[int], placements: Sequence[Pla
 
 @lru_cache(maxsize=4096)
 def _lies_inside(length: int, blocks: int, parts: int, inside: tuple[int, ...]) -> bool:
-    """Whether splitting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves complete pieces of blocks,
-    the same that are left the other way round. Even sizes do.
+    """Return whether splitting each of ``blocks`` in ``parts`` and then all by ``inside`` leaves complete pieces of
+    blocks, the same that are left the other way round. Even sizes do.
     """
     sizes = chunk_sizes(length, blocks)
     pieces = [chunk_sizes(size, parts) for size in sizes]

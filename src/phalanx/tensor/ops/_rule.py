@@ -270,7 +270,7 @@ def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _leads_to(result: Tensor, leaf: Tensor) -> bool:
-    """Whether backward from ``result`` reaches ``leaf``."""
+    """Return whether backward from ``result`` reaches ``leaf``."""
     if result is leaf or not (leaf.requires_grad and result.requires_grad):
         return result is leaf
     end, left, known = get_gradient_edge(leaf).node, [result.grad_fn], set()
@@ -303,12 +303,12 @@ def norm_dim(dim: int, ndim: int) -> int:
 
 
 def none_empty(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
-    """Whether every rank would hold something of every input."""
+    """Return whether every rank would hold something of every input."""
     return not any(spec.has_empty_shard for spec in _laid_out(call, placements))
 
 
 def none_thin(call: Call, placements: Sequence[tuple[Placement, ...]]) -> bool:
-    """Whether every rank would hold more than a row of every dim that has more."""
+    """Return whether every rank would hold more than a row of every dim that has more."""
     return not any(spec.has_thin_shard for spec in _laid_out(call, placements))
 
 

@@ -35,7 +35,7 @@ def _moved(
     local: bool,
     what: str,
 ) -> list[Any]:
-    """Each value from its given layout to its wanted one."""
+    """Return each value from its given layout to its wanted one."""
     if len(values) != len(given):
         raise ValueError(f"{what}: got {len(values)} values for {len(given)} layouts {tuple(given)}")
     return [_moved_one(*one, mesh, local) for one in zip(values, given, wanted, strict=True)]

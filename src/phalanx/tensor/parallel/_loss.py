@@ -192,7 +192,7 @@ def _class_groups(spec: Spec, dim: int) -> tuple[Group, ...]:
 
 
 def _local_target(target: Tensor, rows: Spec) -> Tensor:
-    """This rank's rows of the target; a plain target is the same on every rank."""
+    """Return this rank's rows of the target; a plain target is the same on every rank."""
     wanted = rows.with_dtype(target.dtype)
     if tuple(target.shape) != tuple(wanted.shape):
         raise ValueError(f"the target has shape {tuple(target.shape)}; the logits ask for {tuple(wanted.shape)}")

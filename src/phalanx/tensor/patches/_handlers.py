@@ -86,7 +86,7 @@ def _named_handler(func: Any, name: OpName, operator: Operator) -> Handler | Non
 
 
 def is_functional(func: Any, operator: Operator) -> bool:
-    """Whether ``func`` is the function of ``torch.nn.functional`` that has a handler of its own there."""
+    """Return whether ``func`` is the function of ``torch.nn.functional`` that has a handler of its own there."""
     return bool(operator.functional) and func is getattr(F, operator.name, None)
 
 

@@ -20,7 +20,8 @@ _SELU_SATURATION = 1.7580993408473766  # selu's alpha times its scale: minus the
 
 
 def _mask(tensor: DTensor, keep: float, feature: bool, scaled: bool = False) -> DTensor:
-    """One (``scaled``: divided by ``keep``) with probability ``keep``, else zero; per element or channel (two dims)."""
+    """Return one (``scaled``: divided by ``keep``) with probability ``keep``, else zero; per element or channel (two
+    dims)."""
     spec = tensor._spec.cotangent
     if feature:
         require(tensor.ndim >= 2, f"feature dropout on a DTensor needs 2 or more dims, got {tuple(tensor.shape)}")

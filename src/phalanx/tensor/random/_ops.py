@@ -65,7 +65,7 @@ def _like(values: Callable[[str, torch.dtype, Any, Any], _philox.Make]) -> Handl
 
 
 def _check_like(name: str, tensor: DTensor, options: dict[str, Any]) -> None:
-    """What ``empty_like`` would take, but cannot mean anything on a mesh."""
+    """Refuse what ``empty_like`` would take, but cannot mean anything on a mesh."""
     device, mesh = options.get("device"), tensor._spec.mesh
     if device is not None and torch.device(device).type != mesh.device_type:
         raise ValueError(f"{name}(device={device!r}) on a DTensor: its mesh is on {mesh.device_type!r}")

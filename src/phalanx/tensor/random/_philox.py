@@ -38,7 +38,8 @@ def words(stream: tuple[int, int], start: int, count: int) -> Words:
 
 
 def element_bits(spec: Spec, stream: tuple[int, int]) -> Words:
-    """One word for each element this rank holds of a tensor laid out as ``spec``, shaped like the local tensor."""
+    """Return one word for each element this rank holds of a tensor laid out as ``spec``, shaped like the local
+    tensor."""
     shape = spec.shape
     local_shape = spec.local_shape
     cut = [d for d in range(len(shape)) if spec.shards(d)]
@@ -121,8 +122,8 @@ def integers(bits: Words, low: int, high: int) -> npt.NDArray[np.int64]:
 
 
 def filled(spec: Spec, stream: tuple[int, int], make: Make, device: torch.device) -> Tensor:
-    """This rank's local tensor of a tensor laid out as ``spec`` and filled with ``make(words)``, rounded to its dtype
-    last.
+    """Return this rank's local tensor of a tensor laid out as ``spec`` and filled with ``make(words)``, rounded to its
+    dtype last.
 
     The real and the imaginary part of a complex number have a word each, side by side in a last dim of two.
     """

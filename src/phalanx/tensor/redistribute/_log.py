@@ -80,7 +80,7 @@ def _listen() -> Iterator[Heard]:
 
 
 def log_collectives(what: str, spec: Spec, heard: Heard) -> None:
-    """The first time that there are some for ``what`` and this layout."""
+    """Log the collectives the first time that there are some for ``what`` and this layout."""
     if heard and ("logged", what) not in spec.variants:
         spec.variants["logged", what] = True
         said = "; ".join(f"{event.name} {event.nbytes} B" for event in heard)

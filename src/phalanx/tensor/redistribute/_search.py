@@ -95,7 +95,7 @@ def kind_of(grid: Grid, placements: Placements, axis: int, after: Placement) -> 
 
 
 def _commute(one: Partial, later: Placement) -> bool:
-    """Whether it does not matter which of two reductions comes first."""
+    """Return whether it does not matter which of two reductions comes first."""
     return (
         not isinstance(later, Partial)
         or one.reduce_op == later.reduce_op

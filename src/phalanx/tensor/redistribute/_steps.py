@@ -47,7 +47,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def actions_of(plan: Plan) -> list[Action]:
-    """One action for each step of ``plan``, made at its first run."""
+    """Return one action for each step of ``plan``, made at its first run."""
     if plan.steps and not plan.actions:
         plan.actions.extend([_ACTIONS[step.kind](step) for step in plan.steps])
         log_redistribution(plan)
@@ -94,7 +94,7 @@ class _AxisShards:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, shards: list[Tensor]) -> Tensor:
-        """All ranks' shards joined: of each block rank 0's piece, then rank 1's, and so on."""
+        """Return all ranks' shards joined: of each block rank 0's piece, then rank 1's, and so on."""
         if self.blocks == 1:
             return torch.cat(shards, self.dim)
         pieces, taken = [], [0] * self.num_shards

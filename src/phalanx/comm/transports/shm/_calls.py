@@ -34,14 +34,14 @@ assert len(_DTYPES) <= 128, "the record's field for the dtype is too narrow"
 def record(
     kind: str, dtype: torch.dtype = torch.uint8, op: ReduceOp | None = None, root: int = 0, nbytes: int = 0
 ) -> int:
-    """The fields that every rank must give alike. ``nbytes`` stays 0 where sizes may differ between ranks."""
+    """Return the fields that every rank must give alike. ``nbytes`` stays 0 where sizes may differ between ranks."""
     number = _KIND[kind] | (_OPS[op] << 4 if op is not None else 0) | _DTYPE[dtype] << 8 | root << 15 | nbytes << 25
     assert number < 1 << 63, f"{nbytes} bytes are too many for one collective"
     return number
 
 
 def describe(number: int) -> str:
-    """A record in words, for error messages."""
+    """Return a record in words, for error messages."""
     kind, op, dtype = KINDS[number & 15], number >> 4 & 15, _DTYPES[number >> 8 & 127]
     parts = [f"{dtype}"]
     if op:

@@ -24,7 +24,7 @@ ALONE_BYTES = 32 * 1024
 
 
 def num_pieces(nbytes: int, piece: int) -> int:
-    """How many pieces; at least one, since also an empty collective is a meeting."""
+    """Return how many pieces; at least one, since also an empty collective is a meeting."""
     return max(1, -(-nbytes // piece))
 
 
@@ -33,7 +33,7 @@ def nbytes_of(tensor: Tensor) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """One dimension, without a version counter of its own to disturb."""
+    """Return one dimension, without a version counter of its own to disturb."""
     return tensor.data.view(-1)
 
 
@@ -104,7 +104,7 @@ def all_reduce(w: Window, tensor: Tensor, fold: Fold, op: ReduceOp) -> Steps:
 
 
 def _all_reduce_small(w: Window, tensor: Tensor, fold: Fold, call: int) -> Steps:
-    """What ``stream`` does for one piece, without its overhead: latency counts here."""
+    """Yield what ``stream`` does for one piece, without its overhead: latency counts here."""
     n = w.claim()
     while token := w.busy(n):
         yield token
@@ -119,7 +119,8 @@ def _all_reduce_small(w: Window, tensor: Tensor, fold: Fold, call: int) -> Steps
 
 
 def _with_own(w: Window, values: list[Tensor], out: Tensor) -> list[Tensor]:
-    """The values to combine into ``out``, which holds this rank's: of two ranks, read it there, not from its slot.
+    """Return the values to combine into ``out``, which holds this rank's: of two ranks, read it there, not from its
+    slot.
 
     Of more, the tree's inner nodes use ``out`` before its value is needed.
     """
@@ -129,7 +130,7 @@ def _with_own(w: Window, values: list[Tensor], out: Tensor) -> list[Tensor]:
 
 
 def _whole_pieces(w: Window, tensor: Tensor, fold: Fold) -> tuple[Piece, Piece, int]:
-    """Every rank puts each piece, and who takes reduces it."""
+    """Return every rank puts each piece, and who takes reduces it."""
     nbytes, dtype = nbytes_of(tensor), tensor.dtype
     address, piece = tensor.data_ptr(), w.slot_bytes
     count = num_pieces(nbytes, piece)
@@ -147,7 +148,7 @@ def _whole_pieces(w: Window, tensor: Tensor, fold: Fold) -> tuple[Piece, Piece, 
 
 
 def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> Steps:
-    """Two steps per piece: all put it, each reduces its share of it and puts that, all collect the shares.
+    """Yield two steps per piece: all put it, each reduces its share of it and puts that, all collect the shares.
 
     The steps of two pieces overlap: in(0) in(1) out(0) in(2) out(1) ... in(c-1) out(c-2) out(c-1), so that what a rank
     waits for was mostly posted one step ago.
@@ -223,7 +224,7 @@ def broadcast(w: Window, tensor: Tensor, src: int) -> Steps:
 
 
 def _holding(steps: Steps, *tensors: object) -> Steps:
-    """The tensors stay alive for as long as their addresses are in use."""
+    """Yield the tensors stay alive for as long as their addresses are in use."""
     yield from steps
 
 

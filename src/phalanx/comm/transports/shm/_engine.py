@@ -239,7 +239,7 @@ class Engine:
                 self.fail(error)
 
     def _serve(self) -> None:
-        """The background thread: never spins, since it would hold up the interpreter."""
+        """Run in the background thread: never spins, since it would hold up the interpreter."""
         while self.error is None:
             self._work_there.wait()
             self._work_there.clear()

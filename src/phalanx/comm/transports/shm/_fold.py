@@ -19,7 +19,7 @@ from phalanx.comm.transports._tree_reduce import _COMBINE
 
 @lru_cache
 def merges(count: int) -> tuple[tuple[int, int], ...]:
-    """The tree as pairs (i, j), in order: value i becomes value i with value j; the result ends in value 0.
+    """Return the tree as pairs (i, j), in order: value i becomes value i with value j; the result ends in value 0.
 
     >>> merges(5)
     ((0, 1), (2, 3), (0, 2), (0, 4))

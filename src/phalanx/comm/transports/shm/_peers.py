@@ -58,7 +58,7 @@ class Peers:
         )
 
     def loss(self, segment: Segment, tokens: Sequence[int]) -> PeerLost | None:
-        """The error when one of these waits can never end well: somebody needed is gone, or somebody gave up."""
+        """Return the error when one of these waits can never end well: somebody needed is gone, or somebody gave up."""
         words, layout = segment.words, segment.layout
         others = [rank for rank in range(layout.size) if rank != self._rank]
         states = {rank: words[layout.block(rank) + L.STATE] for rank in others}
@@ -83,7 +83,7 @@ class Peers:
         return None
 
     def _needed(self, segment: Segment, rank: int, token: int) -> bool:
-        """Whether ``rank`` has yet to do something for this wait: in a collective everybody counts."""
+        """Return whether ``rank`` has yet to do something for this wait: in a collective everybody counts."""
         index, target = token & L.TOKEN_MASK, token >> L.TOKEN_SHIFT
         layout = segment.layout
         if index >= layout.channels_word:

@@ -31,7 +31,7 @@ class Mapping:
 
 
 def new_file(nbytes: int) -> int:
-    """A private anonymous file of zeros; pages are taken when first touched."""
+    """Return a private anonymous file of zeros; pages are taken when first touched."""
     fd = os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -44,7 +44,7 @@ def new_file(nbytes: int) -> int:
 
 
 def open_file_of(pid: int, fd: int) -> int:
-    """A descriptor for what process ``pid`` holds as ``fd``; ``OSError`` when it may not or is gone."""
+    """Return a descriptor for what process ``pid`` holds as ``fd``; ``OSError`` when it may not or is gone."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 

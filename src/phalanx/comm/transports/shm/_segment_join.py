@@ -69,7 +69,7 @@ class _JoinRounds:
         self._store.set(key, self._published[key])
 
     def collect(self, keys: dict[int, str]) -> list[dict[str, object]]:
-        """What the ranks published under their keys; looks out for deaths and interrupts meanwhile."""
+        """Return what the ranks published under their keys; looks out for deaths and interrupts meanwhile."""
         names = list(keys.values())
         while True:
             try:
@@ -140,7 +140,7 @@ def trial() -> str | None:
 
 
 def _make(layout: SegmentLayout) -> tuple[int, dict[str, object]]:
-    """A fresh segment: the descriptor to close in the end, and the record that tells the others where it is."""
+    """Return a fresh segment: the descriptor to close in the end, and the record that tells the others where it is."""
     trouble = unavailable()
     if trouble is not None:
         return -1, {"trouble": trouble}

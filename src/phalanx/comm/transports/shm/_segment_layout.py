@@ -119,7 +119,7 @@ class SegmentLayout:
         return head, head + LINE, self.rings_byte + number * self.ring_bytes
 
     def writer(self, index: int) -> int:
-        """Which rank writes word ``index`` (READY, TAKEN, HEAD or TAIL)."""
+        """Return which rank writes word ``index`` (READY, TAKEN, HEAD or TAIL)."""
         if index < self.channels_word:
             return (index - HEADER_WORDS) // self.block_words
         number, tail = divmod((index - self.channels_word) // LINE, 2)

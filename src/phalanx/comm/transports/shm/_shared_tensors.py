@@ -50,7 +50,7 @@ _allocations: list[Allocation] = []
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros in fresh shared memory. ``OSError`` when there is none left."""
+    """Return a tensor of zeros in fresh shared memory. ``OSError`` when there is none left."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -72,7 +72,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def find(address: int, nbytes: int) -> Allocation | None:
-    """The allocation that holds these bytes, if they are in shared memory."""
+    """Return the allocation that holds these bytes, if they are in shared memory."""
     if not _addresses:
         return None
     with _lock:

@@ -176,7 +176,7 @@ class ShmTransport(Transport):
         )
 
     def _is_large(self, tensor: Tensor) -> bool:
-        """Whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
+        """Return whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
         return nbytes_of(tensor) > self._window.slot_bytes
 
     def _parts(self, whole: Tensor) -> Sequence[Tensor]:

@@ -59,7 +59,7 @@ class Window:
         self._views: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = {}
 
     def claim(self, count: int = 1) -> int:
-        """The number of the next step; ``count`` steps are this collective's."""
+        """Return the number of the next step; ``count`` steps are this collective's."""
         first = self._step + 1
         self._step += count
         return first
@@ -138,11 +138,11 @@ class Window:
             self._words[at + i] = size
 
     def size_for(self, n: int, rank: int, dst: int) -> int:
-        """How many bytes ``rank`` said, with step n, that it has for ``dst``."""
+        """Return how many bytes ``rank`` said, with step n, that it has for ``dst``."""
         return self._words[self._blocks[rank] + self.layout.sizes_word + n % self.slots * self.size + dst]
 
     def views(self, n: int, dtype: torch.dtype, count: int, offset: int = 0) -> list[Tensor]:
-        """Every rank's slot of step n, from byte ``offset``, as ``count`` elements."""
+        """Return every rank's slot of step n, from byte ``offset``, as ``count`` elements."""
         key = (dtype, count, offset)
         found = self._views.get(key)
         if found is None:

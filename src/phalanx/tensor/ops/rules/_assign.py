@@ -23,7 +23,8 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def full_keys(key: Any, ndim: int) -> list[Any] | None:
-    """One key for each dim, ``...`` written out; None where a key is none of int, slice, tensor or list of ints."""
+    """Return one key for each dim, ``...`` written out; None where a key is none of int, slice, tensor or list of
+    ints."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if sum(k is Ellipsis for k in keys) > 1 or len(keys) - (Ellipsis in map(_identity, keys)) > ndim:
         return None

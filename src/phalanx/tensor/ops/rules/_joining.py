@@ -28,7 +28,7 @@ from phalanx.tensor.ops.rules._shape import dim_map
 def _carried(
     call: Call, dims: Sequence[int], onto: Callable[[int], int] = lambda d: d, partial: bool = True
 ) -> Sharding:
-    """All inputs sharded alike along one of ``dims``, which is output dim ``onto(dim)``; or all partial."""
+    """Return all inputs sharded alike along one of ``dims``, which is output dim ``onto(dim)``; or all partial."""
     count = len(call.inputs)
     have = [p for one in call.inputs for p in one.spec.placements]
     ordered = sorted(dims, key=lambda d: -sum(p == Shard(d) for p in have))

@@ -96,7 +96,7 @@ def _linear_choices(call: Call) -> list[Choice]:
 
 
 def _is_linear_in_numbers(call: Call) -> bool:
-    """Whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
+    """Return whether numbers among the arguments leave sums as they are: infinities of both signs do not add up to the
     infinity that the sum has. Not-a-number is the same either way.
     """
     numbers: list[Any] = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Number)]
@@ -126,7 +126,7 @@ def _sets(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def _stays_inexact(call: Call) -> bool:
-    """Whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
+    """Return whether a cast keeps a floating or complex dtype (casting a sum to integers is not linear)."""
     if call.in_place:
         kinds = {one.dtype for one in call.inputs}
         return len(kinds) == 1 and all(kind.is_floating_point for kind in kinds)
