@@ -42,10 +42,12 @@ LAYERS = {
     "tensor": VALUES | {"comm"},
     "shard": VALUES | {"comm", "tensor"},
     "ddp": VALUES | {"comm"},
+    "fsdp": VALUES | {"comm", "tensor"},
     "elastic": VALUES | {"events", "comm", "data"},
     "_torch_hook": {"_after_import", "_torch_private", "comm"},
-    "__init__": VALUES | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
-    "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"},
+    "__init__": VALUES
+    | {"membership", "_torch_hook", "comm", "data", "launch", "tensor", "shard", "ddp", "fsdp", "elastic"},
+    "__main__": VALUES | {"comm", "data", "launch", "tensor", "shard", "ddp", "fsdp", "elastic"},
 }
 # The parts of each package, lowest first: sub-packages, and modules beside them. What is not named here stands
 # above, the package's own `__init__` on top.
@@ -362,7 +364,7 @@ def test_public_names() -> None:
 def test_every_package_imports_where_the_platform_calls_itself_darwin() -> None:
     """As far as Linux can tell: torch is imported before the platform's name changes."""
     names = ["phalanx", *(f"phalanx.{path.parent.name}" for path in sorted(SOURCE.glob("*/__init__.py")))]
-    assert len(names) == 10, names
+    assert len(names) == 11, names
     code = f"import sys, torch; sys.platform = 'darwin'; import {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx import ddp as ddp
     from phalanx import elastic as elastic
     from phalanx import errors as errors
+    from phalanx import fsdp as fsdp
     from phalanx import launch as launch
     from phalanx import membership as membership
     from phalanx import shard as shard
@@ -47,7 +48,9 @@ _HOMES = {
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",
 }
-_PACKAGES = frozenset({"comm", "data", "ddp", "elastic", "errors", "launch", "membership", "shard", "tensor", "world"})
+_PACKAGES = frozenset(
+    {"comm", "data", "ddp", "elastic", "errors", "fsdp", "launch", "membership", "shard", "tensor", "world"}
+)
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
