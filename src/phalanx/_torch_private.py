@@ -152,6 +152,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.distributed.distributed_c10d._world",
         "the global ranks of a process group that a user brings are not known",
     ),
+    "register_process_group": (
+        "torch._C._distributed_c10d._register_process_group",
+        "torch's functional collectives and meshes do not find our groups",
+    ),
+    "unregister_process_group": (
+        "torch._C._distributed_c10d._unregister_process_group",
+        "names of groups that have ended stay in torch's tables",
+    ),
     "get_backend": (
         "torch.distributed.ProcessGroup._get_backend",
         "collectives of a process group that a user brings take twice as long",

@@ -18,8 +18,6 @@ from phalanx.comm.transports._interface import DEFAULT_TIMEOUT
 from phalanx.protocol import ENV_STORE
 from phalanx.world import World
 
-_wrapped: dict[int, tuple[dist.ProcessGroup, Group]] = {}
-
 
 def init(*, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True) -> Group:
     """Join the group of this worker's generation and make it the current one.
@@ -71,12 +69,8 @@ def current_group() -> Group:
     if group is not None:
         return group
     if _context.rank_token() is None and dist.is_initialized():
-        made = dist.group.WORLD
-        assert made is not None, "torch says that it has a default group"
-        known = _wrapped.get(0)
-        if known is None or known[0] is not made:
-            known = _wrapped[0] = (made, Group.wrap(made))
-        return known[1]
+        assert dist.group.WORLD is not None, "torch says that it has a default group"
+        return Group.wrap(dist.group.WORLD)
     raise RuntimeError(
         "there is no current group: call phalanx.init() in the worker first "
         "(or torch.distributed.init_process_group(), or use_group())"
