@@ -34,6 +34,7 @@ _wrapped: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyD
 class Group(Collectives):
     """A set of ranks that exchange tensors.
 
+    >>> import torch
     >>> from phalanx.comm import simulate
     >>> def main(group):
     ...     tensor = torch.tensor([float(group.rank)])
@@ -56,6 +57,7 @@ class Group(Collectives):
         "generation",
         "job",
         "label",
+        "numbered_by_torch",
         "rank_token",
         "ranks",
         "store",
@@ -89,6 +91,7 @@ class Group(Collectives):
         """Which subgroup it is; nothing for a root."""
         self.world_size = self.size() if world_size is None else world_size
         """How many ranks ``ranks`` are numbered among."""
+        self.numbered_by_torch: bool = world_size is not None if parent is None else parent.numbered_by_torch
         self._root = None if parent is None else parent.root
         self._make_subgroup = make_subgroup
         self._num_subgroups: dict[tuple[int, ...], int] = {}

@@ -62,6 +62,30 @@ def _store(world: World) -> Store:
     return connect(f"tcp://{host}:{port}")
 
 
+class NoCurrentGroup(RuntimeError):
+    """Nobody has said which group to use."""
+
+
+def joined_group() -> Group:
+    """Return the current group; without one, join what the environment names, as a mesh of torch's does.
+
+    ``ValueError`` if it names nothing: the process was not started by a launcher.
+    """
+    try:
+        return current_group()
+    except NoCurrentGroup:
+        if _context.rank_token() is not None:
+            raise
+    where = () if os.environ.get(ENV_STORE) else ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in ("RANK", "WORLD_SIZE", *where) if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"there is no current group, and the environment does not name one: {', '.join(missing)} not set; "
+            f"start the script with `phalanx run` or torchrun, or call phalanx.init() for a group of one"
+        )
+    return init()
+
+
 def current_group() -> Group:
     """Return the group that code without one should use: set by ``init`` or ``use_group``, else torch's default
     group."""
@@ -71,7 +95,7 @@ def current_group() -> Group:
     if _context.rank_token() is None and dist.is_initialized():
         assert dist.group.WORLD is not None, "torch says that it has a default group"
         return Group.wrap(dist.group.WORLD)
-    raise RuntimeError(
+    raise NoCurrentGroup(
         "there is no current group: call phalanx.init() in the worker first "
         "(or torch.distributed.init_process_group(), or use_group())"
     )
