@@ -1,6 +1,6 @@
 """Group: the ranks of one generation.
 
-Owns the life of the group: building, subgroups, the end. What its ranks do together is in ``_collectives``, what torch
+Owns the life of the group: building, subgroups, the end. What its ranks do together is in ``_group_collectives``, what torch
 calls on it, since it is a process group of torch's too, in ``_torch_calls``. ``ranks`` maps ranks of this group to the
 root group's.
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from phalanx.comm.failure._mismatch import CallChecker
 from phalanx.comm.group import _context, _torch_world
-from phalanx.comm.group._collectives import Collectives
+from phalanx.comm.group._group_collectives import Collectives
 from phalanx.comm.stores import Store
 from phalanx.comm.transports._creation import Connection, SubgroupMaker, connect_ranks, wrap_process_group
 from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
