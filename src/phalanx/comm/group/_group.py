@@ -1,8 +1,8 @@
 """Group: the ranks of one generation.
 
-Owns the life of the group: building, subgroups, the end. What its ranks do together is in ``_group_collectives``, what torch
-calls on it, since it is a process group of torch's too, in ``_torch_calls``. ``ranks`` maps ranks of this group to the
-root group's.
+Owns the life of the group: building, subgroups, the end. What its ranks do together is in ``_group_collectives``, what
+torch calls on it, since it is a process group of torch's too, in ``_torch_calls``. ``ranks`` maps ranks of this group
+to the root group's.
 
 Invariants: a group belongs to one job and one generation; after the first failure every call raises it again.
 """
