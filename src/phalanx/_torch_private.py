@@ -241,6 +241,10 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "torch.distributed._functional_collectives",
         "_resolve_group",
     ): "torch's functional collectives do not take a mesh of ours",
+    (
+        "torch.distributed.tensor",
+        "_dtensor_spec",
+    ): "torch's DTensor takes a mesh of ours and fails later, without saying why",
     ("torch.distributed", "_state_dict_utils"): "torch's state-dict helpers take a shard for the full tensor",
     (
         "torch.distributed.checkpoint",

@@ -31,11 +31,15 @@ BACKEND = "phalanx"
 
 
 def make_findable(group: Group) -> None:
-    """Give the group a name that no other group of this process has, and register it."""
+    """Give the group a name that no other group of this process has, and register it.
+
+    The generation is no part of it: torch's caches keep names, and find the group that took the place of one that has
+    ended.
+    """
     group._check_alive()
     who = f"@{group.rank}" if group.rank_token is not None else ""
     for count in itertools.count():
-        name = f"{BACKEND}/{group.job}/{group.generation}/{group.label}{who}{f'#{count}' if count else ''}"
+        name = f"{BACKEND}/{group.job}/{group.label}{who}{f'#{count}' if count else ''}"
         try:
             register_process_group(name, group)
         except RuntimeError:  # taken: by a simulated run before, or another wrapping of the same process group

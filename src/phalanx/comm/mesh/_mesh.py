@@ -52,7 +52,6 @@ class DeviceMesh:
     """
 
     __slots__ = (
-        "__weakref__",
         "_coordinate",
         "_device_type",
         "_groups",
@@ -441,4 +440,4 @@ def _rebuild(
     return root if layout == root._layout else root._derive(layout, names)
 
 
-_torch_mesh.teach_functional_collectives(DeviceMesh)
+_torch_mesh.teach_torch(DeviceMesh)

@@ -1,7 +1,8 @@
 """Converts device meshes to torch's own and back, for libraries that know the other kind only.
 
 Owns the one place that touches ``torch.distributed.device_mesh``, when used. Both kinds share the groups: what is sent
-on one mesh is sent on the groups of the other. Also lets torch's functional collectives take a mesh of ours.
+on one mesh is sent on the groups of the other. Also lets torch's functional collectives take a mesh of ours, and its
+DTensor (on which its FSDP stands) say what to pass in place of one, where it would go wrong later.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.comm.mesh._mesh import DeviceMesh
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
 
 
 def to_torch(mesh: DeviceMesh) -> Any:
@@ -42,13 +44,14 @@ def is_torch_mesh(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def teach_functional_collectives(kind: type[DeviceMesh]) -> None:
-    """Let them take ``kind`` where they take a mesh: now, or when they are imported."""
-    module = sys.modules.get(_FUNCTIONAL)
-    if module is None:
-        after_import(_FUNCTIONAL, functools.partial(_wrap_resolver, kind))
-    else:
-        _wrap_resolver(kind, module)
+def teach_torch(kind: type[DeviceMesh]) -> None:
+    """Let torch's functional collectives take ``kind``, and its DTensor refuse it: now, or when they are imported."""
+    for name, wrap in ((_FUNCTIONAL, _wrap_resolver), (_SPEC, _wrap_spec)):
+        module, action = sys.modules.get(name), functools.partial(wrap, kind)
+        if module is None:
+            after_import(name, action)
+        else:
+            action(module)
 
 
 def _wrap_resolver(kind: type[DeviceMesh], module: Any) -> None:
@@ -66,3 +69,21 @@ def _wrap_resolver(kind: type[DeviceMesh], module: Any) -> None:
 
     resolve_group._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
     module._resolve_group = resolve_group
+
+
+def _wrap_spec(kind: type[DeviceMesh], module: Any) -> None:
+    plain = module.DTensorSpec.__post_init__
+    if hasattr(plain, "_phalanx"):
+        return
+
+    @functools.wraps(plain)
+    def post_init(self: Any) -> None:
+        if isinstance(self.mesh, kind):
+            raise TypeError(
+                f"rank {self.mesh.get_rank()}: torch's DTensor got {self.mesh!r}, which is phalanx's; expected torch's "
+                f"own mesh: pass mesh.to_torch(), or take DTensor and its functions from phalanx.tensor"
+            )
+        plain(self)
+
+    post_init._phalanx = True  # type: ignore[attr-defined]  # a mark that this was done
+    module.DTensorSpec.__post_init__ = post_init
