@@ -30,7 +30,8 @@ def with_our_imports(text: str) -> str:
 
 def losses_on_one_device(name: str) -> list[float]:
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     model = example.build()

@@ -332,7 +332,7 @@ class DeviceMesh:
             self._shape == other._shape
             and bool(torch.equal(self.mesh, other.mesh))
             and self._root.rank == other._root.rank
-            and self._root.sends_like(other._root)
+            and self._root.sends_like(other._root, self._layout)
         )
 
     def __hash__(self) -> int:

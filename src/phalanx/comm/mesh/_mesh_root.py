@@ -54,14 +54,18 @@ class MeshRoot:
         if group is not self.parent:
             self.given[ranks, _AS_THE_MESH] = group
 
-    def sends_like(self, other: MeshRoot) -> bool:
-        """Return whether tensors on either are sent on the same groups, or on such as the parent makes for both."""
+    def sends_like(self, other: MeshRoot, layout: MeshLayout) -> bool:
+        """Return whether tensors on this layout of either are sent on the same groups, or such as the parent makes."""
         if self.parent is not other.parent or self.overrides != other.overrides:
             return False
-        if self.given and other.given:
-            return self.given == other.given
-        table = other.groups if self.given else self.groups
-        return all(table.get(key) is group for key, group in (self.given or other.given).items())
+        if not self.given and not other.given:
+            return True
+        for axis in range(len(layout.axes)):
+            key = tuple(self.members(layout.select((axis,))).reshape(-1).tolist()), _AS_THE_MESH
+            mine, theirs = self.given.get(key), other.given.get(key)
+            if (mine or self.groups.get(key)) is not (theirs or other.groups.get(key)) and (mine or theirs):
+                return False
+        return True
 
     def override(self, overrides: Sequence[Override]) -> None:
         """Give each axis what is its own."""
