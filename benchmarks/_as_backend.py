@@ -17,6 +17,7 @@ import torch.distributed as dist
 import phalanx  # noqa: F401  # registers the backend
 from benchmarks._results import record
 from benchmarks._turns import KB, MB, amount, compare, disturbance_told, on_ranks, rounds_for
+from phalanx.comm import Group
 from phalanx.comm.stores import connect
 
 SIZES = [4 * KB, 256 * KB, 4 * MB, 32 * MB]
@@ -42,9 +43,8 @@ def run_rank(rank: int, address: str, results: Any, size: int) -> None:
     torch.set_num_threads(1)
     store = connect(address).namespace("torch").as_c10d()
     dist.init_process_group("phalanx", store=store, rank=rank, world_size=size)
-    ours = dist.group.WORLD
-    assert ours is not None
-    group = ours.group  # type: ignore[attr-defined]  # of PhalanxProcessGroup
+    ours = group = dist.group.WORLD
+    assert isinstance(group, Group)
     assert group.backend == "shm", group.backend
     gloo = dist.new_group(backend="gloo")
 

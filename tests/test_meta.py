@@ -88,8 +88,11 @@ FORBIDDEN = re.compile(
     r"|distributed\.(tensor|device_mesh|_shard|elastic|launcher|run|algorithms|checkpoint|fsdp)\b"
     r"|distributed\.(Reducer|Logger)$)"
 )
-# The one place that speaks with a part of torch from outside, so that its tools can work on our tensors.
-ADAPTERS = {"comm/torch_interop/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\.")}
+# The one place each that speaks with a part of torch from outside, so that its tools work on our tensors and meshes.
+ADAPTERS = {
+    "comm/torch_interop/_dcp.py": re.compile(r"torch\.distributed\.checkpoint\."),
+    "comm/mesh/_torch_mesh.py": re.compile(r"torch\.distributed\.device_mesh\b"),
+}
 
 
 @functools.cache

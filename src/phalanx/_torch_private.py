@@ -152,6 +152,22 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.distributed.distributed_c10d._world",
         "the global ranks of a process group that a user brings are not known",
     ),
+    "BackendOptions": (
+        "torch._C._distributed_c10d.Backend.Options",
+        "backend_override of a mesh cannot be told from a pair of name and options",
+    ),
+    "GlooOptions": (
+        "torch.distributed.ProcessGroupGloo._Options",
+        "backend_override of a mesh does not take gloo's options",
+    ),
+    "register_process_group": (
+        "torch._C._distributed_c10d._register_process_group",
+        "torch's functional collectives and meshes do not find our groups",
+    ),
+    "unregister_process_group": (
+        "torch._C._distributed_c10d._unregister_process_group",
+        "names of groups that have ended stay in torch's tables",
+    ),
     "get_backend": (
         "torch.distributed.ProcessGroup._get_backend",
         "collectives of a process group that a user brings take twice as long",
@@ -221,6 +237,14 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "_group_tensors_by_device_and_dtype",
     ): "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
     ("torch.jit", "_get_trace_graph"): "torch.onnx records this rank's part where it should be refused",
+    (
+        "torch.distributed._functional_collectives",
+        "_resolve_group",
+    ): "torch's functional collectives do not take a mesh of ours",
+    (
+        "torch.distributed.tensor",
+        "_dtensor_spec",
+    ): "torch's DTensor takes a mesh of ours and fails later, without saying why",
     ("torch.distributed", "_state_dict_utils"): "torch's state-dict helpers take a shard for the full tensor",
     (
         "torch.distributed.checkpoint",

@@ -98,7 +98,11 @@ def test_identity_copies_and_pickle() -> None:
 
 def test_from_group() -> None:
     def rank_main(group: Group) -> None:
-        assert DeviceMesh.from_group(group, "cpu").mesh.tolist() == [0, 1, 2, 3]
+        whole = DeviceMesh.from_group(group, "cpu")
+        assert whole.mesh.tolist() == [0, 1, 2, 3]
+        assert whole == init_device_mesh("cpu", (4,))
+        assert hash(whole) == hash(init_device_mesh("cpu", (4,)))
+        assert pickle.loads(pickle.dumps(whole)) == whole
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         groups = mesh.get_all_groups()
         again = DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
@@ -106,6 +110,9 @@ def test_from_group() -> None:
         assert again.get_coordinate() == mesh.get_coordinate()
         assert again["tp"].get_group() is groups[1]
         assert again == DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+        assert again == mesh
+        assert hash(again) == hash(mesh)
+        assert again != init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "that has made no groups yet"
         others = [group.subgroup(one.ranks) for one in groups]  # the same ranks, other groups
         assert again != DeviceMesh.from_group(others, "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match="needs mesh="):
@@ -114,8 +121,7 @@ def test_from_group() -> None:
             DeviceMesh.from_group(groups[::-1], "cpu", mesh.mesh)
         with pytest.raises(ValueError, match="2 groups for a mesh of 1 axes"):
             DeviceMesh.from_group(groups, "cpu", [0, 1])
-        with pytest.raises(RuntimeError, match="made from groups"):
-            again._flatten("all").get_group()
+        assert again._flatten("all").get_group() is group
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(again)
 

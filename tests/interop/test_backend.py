@@ -44,16 +44,20 @@ def results() -> list[Results]:
     return [outcome.value for outcome in outcomes]
 
 
+def assert_alike(rank: int, expected: object, found: object) -> None:
+    """What a program returned on gloo and on ours."""
+    assert isinstance(expected, list), f"rank {rank} on gloo: {expected}"
+    assert isinstance(found, list), f"rank {rank} on ours: {found}"
+    assert len(expected) == len(found)
+    for theirs, ours in zip(expected, found, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        else:
+            assert ours == theirs, f"rank {rank}"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("program", [program.__name__ for program in PROGRAMS])
 def test_a_program_of_torch_gives_what_it_gives_on_gloo(results: list[Results], program: str) -> None:
     for rank, of_rank in enumerate(results):
-        expected, found = of_rank[program]["gloo"], of_rank[program]["phalanx"]
-        assert isinstance(expected, list), f"rank {rank} on gloo: {expected}"
-        assert isinstance(found, list), f"rank {rank} on phalanx: {found}"
-        assert len(expected) == len(found)
-        for theirs, ours in zip(expected, found, strict=True):
-            if isinstance(theirs, torch.Tensor):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-            else:
-                assert ours == theirs, f"rank {rank}"
+        assert_alike(rank, of_rank[program]["gloo"], of_rank[program]["phalanx"])

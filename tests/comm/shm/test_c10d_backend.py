@@ -69,7 +69,7 @@ def every_function_of_torch(worker) -> str:
         dist.all_reduce(x.fill_(1.0), group=pair)
         assert x.eq(2).all()
     dist.barrier()
-    carried_by = dist.group.WORLD.group.backend
+    carried_by = dist.group.WORLD.backend
     dist.destroy_process_group()
     return carried_by
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._torch_private import (
@@ -41,6 +42,8 @@ _BOOL_AS: dict[ReduceOp, ReduceOp] = {
 
 
 _OPS = {member: member for member in ReduceOp}
+# Torch's own values compare equal to their members but do not hash like them.
+_TORCHS = [(getattr(dist.ReduceOp, member.name), member) for member in ReduceOp]
 # What any transport moves without a second look; others (quantized ones, for example) are looked at closely.
 MOVED: frozenset[torch.dtype | None] = _FLOATS | _INTEGERS | {torch.bool}
 # What is reduced as it is, by the op (or its name) and the dtype; two lookups decide for nearly every call.
@@ -65,6 +68,9 @@ def parse_op(op: ReduceOp | str) -> ReduceOp:
     try:
         return _OPS[op]  # type: ignore[index]  # members hash and compare as their names
     except (KeyError, TypeError):
+        for theirs, ours in _TORCHS:
+            if op == theirs:
+                return ours
         names = ", ".join(member.value for member in ReduceOp)
         raise ValueError(f"unknown reduction {op!r}; expected one of {names}") from None
 

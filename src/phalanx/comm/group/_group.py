@@ -1,70 +1,40 @@
-"""Group: the ranks of one generation, and the one place that every collective passes through.
+"""Group: the ranks of one generation.
 
-Owns the life of the group (building, subgroups, the end) and its collectives: a short way for the tensors that nearly
-every call brings, checks (``_checks``) and contiguous copies (``_staging``) for the others; before each, observers are
-told (``_observe``) and the ranks compared if asked (``PHALANX_DEBUG=collectives``). A ``Transport`` carries the bytes.
-Ranks in the arguments are ranks of this group; ``ranks`` maps them to the root group's.
+Owns the life of the group: building, subgroups, the end. What its ranks do together is in ``_group_collectives``, what
+torch calls on it, since it is a process group of torch's too, in ``_torch_calls``. ``ranks`` maps ranks of this group
+to the root group's.
 
-Invariants: a group belongs to one job and one generation; after the first failure every call raises it again; a
-collective calls ``_enter`` once, after its checks and before the transport (the short ways ask first whether it has
-anything to do).
+Invariants: a group belongs to one job and one generation; after the first failure every call raises it again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.comm.failure._mismatch import CallChecker
-from phalanx.comm.group import _context, _json_values, _observe
-from phalanx.comm.group._checks import (
-    MOVED,
-    PLAIN,
-    STRIDED,
-    TENSORS,
-    check_flat,
-    check_list,
-    check_peer,
-    check_rank,
-    check_same_shape,
-    check_tensor,
-    equal_parts,
-    is_plain,
-    parse_op,
-    reducible,
-    shard_dtype,
-    split_parts,
-)
-from phalanx.comm.group._staging import copy_back, settled
+from phalanx.comm.group import _context, _torch_world
+from phalanx.comm.group._group_collectives import Collectives
 from phalanx.comm.stores import Store
-from phalanx.comm.transports._creation import (
-    Connection,
-    SubgroupMaker,
-    connect_ranks,
-    make_torch_default,
-    wrap_process_group,
-)
-from phalanx.comm.transports._interface import (
-    DEFAULT_TIMEOUT,
-    GroupSpec,
-    Interrupt,
-    ReduceOp,
-    Transport,
-    Work,
-)
+from phalanx.comm.transports._creation import Connection, SubgroupMaker, connect_ranks, wrap_process_group
+from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
 from phalanx.errors import GroupAborted
 from phalanx.world import World
 
+# One group for each process group that was wrapped, so that torch's tables do not grow with every wrapping.
+_wrapped: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
-class Group:
+
+class Group(Collectives):
     """A set of ranks that exchange tensors.
 
+    >>> import torch
     >>> from phalanx.comm import simulate
     >>> def main(group):
     ...     tensor = torch.tensor([float(group.rank)])
@@ -72,7 +42,28 @@ class Group:
     ...     return tensor.item()
     >>> simulate(4).run(main)
     [6.0, 6.0, 6.0, 6.0]
+
+    It is a process group to torch as well, whose functions and libraries take it (``dist.all_reduce(group=...)``).
     """
+
+    __slots__ = (
+        "__dict__",
+        "_lock",
+        "_make_subgroup",
+        "_num_subgroups",
+        "_on_end",
+        "_root",
+        "_subgroups",
+        "generation",
+        "job",
+        "label",
+        "numbered_by_torch",
+        "rank_token",
+        "ranks",
+        "store",
+        "timeout",
+        "world_size",
+    )
 
     def __init__(
         self,
@@ -85,23 +76,27 @@ class Group:
         generation: int = 0,
         store: Store | None = None,
         checker: CallChecker | None = None,
+        parent: Group | None = None,
+        world_size: int | None = None,
+        label: str = "",
     ) -> None:
-        self.rank = transport.rank
-        self.size = transport.size
+        super().__init__(transport, checker)
         self.ranks = tuple(ranks)
         self.timeout = timeout
         self.job = job
         self.generation = generation
         self.store = store
         self.rank_token = _context.rank_token()
-        self._transport = transport
+        self.label = label
+        """Which subgroup it is; nothing for a root."""
+        self.world_size = self.size() if world_size is None else world_size
+        """How many ranks ``ranks`` are numbered among."""
+        self.numbered_by_torch: bool = world_size is not None if parent is None else parent.numbered_by_torch
+        self._root = None if parent is None else parent.root
         self._make_subgroup = make_subgroup
-        self._checker = checker
         self._num_subgroups: dict[tuple[int, ...], int] = {}
         self._subgroups: list[Group] = []
         self._on_end: list[Callable[[], None]] = []
-        self._ended: BaseException | None = None
-        self._guarded = checker is not None
         self._lock = threading.Lock()
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -130,12 +125,31 @@ class Group:
         spec = GroupSpec(
             store=store, rank=rank, size=world_size, timeout=_seconds(timeout), job=job, generation=generation
         )
-        return cls._over(connect_ranks(spec, backend, interrupt or (lambda: None)))
+        group = cls._over(connect_ranks(spec, backend, interrupt or (lambda: None)))
+        _torch_world.register(group)
+        return group
 
     @classmethod
     def wrap(cls, process_group: dist.ProcessGroup) -> Group:
         """Return a group over a c10d process group that the caller made and keeps the ownership of."""
-        return cls._over(wrap_process_group(process_group))
+        if isinstance(process_group, Group):
+            return process_group
+        known = _wrapped.get(process_group)
+        if known is None or known._ended is not None:
+            known = _wrapped[process_group] = cls._over(wrap_process_group(process_group))
+            _torch_world.register(known)
+        return known
+
+    @classmethod
+    def for_torch(cls, spec: GroupSpec, store: dist.Store, ranks: Sequence[int]) -> Group:
+        """Return a group that torch asked for, and registers and destroys itself: ``ranks`` are ranks of torch's
+        default group (none: this becomes it), ``store`` is what torch gave for it."""
+        connection = connect_ranks(spec, "auto", lambda: None)
+        if ranks:
+            connection = replace(connection, ranks=ranks, world_size=dist.get_world_size())
+        group = cls._over(connection)
+        group._torch_store = store
+        return group
 
     @classmethod
     def _over(cls, connection: Connection) -> Group:
@@ -148,12 +162,17 @@ class Group:
             generation=connection.generation,
             store=connection.store,
             checker=connection.checker,
+            world_size=connection.world_size,
+            label=connection.label,
         )
 
-    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+    def subgroup(
+        self, ranks: Sequence[int], *, backend: str | None = None, timeout: float | timedelta | None = None
+    ) -> Group | None:
         """Return a group of some ranks of this one, in the given order; None on ranks that are not in it.
 
-        Only the members need to call it; they must all ask for the same lists in the same order.
+        Only the members need to call it; they must all ask for the same lists in the same order. ``backend`` and
+        ``timeout`` are this group's unless given.
         """
         members = tuple(ranks)
         if not members or len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
@@ -167,36 +186,43 @@ class Group:
             count = self._num_subgroups.get(members, 0)
             self._num_subgroups[members] = count + 1
         key = f"sub/{'-'.join(map(str, members))}/{count}"
+        seconds = self.timeout if timeout is None else _seconds(timeout)
+        other = {
+            **({} if backend is None else {"backend": backend}),
+            **({} if timeout is None else {"timeout": seconds}),
+        }
+
+        def make_subgroup(grand: tuple[int, ...], name: str, **wanted: Any) -> Transport:
+            return self._make_subgroup(tuple(members[r] for r in grand), f"{key}/{name}", **{**other, **wanted})
+
         child = Group(
-            self._make_subgroup(members, key),
+            self._make_subgroup(members, key, **other),
             ranks=[self.ranks[r] for r in members],
-            make_subgroup=lambda grand, name: self._make_subgroup(tuple(members[r] for r in grand), f"{key}/{name}"),
-            timeout=self.timeout,
+            make_subgroup=make_subgroup,
+            timeout=seconds,
             job=self.job,
             generation=self.generation,
             store=None if self.store is None else self.store.namespace(key),
             checker=None if self._checker is None else self._checker.for_subgroup(members, key),
+            parent=self,
+            world_size=self.world_size,
+            label=f"{self.label}/{key}" if self.label else key,
         )
         with self._lock:
             self._subgroups.append(child)
+        _torch_world.register(child)
         return child
 
     def make_default(self) -> None:
         """Also become torch's default process group, so that ``torch.distributed`` calls keep working."""
-        if self.store is None:
-            raise RuntimeError(
-                f"rank {self.rank}: this group has no store (simulated or wrapped ranks); "
-                f"only groups from Group.create can become torch's default group"
-            )
-        spec = GroupSpec(
-            store=self.store,
-            rank=self.rank,
-            size=self.size,
-            timeout=self.timeout,
-            job=self.job,
-            generation=self.generation,
-        )
-        self._on_end.append(make_torch_default(spec, self.backend))
+        self._on_end.append(_torch_world.make_default(self))
+        for group in self._with_subgroups():
+            _torch_world.register(group)
+
+    def _with_subgroups(self) -> Iterator[Group]:
+        yield self
+        for child in self._subgroups:
+            yield from child._with_subgroups()
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -205,215 +231,19 @@ class Group:
         return self._transport.name
 
     @property
+    def root(self) -> Group:
+        """The group that this one is a part of, through however many others; itself if of none."""
+        return self if self._root is None else self._root
+
+    @property
     def world(self) -> World:
-        return World(rank=self.rank, size=self.size, job=self.job, generation=self.generation)
+        return World(rank=self.rank(), size=self.size(), job=self.job, generation=self.generation)
 
     def __repr__(self) -> str:
         return (
             f"Group(rank={self.rank}, size={self.size}, generation={self.generation}, "
             f"job={self.job!r}, backend={self.backend!r})"
         )
-
-    # -- collectives ---------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
-        """Replace ``tensor`` on every rank by the reduction over all ranks."""
-        try:
-            plain = PLAIN[op][tensor.dtype] if type(tensor) in TENSORS and tensor.data_ptr() else None
-        except (KeyError, TypeError, RuntimeError):
-            plain = None
-        if (
-            plain is not None
-            and tensor.layout is STRIDED
-            and tensor.is_contiguous()
-            and not tensor.is_nested
-            and (tensor.numel() != 1 or not tensor.is_neg())
-        ):
-            if self._guarded or _observe._observers:
-                self._enter("all_reduce", (tensor,), plain)
-            return self._transport.all_reduce(tensor, plain, async_op=async_op)
-        check_tensor("all_reduce", tensor, written=True)
-        staged = settled(tensor)
-        view, kind = reducible("all_reduce", staged, parse_op(op))
-        self._enter("all_reduce", (tensor,), kind)
-        work = self._transport.all_reduce(view, kind, async_op=async_op)
-        return copy_back(work, [(tensor, staged)], async_op)
-
-    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp | str = "sum", *, async_op: bool = False) -> Work:
-        """Like ``all_reduce``, but only ``dst`` gets the result; the others' tensors stay as they are."""
-        check_rank(self, "reduce", "dst", dst)
-        check_tensor("reduce", tensor, written=self.rank == dst)
-        staged = settled(tensor)
-        view, kind = reducible("reduce", staged, parse_op(op))
-        self._enter("reduce", (tensor,), kind, root=dst)
-        work = self._transport.reduce(view, kind, dst, async_op=async_op)
-        return copy_back(work, [(tensor, staged)] if self.rank == dst else [], async_op)
-
-    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work:
-        """Replace ``tensor`` on every rank by that of ``src``."""
-        check_rank(self, "broadcast", "src", src)
-        if is_plain(tensor):
-            if self._guarded or _observe._observers:
-                self._enter("broadcast", (tensor,), root=src)
-            return self._transport.broadcast(tensor, src, async_op=async_op)
-        check_tensor("broadcast", tensor, written=self.rank != src)
-        staged = settled(tensor)
-        self._enter("broadcast", (tensor,), root=src)
-        work = self._transport.broadcast(staged, src, async_op=async_op)
-        return copy_back(work, [(tensor, staged)] if self.rank != src else [], async_op)
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work:
-        """``outputs[r]`` becomes rank r's tensor; shapes may differ from rank to rank."""
-        check_tensor("all_gather", tensor)
-        check_list(self, "all_gather", "outputs", outputs, like=tensor, written=True)
-        check_same_shape(self, "all_gather", "outputs", outputs[self.rank], tensor)
-        staged = [settled(output) for output in outputs]
-        self._enter("all_gather", (outputs,))
-        work = self._transport.all_gather(staged, settled(tensor), async_op=async_op)
-        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
-
-    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Work:
-        """``output`` becomes the ranks' tensors, one after the other; all have one shape."""
-        if shard_dtype(self.size, output, tensor) in MOVED:
-            if self._guarded or _observe._observers:
-                self._enter("all_gather_into_tensor", (output,))
-            return self._transport.all_gather_into_tensor(output, tensor, async_op=async_op)
-        check_flat(self, "all_gather_into_tensor", output, tensor, written=output)
-        staged = settled(output)
-        self._enter("all_gather_into_tensor", (output,))
-        work = self._transport.all_gather_into_tensor(staged, settled(tensor), async_op=async_op)
-        return copy_back(work, [(output, staged)], async_op)
-
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp | str = "sum", *, async_op: bool = False
-    ) -> Work:
-        """``output`` becomes the reduction of all ranks' ``inputs[rank]``; shapes may differ from rank to rank."""
-        check_tensor("reduce_scatter", output, written=True)
-        check_list(self, "reduce_scatter", "inputs", inputs, like=output)
-        check_same_shape(self, "reduce_scatter", "inputs", inputs[self.rank], output)
-        parsed = parse_op(op)
-        staged = settled(output)
-        view, kind = reducible("reduce_scatter", staged, parsed)
-        parts = [reducible("reduce_scatter", settled(part), parsed)[0] for part in inputs]
-        self._enter("reduce_scatter", (inputs,), kind)
-        work = self._transport.reduce_scatter(view, parts, kind, async_op=async_op)
-        return copy_back(work, [(output, staged)], async_op)
-
-    def reduce_scatter_tensor(
-        self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
-    ) -> Work:
-        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
-        try:
-            plain = PLAIN[op][shard_dtype(self.size, tensor, output)]
-        except (KeyError, TypeError):
-            plain = None
-        if plain is not None:
-            if self._guarded or _observe._observers:
-                self._enter("reduce_scatter_tensor", (tensor,), plain)
-            return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
-        check_flat(self, "reduce_scatter_tensor", tensor, output, written=output)
-        parsed = parse_op(op)
-        staged = settled(output)
-        view, kind = reducible("reduce_scatter_tensor", staged, parsed)
-        source, _ = reducible("reduce_scatter_tensor", settled(tensor), parsed)
-        self._enter("reduce_scatter_tensor", (tensor,), kind)
-        work = self._transport.reduce_scatter_tensor(view, source, kind, async_op=async_op)
-        return copy_back(work, [(output, staged)], async_op)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False) -> Work:
-        """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it; shapes may all differ."""
-        check_list(self, "all_to_all", "inputs", inputs, like=inputs[0] if inputs else None)
-        check_list(self, "all_to_all", "outputs", outputs, like=inputs[0], written=True)
-        staged = [settled(output) for output in outputs]
-        sent = [settled(tensor) for tensor in inputs]
-        self._enter("all_to_all", (outputs, inputs))
-        work = self._transport.all_to_all(staged, sent, async_op=async_op)
-        return copy_back(work, list(zip(outputs, staged, strict=True)), async_op)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> Work:
-        """``all_to_all`` on parts of dim 0; without splits the parts are equal."""
-        if output_splits is None and input_splits is None and equal_parts(self.size, output, tensor):
-            if self._guarded or _observe._observers:
-                self._enter("all_to_all_single", (output, tensor))
-            return self._transport.all_to_all_flat(output, tensor, async_op=async_op)
-        check_tensor("all_to_all_single", output, written=True)
-        check_tensor("all_to_all_single", tensor)
-        staged = settled(output)
-        received = split_parts(self, "all_to_all_single", "output_splits", staged, output_splits)
-        sent = split_parts(self, "all_to_all_single", "input_splits", settled(tensor), input_splits)
-        self._enter("all_to_all_single", (output, tensor))
-        work = self._transport.all_to_all(received, sent, async_op=async_op)
-        return work if staged is output else copy_back(work, [(output, staged)], async_op)
-
-    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, *, async_op: bool = False) -> Work:
-        """On ``dst``, ``outputs[r]`` becomes rank r's tensor; the other ranks pass None."""
-        check_rank(self, "gather", "dst", dst)
-        check_tensor("gather", tensor)
-        if self.rank == dst:
-            check_list(self, "gather", "outputs", outputs, like=tensor, written=True)
-            check_same_shape(self, "gather", "outputs", (outputs or ())[self.rank], tensor)
-        wanted = list(outputs or ()) if self.rank == dst else []
-        staged = [settled(output) for output in wanted]
-        self._enter("gather", (tensor, wanted), root=dst)
-        work = self._transport.gather(staged if self.rank == dst else None, settled(tensor), dst, async_op=async_op)
-        return copy_back(work, list(zip(wanted, staged, strict=True)), async_op)
-
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool = False) -> Work:
-        """``output`` becomes ``src``'s ``inputs[rank]``; the other ranks pass None."""
-        check_rank(self, "scatter", "src", src)
-        check_tensor("scatter", output, written=True)
-        if self.rank == src:
-            check_list(self, "scatter", "inputs", inputs, like=output)
-            check_same_shape(self, "scatter", "inputs", (inputs or ())[self.rank], output)
-        given = [settled(tensor) for tensor in inputs or ()] if self.rank == src else []
-        staged = settled(output)
-        self._enter("scatter", (output, given), root=src)
-        work = self._transport.scatter(staged, given if self.rank == src else None, src, async_op=async_op)
-        return work if staged is output else copy_back(work, [(output, staged)], async_op)
-
-    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
-        """Send to one rank; it must ``recv`` the same size with the same tag."""
-        check_peer(self, "send", "dst", dst)
-        check_tensor("send", tensor)
-        self._enter("send", (tensor,), root=dst)
-        return self._transport.send(settled(tensor), dst, tag, async_op=async_op)
-
-    def recv(self, tensor: Tensor, src: int, tag: int = 0, *, async_op: bool = False) -> Work:
-        """Receive from one rank into ``tensor``."""
-        check_peer(self, "recv", "src", src)
-        check_tensor("recv", tensor, written=True)
-        staged = settled(tensor)
-        self._enter("recv", (tensor,), root=src)
-        work = self._transport.recv(staged, src, tag, async_op=async_op)
-        return copy_back(work, [(tensor, staged)], async_op)
-
-    def barrier(self, *, async_op: bool = False) -> Work:
-        """Return when every rank has called it."""
-        if self._guarded or _observe._observers:
-            self._enter("barrier", ())
-        return self._transport.barrier(async_op=async_op)
-
-    # -- values and memory ---------------------------------------------------------------------------------------
-
-    def broadcast_value(self, value: Any, src: int = 0) -> Any:
-        """``src``'s value on every rank. The value is JSON: None, bool, numbers, text, lists, dicts with text keys."""
-        return _json_values.broadcast_value(self, value, src)
-
-    def all_gather_values(self, value: Any) -> list[Any]:
-        """Return every rank's value (JSON), in the order of the ranks."""
-        return _json_values.all_gather_values(self, value)
-
-    def shared_empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised tensor in memory that collectives of this group can use without copying it first."""
-        return self._transport.shared_empty(shape, dtype)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -449,31 +279,17 @@ class Group:
             self._guarded = True
             children, self._subgroups = self._subgroups, []
             callbacks, self._on_end = self._on_end, []
+        _torch_world.forget(self)
         for child in children:
             child._end(cause, abort=abort)
         if abort:
             self._transport.abort(cause)
         else:
             self._transport.close()
+        if self._calls is not None:
+            self._calls.stop()
         for callback in callbacks:
             callback()
-
-    # -- the one place ----------------------------------------------------------------------------------------
-
-    def _enter(
-        self,
-        name: str,
-        sides: Sequence[Tensor | Sequence[Tensor]],
-        op: ReduceOp | None = None,
-        root: int | None = None,
-    ) -> None:
-        """Do what precedes every collective: is the group alive, who looks, do the ranks agree."""
-        if self._ended is not None:
-            raise self._ended
-        if _observe._observers:
-            _observe.emit(self, name, sides, "" if op is None else op.value)
-        if self._checker is not None:
-            self._checker.check(name, sides, "" if op is None else op.value, root)
 
     def _check_alive(self) -> None:
         if self._ended is not None:

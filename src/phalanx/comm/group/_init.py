@@ -18,8 +18,6 @@ from phalanx.comm.transports._interface import DEFAULT_TIMEOUT
 from phalanx.protocol import ENV_STORE
 from phalanx.world import World
 
-_wrapped: dict[int, tuple[dist.ProcessGroup, Group]] = {}
-
 
 def init(*, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True) -> Group:
     """Join the group of this worker's generation and make it the current one.
@@ -64,6 +62,30 @@ def _store(world: World) -> Store:
     return connect(f"tcp://{host}:{port}")
 
 
+class NoCurrentGroup(RuntimeError):
+    """Nobody has said which group to use."""
+
+
+def joined_group() -> Group:
+    """Return the current group; without one, join what the environment names, as a mesh of torch's does.
+
+    ``ValueError`` if it names nothing: the process was not started by a launcher.
+    """
+    try:
+        return current_group()
+    except NoCurrentGroup:
+        if _context.rank_token() is not None:
+            raise
+    where = () if os.environ.get(ENV_STORE) else ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in ("RANK", "WORLD_SIZE", *where) if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"there is no current group, and the environment does not name one: {', '.join(missing)} not set; "
+            f"start the script with `phalanx run` or torchrun, or call phalanx.init() for a group of one"
+        )
+    return init()
+
+
 def current_group() -> Group:
     """Return the group that code without one should use: set by ``init`` or ``use_group``, else torch's default
     group."""
@@ -71,13 +93,9 @@ def current_group() -> Group:
     if group is not None:
         return group
     if _context.rank_token() is None and dist.is_initialized():
-        made = dist.group.WORLD
-        assert made is not None, "torch says that it has a default group"
-        known = _wrapped.get(0)
-        if known is None or known[0] is not made:
-            known = _wrapped[0] = (made, Group.wrap(made))
-        return known[1]
-    raise RuntimeError(
+        assert dist.group.WORLD is not None, "torch says that it has a default group"
+        return Group.wrap(dist.group.WORLD)
+    raise NoCurrentGroup(
         "there is no current group: call phalanx.init() in the worker first "
         "(or torch.distributed.init_process_group(), or use_group())"
     )

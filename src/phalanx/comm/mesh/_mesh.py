@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +25,22 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group._group import Group
-from phalanx.comm.group._init import current_group
+from phalanx.comm.group._init import joined_group
+from phalanx.comm.mesh import _torch_mesh
+from phalanx.comm.mesh._backend_override import parse_overrides
 from phalanx.comm.mesh._mesh_layout import MeshLayout, is_in_root_order
-from phalanx.comm.mesh._mesh_root import MeshRanks, MeshRoot, check_device_type, check_names, rank_grid
+from phalanx.comm.mesh._mesh_root import (
+    MeshRanks,
+    MeshRoot,
+    check_device_type,
+    check_names,
+    common_parent,
+    group_of,
+    rank_grid,
+)
 
+# By their identity: two meshes of torch's are equal although their groups, of an earlier default group, have ended.
+_converted: dict[int, DeviceMesh] = {}
 _entered = threading.local()  # the meshes this thread (one simulated rank, or the process) has entered by ``with``
 
 
@@ -50,9 +63,19 @@ class DeviceMesh:
         "_shape",
     )
 
-    def __init__(self, device_type: str, mesh: MeshRanks, *, mesh_dim_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        mesh: MeshRanks,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Mapping[int | str, Any] | Sequence[Any] | None = None,
+    ) -> None:
         ranks, shape = rank_grid(mesh)
-        parent = current_group()
+        names = check_names(mesh_dim_names, shape)
+        overrides = parse_overrides(backend_override, len(shape), names)
+        check_device_type(device_type)
+        parent = joined_group()
         if len(ranks) > parent.size:
             raise RuntimeError(
                 f"rank {parent.rank}: a mesh of shape {shape} needs {len(ranks)} ranks, "
@@ -60,9 +83,9 @@ class DeviceMesh:
             )
         if len(ranks) and int(ranks.max()) >= parent.size:
             raise ValueError(f"mesh names rank {int(ranks.max())}, but the current group has {parent.size} ranks")
-        names = check_names(mesh_dim_names, shape)
         root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, parent.rank, parent)
-        self._set(root, root.layout, names, check_device_type(device_type))
+        root.override(overrides)
+        self._set(root, root.layout, names, device_type)
 
     def _set(self, root: MeshRoot, layout: MeshLayout, names: tuple[str, ...] | None, device_type: str) -> DeviceMesh:
         self._root = root
@@ -93,7 +116,7 @@ class DeviceMesh:
         """
         single = not isinstance(group, (list, tuple))
         given: list[Any] = [group] if single else list(group)
-        groups = [one if isinstance(one, Group) else Group.wrap(one) for one in given]
+        groups = [group_of(one) for one in given]
         if not groups:
             raise ValueError("from_group needs at least one group")
         if mesh is None:
@@ -107,13 +130,34 @@ class DeviceMesh:
             raise ValueError(f"mesh {ranks.tolist()} differs from the group's ranks {list(groups[0].ranks)}")
         names = check_names(mesh_dim_names, shape)
         rank = groups[0].ranks[groups[0].rank]
-        root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, rank, None)
+        root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, rank, common_parent(groups))
         for index, one in enumerate(groups):
             members = tuple(root.members(root.layout.select((index,))).tolist())
             if members != tuple(one.ranks):
                 raise ValueError(f"rank {rank}: axis {index} of the mesh holds ranks {members}, its group {one.ranks}")
-            root.groups[members] = one
+            root.give(members, one)
         return cls.__new__(cls)._set(root, root.layout, names, check_device_type(device_type))
+
+    @classmethod
+    def from_torch(cls, mesh: Any) -> DeviceMesh:
+        """Return a mesh over the groups of torch's ``DeviceMesh``; of a slice of one, the slice."""
+        root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+        if mesh is not root and set(names or ("",)) <= set(root.mesh_dim_names or ()):
+            return cls.from_torch(root)[names]
+        groups = mesh.get_all_groups()
+        given = groups if len(groups) > 1 else groups[0]
+        return cls.from_group(given, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+    def to_torch(self) -> Any:
+        """Return torch's ``DeviceMesh`` over the same groups, for libraries that need that class; of a slice, a slice.
+
+        >>> torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"].to_torch())   # doctest: +SKIP
+
+        Collective over the ranks of the whole mesh that this one was cut from.
+        """
+        if not self._is_root() and set(self._names or ("",)) <= set(self._root.names or ()):
+            return self._get_root_mesh().to_torch()[self._names]
+        return _torch_mesh.to_torch(self)
 
     # ---- what it is
 
@@ -163,6 +207,8 @@ class DeviceMesh:
 
     def get_group(self, mesh_dim: int | str | None = None) -> Group:
         """Return the group of the ranks that share this rank's place on all other axes; made at the first call."""
+        if isinstance(mesh_dim, str) and mesh_dim in self._root.flattened and mesh_dim not in (self._names or ()):
+            return self._root.group(self._root.flattened[mesh_dim])
         axis = self._only_axis("get_group") if mesh_dim is None else self._axis(mesh_dim)
         group = self._groups[axis]
         if group is None:
@@ -197,7 +243,7 @@ class DeviceMesh:
             raise KeyError(f"mesh axes {wanted} overlap or are out of order; the mesh's order is {self._names}")
         return self._derive(layout, wanted)
 
-    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
         """Return all axes as one, which the root mesh can be sliced by afterwards; called ``a_b`` unless named."""
         if not self._names:
             raise RuntimeError(f"{self!r} has no axis names and cannot be flattened: give mesh_dim_names")
@@ -210,6 +256,8 @@ class DeviceMesh:
         known = self._root.flattened.setdefault(name, layout)
         if known != layout:
             raise ValueError(f"{name!r} names another flattened axis already; choose another mesh_dim_name")
+        if backend_override is not None:
+            self._root.overrides[layout.axes[0]] = parse_overrides([backend_override], 1, None)[0]
         return self._derive(layout, (name,))
 
     def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
@@ -282,11 +330,9 @@ class DeviceMesh:
             return self._layout == other._layout
         return (
             self._shape == other._shape
-            and self._root.parent is other._root.parent
             and bool(torch.equal(self.mesh, other.mesh))
             and self._root.rank == other._root.rank
-            # without a parent that makes the groups, they themselves say where tensors on the mesh are sent
-            and (self._root.parent is not None or self._root.groups == other._root.groups)
+            and self._root.sends_like(other._root, self._layout)
         )
 
     def __hash__(self) -> int:
@@ -307,12 +353,19 @@ class DeviceMesh:
         return self  # a mesh names live groups: a copy of a module stays on the same ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._root.parent is None:
+        if self._root.given:
             raise TypeError(f"{self!r} was made from groups; groups cannot be pickled")
         root = self._root
         grid = root.ranks.reshape(root.layout.shape).tolist()
         flattened = tuple((name, layout) for name, layout in root.flattened.items())
         return _rebuild, (self._device_type, grid, root.names, self._layout, self._names, flattened)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copying, pickling and the like, which go on without
+            raise AttributeError(name)
+        raise AttributeError(
+            f"phalanx's DeviceMesh has no {name!r}; to a library that needs torch's own mesh pass mesh.to_torch()"
+        )
 
     # ---- inside
 
@@ -335,17 +388,37 @@ class DeviceMesh:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
     """Return all ranks of the current group on a grid of ``mesh_shape``, row-major.
+
+    Without a current group the process joins the one that its launcher's environment names (``phalanx.init()``), as
+    with torch's. ``backend_override`` gives axes (by index or name) a backend or timeout of their own.
 
     >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))   # doctest: +SKIP
     DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))
 
-    ``RuntimeError`` if the names do not fit the shape or the group is smaller than the mesh.
+    ``RuntimeError`` if the names do not fit the shape or the group is smaller than the mesh, ``ValueError`` if there
+    is neither a group nor an environment that names one.
     """
     shape = tuple(mesh_shape)
-    return DeviceMesh(device_type, np.arange(math.prod(shape)).reshape(shape), mesh_dim_names=mesh_dim_names)
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    return DeviceMesh(device_type, grid, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
+
+
+def as_mesh(mesh: Any) -> Any:
+    """Return ``mesh``, or ours over the groups of a mesh of torch's."""
+    if not _torch_mesh.is_torch_mesh(mesh):
+        return mesh
+    key = id(mesh)
+    if key not in _converted:
+        _converted[key] = DeviceMesh.from_torch(mesh)
+        weakref.finalize(mesh, _converted.pop, key, None).atexit = False
+    return _converted[key]
 
 
 def current_mesh() -> DeviceMesh | None:
@@ -365,3 +438,6 @@ def _rebuild(
     root = DeviceMesh(device_type, grid, mesh_dim_names=root_names)
     root._root.flattened.update(flattened)
     return root if layout == root._layout else root._derive(layout, names)
+
+
+_torch_mesh.teach_torch(DeviceMesh)

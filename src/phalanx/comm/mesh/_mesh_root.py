@@ -10,18 +10,22 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.group._group import Group
-from phalanx.comm.mesh._mesh_layout import MeshLayout, Positions
+from phalanx.comm.group._init import current_group
+from phalanx.comm.mesh._backend_override import Override
+from phalanx.comm.mesh._mesh_layout import Axis, MeshLayout, Positions
 
+_AS_THE_MESH = Override()
 MeshRanks = Union[Tensor, Sequence[Any], "np.typing.NDArray[Any]", int]
 
 
 class MeshRoot:
     """What all meshes cut from one root share."""
 
-    __slots__ = ("flattened", "groups", "layout", "names", "parent", "position", "rank", "ranks")
+    __slots__ = ("flattened", "given", "groups", "layout", "names", "overrides", "parent", "position", "rank", "ranks")
 
     def __init__(
         self,
@@ -36,10 +40,38 @@ class MeshRoot:
         self.names = names
         self.rank = rank
         self.parent = parent
-        self.groups: dict[tuple[int, ...], Group] = {}
+        self.groups: dict[tuple[tuple[int, ...], Override], Group] = {}
+        self.given: dict[tuple[tuple[int, ...], Override], Group] = {}
+        """Those of ``groups`` that the caller brought."""
+        self.overrides: dict[Axis, Override] = {}
         self.flattened: dict[str, MeshLayout] = {}
         where = np.nonzero(ranks == rank)[0]
         self.position: int | None = int(where[0]) if len(where) else None
+
+    def give(self, ranks: tuple[int, ...], group: Group) -> None:
+        """Take the caller's group for these ranks."""
+        self.groups[ranks, _AS_THE_MESH] = group
+        if group is not self.parent:
+            self.given[ranks, _AS_THE_MESH] = group
+
+    def sends_like(self, other: MeshRoot, layout: MeshLayout) -> bool:
+        """Return whether tensors on this layout of either are sent on the same groups, or such as the parent makes."""
+        if self.parent is not other.parent or self.overrides != other.overrides:
+            return False
+        if not self.given and not other.given:
+            return True
+        for axis in range(len(layout.axes)):
+            key = tuple(self.members(layout.select((axis,))).reshape(-1).tolist()), _AS_THE_MESH
+            mine, theirs = self.given.get(key), other.given.get(key)
+            if (mine or self.groups.get(key)) is not (theirs or other.groups.get(key)) and (mine or theirs):
+                return False
+        return True
+
+    def override(self, overrides: Sequence[Override]) -> None:
+        """Give each axis what is its own."""
+        for axis, override in zip(self.layout.axes, overrides, strict=True):
+            if override != _AS_THE_MESH:
+                self.overrides[axis] = override
 
     def members(self, layout: MeshLayout) -> Positions:
         """Ranks of the copy of ``layout`` that this rank is in (of the first copy, if it is in none)."""
@@ -49,24 +81,54 @@ class MeshRoot:
         """Return the group of this rank's copy of the 1-axis ``layout``."""
         if self.position is None:
             raise RuntimeError(f"rank {self.rank} is not part of this mesh of {len(self.ranks)} ranks: it has no group")
-        ranks = tuple(self.members(layout).tolist())
-        group = self.groups.get(ranks)
+        ranks, override = tuple(self.members(layout).tolist()), self.overrides.get(layout.axes[0], _AS_THE_MESH)
+        group = self.groups.get((ranks, override))
         if group is None:
-            group = self.groups[ranks] = self._create(ranks)
+            group = self.groups[ranks, override] = self._create(ranks, override)
         return group
 
-    def _create(self, ranks: tuple[int, ...]) -> Group:
+    def _create(self, ranks: tuple[int, ...], override: Override) -> Group:
         parent = self.parent
         if parent is None:
             raise RuntimeError(
                 f"rank {self.rank}: this mesh was made from groups and has none for ranks {ranks}; "
                 f"make it from a current group (comm.use_group) to get new axes"
             )
-        if ranks == tuple(range(parent.size)):
+        if ranks == tuple(range(parent.size)) and override == _AS_THE_MESH:
             return parent
-        group = parent.subgroup(ranks)
+        group = parent.subgroup(ranks, backend=override.backend, timeout=override.timeout)
         assert group is not None, f"rank {self.rank} is one of {ranks} and must be a member of their group"
         return group
+
+
+def group_of(given: Any) -> Group:
+    """Return the group that a caller brought; torch's default group stands for the current one, if that has its
+    ranks."""
+    group = Group.wrap(given)
+    if group is given or given is not dist.group.WORLD:
+        return group
+    current = current_group()
+    return current if (current.rank, current.ranks) == (group.rank, group.ranks) else group
+
+
+def common_parent(groups: Sequence[Group]) -> Group | None:
+    """Return the group that a mesh over ``groups`` belongs to: one that numbers its ranks as they do; None if none
+    does."""
+    root, own = groups[0].root, groups[0].ranks[groups[0].rank]
+    try:
+        current: Group | None = current_group()
+    except RuntimeError:
+        current = None
+    if current is not None and current.root is not root:
+        # torch numbers the ranks of these groups, and those of the current one in the same way
+        same = all(group.numbered_by_torch for group in groups) and dist.is_initialized()
+        if not same or (dist.get_rank(), dist.get_world_size()) != (current.rank, current.size):
+            current = None
+    if current is None and all(group.root is root for group in groups):
+        current = root
+    if current is None or current.ranks != tuple(range(groups[0].world_size)) or current.rank != own:
+        return None
+    return current
 
 
 def rank_grid(mesh: MeshRanks) -> tuple[Positions, tuple[int, ...]]:

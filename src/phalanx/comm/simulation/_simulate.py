@@ -129,7 +129,7 @@ def _current() -> Group:
 
 
 def _make_group(board: Board, rank: int, boards: dict[tuple[tuple[int, ...], str], Board]) -> Group:
-    def make_subgroup(ranks: tuple[int, ...], key: str) -> ThreadTransport:
+    def make_subgroup(ranks: tuple[int, ...], key: str, backend: str = "", timeout: float = 0.0) -> ThreadTransport:
         sub = boards.setdefault((ranks, key), Board(board.scheduler, tuple(board.ranks[r] for r in ranks)))
         return ThreadTransport(sub, ranks.index(rank))
 

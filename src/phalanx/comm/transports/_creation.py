@@ -1,4 +1,4 @@
-"""Connects the ranks of a group: who the peers are, which transport carries the bytes, torch's default group.
+"""Connects the ranks of a group: who the peers are, which transport carries the bytes.
 
 Owns the phases of joining a generation. Every key lives under job and generation, so a stale one is never read.
 
@@ -11,7 +11,6 @@ Owns the phases of joining a generation. Every key lives under job and generatio
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,14 +37,15 @@ from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
 from phalanx.comm.stores import Store, wrap_c10d_store
-from phalanx.comm.transports import _auto, _release
+from phalanx.comm.transports import _auto
 from phalanx.comm.transports._by_device import ByDeviceTransport
 from phalanx.comm.transports._c10d import C10dTransport
 from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
 from phalanx.errors import PeerLost, PeerTimeout, StoreTimeout
 from phalanx.protocol import group_prefix
 
-SubgroupMaker = Callable[[tuple[int, ...], str], Transport]
+SubgroupMaker = Callable[..., Transport]
+"""Called with ranks and key, and with a backend and a timeout where they are not the group's own."""
 
 _CONNECT_TIMEOUT = 30.0
 _SLICE = 0.02
@@ -63,6 +63,9 @@ class Connection:
     generation: int = 0
     store: Store | None = None
     checker: CallChecker | None = None
+    world_size: int | None = None
+    """How many ranks there are in all where ``ranks`` are some of torch's; None: these are all."""
+    label: str = ""
 
 
 def connect_ranks(spec: GroupSpec, backend: str, interrupt: Interrupt) -> Connection:
@@ -71,8 +74,12 @@ def connect_ranks(spec: GroupSpec, backend: str, interrupt: Interrupt) -> Connec
     peers = _exchange_identities(spec, interrupt)
     checker = CallChecker(spec.store, spec.rank, spec.size, spec.timeout) if collectives_checked() else None
 
-    def make_subgroup(ranks: tuple[int, ...], key: str) -> Transport:
-        sub = replace(spec, store=spec.store.namespace(key), rank=ranks.index(spec.rank), size=len(ranks))
+    def make_subgroup(
+        ranks: tuple[int, ...], key: str, backend: str = backend, timeout: float = spec.timeout
+    ) -> Transport:
+        sub = replace(
+            spec, store=spec.store.namespace(key), rank=ranks.index(spec.rank), size=len(ranks), timeout=timeout
+        )
         members = {index: peers[rank] for index, rank in enumerate(ranks)}
         return _connect(sub, backend, members, lambda: None)
 
@@ -238,7 +245,7 @@ def _died_while_joining(spec: GroupSpec, dead: tuple[int, ...]) -> PeerLost:
     )
 
 
-# -- groups that users bring, and torch's default group ---------------------------------------------------------
+# -- groups that users bring ------------------------------------------------------------------------------------
 
 
 def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
@@ -249,25 +256,29 @@ def wrap_process_group(process_group: dist.ProcessGroup) -> Connection:
     registered = process_group in c10d_world.pg_group_ranks
     ranks = dist.get_process_group_ranks(process_group) if registered else list(range(size))
 
-    def make_subgroup(members: tuple[int, ...], key: str) -> Transport:
+    def make_subgroup(
+        members: tuple[int, ...], key: str, backend: str = name, timeout: float = DEFAULT_TIMEOUT
+    ) -> Transport:
         store = wrap_c10d_store(process_group.get_group_store()).namespace(f"phalanx/{process_group.group_name}/{key}")
         spec = GroupSpec(
             store=store,
             rank=members.index(rank),
             size=len(members),
-            timeout=DEFAULT_TIMEOUT,
+            timeout=timeout,
             job="wrapped",
             generation=0,
         )
         native = store.as_c10d()
-        engine = make_engine(name, spec, native)
-        detector = FailureDetector(rank=spec.rank, size=spec.size, timeout=DEFAULT_TIMEOUT, store=store)
-        return C10dTransport(engine, name, DEFAULT_TIMEOUT, detector, store=native)
+        engine = make_engine(backend, spec, native)
+        detector = FailureDetector(rank=spec.rank, size=spec.size, timeout=timeout, store=store)
+        return C10dTransport(engine, backend, timeout, detector, store=native)
 
     return Connection(
         transport=C10dTransport(_engine_of(process_group), name, DEFAULT_TIMEOUT, failures, store=None),
         ranks=ranks,
         make_subgroup=make_subgroup,
+        world_size=dist.get_world_size() if registered else None,
+        label=f"wrapped/{process_group.group_name}" if registered else "wrapped",
     )
 
 
@@ -290,34 +301,3 @@ def _engine_name(process_group: Any) -> str:
         except RuntimeError:
             pass  # no backend for CPU tensors; the group's own name will do
     return str(process_group.name()).lower()
-
-
-def make_torch_default(spec: GroupSpec, backend: str) -> Callable[[], None]:
-    """Make torch's default process group over the ranks of ``spec``; returns what undoes it."""
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"rank {spec.rank}: torch has a default process group already; "
-            f"destroy it first (torch.distributed.destroy_process_group()), or use Group.wrap on it"
-        )
-    engine = backend if backend in ("gloo", "nccl", "ucc", "mpi") else "gloo"
-    store: C10dStore | None = spec.store.namespace("default").as_c10d()
-    dist.init_process_group(
-        engine,
-        store=store,
-        rank=spec.rank,
-        world_size=spec.size,
-        timeout=timedelta(seconds=spec.timeout),
-    )
-    made = dist.group.WORLD
-    owner = os.getpid()
-
-    def undo() -> None:
-        nonlocal made, store
-        store = None  # kept till here: torch does not keep a store written in Python alive
-        if made is None or os.getpid() != owner or dist.group.WORLD is not made:
-            return
-        holder, made = [made], None
-        dist.destroy_process_group()
-        _release.drop(holder)
-
-    return undo

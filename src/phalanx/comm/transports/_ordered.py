@@ -61,6 +61,7 @@ class OrderedCalls:
         self._lock = threading.Lock()
         self._num_queued = 0
         self._thread: Background | None = None
+        self._is_stopped = False
 
     def run(self, call: Callable[[], object]) -> None:
         """Make a call after all that were queued before, and wait for it."""
@@ -73,13 +74,16 @@ class OrderedCalls:
         if self._is_serving():
             queued.run()
             return queued
-        queued.calls = self
         with self._lock:
-            self._num_queued += 1
-            self._queue.put(queued)
-            if self._thread is None:
-                self._thread = Background(self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER)
-                self._thread.start()
+            if not self._is_stopped:
+                queued.calls = self
+                self._num_queued += 1
+                self._queue.put(queued)
+                if self._thread is None:
+                    self._thread = Background(self._serve, self._name, on_failure=lambda error: None, attempts=FOREVER)
+                    self._thread.start()
+                return queued
+        queued.run()  # nobody else would
         return queued
 
     def help(self, queued: QueuedCall, timeout: float | None) -> None:
@@ -110,5 +114,7 @@ class OrderedCalls:
         return True
 
     def stop(self) -> None:
-        """End the thread after what is queued."""
-        self._queue.put(None)
+        """End the thread after what is queued; what comes later is made in the caller."""
+        with self._lock:
+            self._is_stopped = True
+            self._queue.put(None)

@@ -91,7 +91,7 @@ class BucketExchange:
 
     def use_group(self, group: Group) -> None:
         self.group = group
-        self.divisor = group.size
+        self.divisor: int = group.size
 
     def logged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.log is None else comm.observe(self.log)

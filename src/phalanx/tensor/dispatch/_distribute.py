@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_private import make_subclass, module_buffers, module_parameters
 from phalanx.comm import DeviceMesh
-from phalanx.comm.mesh._mesh import current_mesh
+from phalanx.comm.mesh._mesh import as_mesh, current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._memory_order import kept_order
@@ -29,7 +29,7 @@ from phalanx.tensor.redistribute._plan import plan_redistribute
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    found = mesh if mesh is not None else current_mesh()
+    found = as_mesh(mesh) if mesh is not None else current_mesh()
     if found is None:
         raise ValueError("no device mesh: pass one, or enter one with `with mesh:`")
     if not isinstance(found, DeviceMesh):
