@@ -15,6 +15,7 @@ from phalanx.comm.transports._interface import ReduceOp
 from phalanx.comm.transports.shm._calls import record
 from phalanx.comm.transports.shm._engine import Steps
 from phalanx.comm.transports.shm._fold import Fold
+from phalanx.comm.transports.shm._streaming_copy import Copy, copy_for
 from phalanx.comm.transports.shm._syscalls import copy_bytes
 from phalanx.comm.transports.shm._window import Window
 from phalanx.errors import CollectiveMismatch
@@ -157,6 +158,7 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
     address, piece = tensor.data_ptr(), w.slot_bytes
     count = num_pieces(nbytes, piece)
     parts = torch.split(flat(tensor), piece // itemsize)
+    copy = copy_for(nbytes)
     first = w.claim(2 * count)
     for i in range(count):
         n_in, n_out = first + max(0, 2 * i - 1), first + min(2 * i + 2, 2 * count - 1)
@@ -187,7 +189,7 @@ def _all_reduce_in_shares(w: Window, tensor: Tensor, fold: Fold, call: int) -> S
         for rank in range(w.size):
             lo, hi = bounds[rank] * itemsize, bounds[rank + 1] * itemsize
             if hi > lo:
-                w.get(n_out, rank, address + i * piece + lo, hi - lo, lo)
+                w.get(n_out, rank, address + i * piece + lo, hi - lo, lo, copy)
     w.took(first + 2 * count - 1)
 
 
@@ -210,13 +212,13 @@ def reduce(w: Window, tensor: Tensor, fold: Fold, op: ReduceOp, dst: int) -> Ste
 def broadcast(w: Window, tensor: Tensor, src: int) -> Steps:
     nbytes = nbytes_of(tensor)
     call = record("broadcast", tensor.dtype, None, src, nbytes)
-    address, piece = tensor.data_ptr(), w.slot_bytes
+    address, piece, copy = tensor.data_ptr(), w.slot_bytes, copy_for(nbytes)
 
     def put(n: int, i: int) -> None:
         w.put(n, address + i * piece, min(piece, nbytes - i * piece))
 
     def take(n: int, i: int) -> None:
-        w.get(n, src, address + i * piece, min(piece, nbytes - i * piece))
+        w.get(n, src, address + i * piece, min(piece, nbytes - i * piece), copy=copy)
 
     count = num_pieces(nbytes, piece)
     steps = stream(w, call, count, put, None) if w.rank == src else stream(w, call, count, None, take, src)
@@ -231,37 +233,37 @@ def _holding(steps: Steps, *tensors: object) -> Steps:
 def all_gather(w: Window, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
     addresses, sizes = [t.data_ptr() for t in outputs], [nbytes_of(t) for t in outputs]
     call = record("all_gather", tensor.dtype, nbytes=sum(sizes))
-    own, piece = tensor.data_ptr(), w.slot_bytes
+    own, piece, copy = tensor.data_ptr(), w.slot_bytes, copy_for(sum(sizes))
 
     def put(n: int, i: int) -> None:
         if i == 0 and addresses[w.rank] != own:
-            copy_bytes(addresses[w.rank], own, sizes[w.rank])
+            copy(addresses[w.rank], own, sizes[w.rank])
         if sizes[w.rank] > i * piece:
             w.put(n, own + i * piece, min(piece, sizes[w.rank] - i * piece))
 
     def take(n: int, i: int) -> None:
         for rank in w.peers:
             if sizes[rank] > i * piece:
-                w.get(n, rank, addresses[rank] + i * piece, min(piece, sizes[rank] - i * piece))
+                w.get(n, rank, addresses[rank] + i * piece, min(piece, sizes[rank] - i * piece), copy=copy)
 
     return _holding(stream(w, call, num_pieces(max(sizes), piece), put, take), outputs, tensor)
 
 
 def reduce_scatter(w: Window, output: Tensor, inputs: Sequence[Tensor], fold: Fold, op: ReduceOp) -> Steps:
-    addresses, sizes = [t.data_ptr() for t in inputs], [nbytes_of(t) for t in inputs]
+    sizes = [nbytes_of(t) for t in inputs]
     dtype, piece = output.dtype, w.piece_bytes
     call = record("reduce_scatter", dtype, op, nbytes=sum(sizes))
-    parts = torch.split(flat(output), piece // output.element_size())
+    parts, own = (torch.split(flat(t), piece // t.element_size()) for t in (output, inputs[w.rank]))
 
     def put(n: int, i: int) -> None:
-        for rank, size in enumerate(sizes):
-            if size > i * piece:
-                w.put(n, addresses[rank] + i * piece, min(piece, size - i * piece), rank * piece)
+        put_parts(w, n, i, inputs, sizes)
 
     def take(n: int, i: int) -> None:
         if sizes[w.rank] > i * piece:
             out = parts[i]
-            fold.into(out, w.views(n, dtype, out.numel(), w.rank * piece))
+            values = w.views(n, dtype, out.numel(), w.rank * piece).copy()
+            values[w.rank] = own[i]
+            fold.into(out, values)
 
     return _holding(stream(w, call, num_pieces(max(sizes), piece), put, take), inputs)
 
@@ -274,13 +276,13 @@ def put_parts(w: Window, n: int, i: int, parts: Sequence[Tensor], sizes: Sequenc
             w.put(n, parts[rank].data_ptr() + i * piece, min(piece, sizes[rank] - i * piece), rank * piece)
 
 
-def take_parts(w: Window, n: int, i: int, parts: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def take_parts(w: Window, n: int, i: int, parts: Sequence[Tensor], sizes: Sequence[int], copy: Copy) -> None:
     """Take piece ``i`` of what each peer put for this rank."""
     piece = w.piece_bytes
     for rank in w.peers:
         if sizes[rank] > i * piece:
             address = parts[rank].data_ptr() + i * piece
-            w.get(n, rank, address, min(piece, sizes[rank] - i * piece), w.rank * piece)
+            w.get(n, rank, address, min(piece, sizes[rank] - i * piece), w.rank * piece, copy)
 
 
 def gather(w: Window, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int) -> Steps:

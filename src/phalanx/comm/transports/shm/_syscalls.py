@@ -1,6 +1,6 @@
 """Does the few things that Python cannot say by itself: futex, memory fence, raw copies, private anonymous files.
 
-Owns every use of ctypes of this transport. Linux only; importing it elsewhere is harmless, ``unavailable`` then says
+Owns the calls into libc of this transport. Linux only; importing it elsewhere is harmless, ``unavailable`` then says
 why the transport cannot be used.
 
 Memory ordering (what the flags of ``_segment_layout`` rest on):
@@ -84,6 +84,17 @@ def map_file(fd: int, nbytes: int) -> int:
 
 def unmap(address: int, nbytes: int) -> None:
     _munmap(address, nbytes)
+
+
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def protect(address: int, nbytes: int, allowed: int) -> None:
+    """Set what may be done with whole pages (``mmap.PROT_...``). ``OSError`` when the kernel refuses."""
+    if _mprotect(address, nbytes, allowed):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def futex_wait(address: int, expected: int, seconds: float) -> None:

@@ -64,6 +64,7 @@ class ShmTransport(Transport):
         self._engine = Engine(segment, peers, timeout, threaded=threaded)
         self._window = Window(self._engine)
         self._regions = Regions(segment, peers.pids)
+        self._direct_bytes = min(direct.DIRECT_BYTES, segment.layout.slot_bytes)
         self._channels: dict[int, Channel] = {}
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
         self._at_exit = weakref.finalize(self, _mark_closed, segment, os.getpid())
@@ -177,7 +178,7 @@ class ShmTransport(Transport):
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Return whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
-        return nbytes_of(tensor) > self._window.slot_bytes
+        return nbytes_of(tensor) > self._direct_bytes
 
     def _parts(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(self.size, -1).unbind(0) if whole.numel() else [whole] * self.size

@@ -24,6 +24,7 @@ from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._calls import describe
 from phalanx.comm.transports.shm._engine import Engine
 from phalanx.comm.transports.shm._segment_layout import TOKEN_SHIFT
+from phalanx.comm.transports.shm._streaming_copy import Copy
 from phalanx.comm.transports.shm._syscalls import copy_bytes, fence
 from phalanx.errors import CollectiveMismatch
 
@@ -75,8 +76,8 @@ class Window:
     def put(self, n: int, address: int, nbytes: int, offset: int = 0) -> None:
         copy_bytes(self.addresses[self.rank][n % self.slots] + offset, address, nbytes)
 
-    def get(self, n: int, rank: int, address: int, nbytes: int, offset: int = 0) -> None:
-        copy_bytes(address, self.addresses[rank][n % self.slots] + offset, nbytes)
+    def get(self, n: int, rank: int, address: int, nbytes: int, offset: int = 0, copy: Copy = copy_bytes) -> None:
+        copy(address, self.addresses[rank][n % self.slots] + offset, nbytes)
 
     def post(self, n: int, call: int = 0, *details: int) -> None:
         """READY = n. The first step of a collective carries its record, which the others check."""
