@@ -41,6 +41,7 @@ from phalanx.comm.group._checks import (
     shard_dtype,
     split_parts,
 )
+from phalanx.comm.group._monitored_barrier import monitored_barrier
 from phalanx.comm.group._staging import copy_back, settled
 from phalanx.comm.stores import Store
 from phalanx.comm.transports._creation import (
@@ -394,6 +395,22 @@ class Group:
         self._enter("recv", (tensor,), root=src)
         work = self._transport.recv(staged, src, tag, async_op=async_op)
         return copy_back(work, [(tensor, staged)], async_op)
+
+    def recv_any(
+        self, tensor: Tensor, tag: int = 0, *, arrived: Callable[[int], object] = int, async_op: bool = False
+    ) -> Work:
+        """Receive from whichever rank sends first with this tag; ``arrived`` is called with its rank."""
+        check_tensor("recv", tensor, written=True)
+        if self.size == 1:
+            raise ValueError(f"rank {self.rank}: recv_any in a group of 1 rank; expected one with others that can send")
+        staged = settled(tensor)
+        self._enter("recv", (tensor,))
+        work = self._transport.recv_any(staged, tag, arrived, async_op=async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
+
+    def monitored_barrier(self, timeout: float | None = None) -> None:
+        """Wait like ``barrier``, but ``PeerTimeout`` names every rank that did not come within ``timeout`` seconds."""
+        monitored_barrier(self, self.timeout if timeout is None else timeout)
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return when every rank has called it."""

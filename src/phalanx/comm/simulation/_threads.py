@@ -189,6 +189,21 @@ class ThreadTransport(Transport):
             work.wait()
         return work
 
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        self._check_alive()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        boxes = {src: self._board.mail.setdefault((src, self.rank, tag), deque()) for src in others}
+
+        def finish() -> None:
+            src = next(src for src, box in boxes.items() if box)
+            _deliver("recv", tensor, boxes[src].popleft(), src, self.rank)
+            arrived(src)
+
+        work = _ThreadWork(self, lambda: any(boxes.values()), f"a message from any rank with tag {tag}", finish)
+        if not async_op:
+            work.wait()
+        return work
+
     def barrier(self, *, async_op: bool) -> Work:
         return self._meet("barrier()", None, _nothing, async_op)
 

@@ -150,12 +150,15 @@ class _Announced(QueuedCall):
 
 
 class _Exchange(dist.Work):
-    """A send or recv under way."""
+    """A send or recv under way; ``source`` is -1 until it is known."""
 
-    def __init__(self, work: GroupWork, source: int) -> None:
+    def __init__(self, start: Callable[[_Exchange], GroupWork], source: int) -> None:
         super().__init__()
-        self._work = work
-        self._source = source
+        self.source = source
+        self._work = start(self)
+
+    def arrived(self, source: int) -> None:
+        self.source = source
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait(timeout.total_seconds() or None)
@@ -165,7 +168,7 @@ class _Exchange(dist.Work):
         return self._work.is_done()
 
     def _source_rank(self) -> int:
-        return self._source
+        return self.source
 
 
 class PhalanxProcessGroup(dist.ProcessGroup):
@@ -347,11 +350,28 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         self._num_calls += 1
-        return _Exchange(self.group.send(tensors[0], dst, tag, async_op=True), self.group.rank)
+        return _Exchange(lambda _: self.group.send(tensors[0], dst, tag, async_op=True), self.group.rank)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         self._num_calls += 1
-        return _Exchange(self.group.recv(tensors[0], src, tag, async_op=True), src)
+        return _Exchange(lambda _: self.group.recv(tensors[0], src, tag, async_op=True), src)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        self._num_calls += 1
+
+        def start(work: _Exchange) -> GroupWork:
+            return self.group.recv_any(tensors[0], tag, arrived=work.arrived, async_op=True)
+
+        return _Exchange(start, -1)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; ``PeerTimeout`` names those that did not come, all of them either way.
+
+        ``torch.distributed.monitored_barrier`` itself refuses every backend that is not called gloo: call this method
+        of the group (``dist.group.WORLD.monitored_barrier()``).
+        """
+        self._num_calls += 1
+        self._calls.run(lambda: self.group.monitored_barrier(_seconds(None, timeout)))
 
     # -- the rest that c10d asks of a process group --------------------------------------------------------------
 

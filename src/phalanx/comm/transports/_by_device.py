@@ -70,6 +70,9 @@ class ByDeviceTransport(Transport):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._for(tensor).recv(tensor, src, tag, async_op=async_op)
 
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        return self._for(tensor).recv_any(tensor, tag, arrived, async_op=async_op)
+
     def barrier(self, *, async_op: bool) -> Work:
         return self._cpu.barrier(async_op=async_op)
 

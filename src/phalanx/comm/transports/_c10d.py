@@ -237,6 +237,14 @@ class C10dTransport(Transport):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._start("recv", ([self._bytes(tensor)], src, tag), async_op, direct=True)
 
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        work = self._start("recv_anysource", ([self._bytes(tensor)], tag), True, direct=True)
+        assert isinstance(work, C10dWork), "an operation under way"
+        work.arrived = arrived
+        if not async_op:
+            work.wait()
+        return work
+
     def barrier(self, *, async_op: bool) -> Work:
         return self._start("barrier", (), async_op)
 

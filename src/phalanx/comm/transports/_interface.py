@@ -144,6 +144,10 @@ class Transport(ABC):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work: ...
 
     @abstractmethod
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        """Receive from whichever rank sends first with this tag; ``arrived`` is called with it before ``wait`` ends."""
+
+    @abstractmethod
     def barrier(self, *, async_op: bool) -> Work: ...
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

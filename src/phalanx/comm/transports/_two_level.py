@@ -205,6 +205,9 @@ class TwoLevelTransport(Transport):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._flat.recv(tensor, src, tag, async_op=async_op)
 
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        return self._flat.recv_any(tensor, tag, arrived, async_op=async_op)
+
     def barrier(self, *, async_op: bool) -> Work:
         return self._start(lambda: self._flat.barrier(async_op=False), async_op)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from phalanx.comm.transports.shm._engine import Engine, Lane, Steps
 from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._regions import Regions
-from phalanx.comm.transports.shm._rings import Channel
+from phalanx.comm.transports.shm._rings import Channel, recv_any
 from phalanx.comm.transports.shm._segment import Segment
 from phalanx.comm.transports.shm._segment_join import (
     Interrupt,
@@ -66,6 +66,7 @@ class ShmTransport(Transport):
         self._regions = Regions(segment, peers.pids)
         self._direct_bytes = min(direct.DIRECT_BYTES, segment.layout.slot_bytes)
         self._channels: dict[int, Channel] = {}
+        self._any_source: Lane | None = None
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
         self._at_exit = weakref.finalize(self, _mark_closed, segment, os.getpid())
 
@@ -202,6 +203,16 @@ class ShmTransport(Transport):
         self._check_device(tensor)
         channel = self._channel(src)
         return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+        self._check_device(tensor)
+        channels = [self._channel(peer) for peer in self._window.peers]
+        if self._any_source is None:  # behind the channels' own lanes: these come first
+            self._any_source = self._engine.lane()
+        work = self._engine.submit(self._any_source, recv_any(channels, tensor, tag, arrived))
+        if not async_op:
+            work.wait()
+        return work
 
     def _channel(self, peer: int) -> Channel:
         channel = self._channels.get(peer)
