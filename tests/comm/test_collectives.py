@@ -352,6 +352,19 @@ def recv_any_goes_on_while_this_rank_sends(group: Group) -> None:
         assert source == [1 - group.rank]
         assert received.eq(1 - group.rank).all()
     group.barrier()
+    message = torch.zeros(1)  # and while another recv waits for what comes only after it
+    if group.rank == 0:
+        later = torch.zeros(1)
+        work = group.recv(later, 1, tag=9, async_op=True)
+        group.recv_any(message, tag=8)
+        group.send(message, 1)
+        work.wait()
+        assert [message.item(), later.item()] == [8.0, 9.0]
+    elif group.rank == 1:
+        group.send(torch.tensor([8.0]), 0, tag=8)
+        group.recv(message, 0)
+        group.send(torch.tensor([9.0]), 0, tag=9)
+    group.barrier()
 
 
 def monitored_barrier_lets_all_pass(group: Group) -> None:

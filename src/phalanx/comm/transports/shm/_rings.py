@@ -78,11 +78,7 @@ class Channel:
             self._engine.raise_flag(head_word, head + piece)
 
     def recv(self, tensor: Tensor, tag: int) -> Steps:
-        kept = self._aside.get(tag)
-        if kept:
-            message = kept.popleft()
-            self._check(tag, len(message) - 1, tensor)
-            copy_bytes(tensor.data_ptr(), ctypes.addressof(message), len(message) - 1)
+        if self.take_kept(tensor, tag):
             return
         while True:
             header = _Header()
@@ -94,6 +90,16 @@ class Channel:
                 yield from self._read(None, _padded(nbytes) - nbytes)
                 return
             yield from self._set_aside(header)
+
+    def take_kept(self, tensor: Tensor, tag: int) -> bool:
+        """Return whether there was a message with this tag aside; it is in ``tensor`` then."""
+        try:
+            message = self._aside[tag].popleft()
+        except (KeyError, IndexError):  # another thread may have come first
+            return False
+        self._check(tag, len(message) - 1, tensor)
+        copy_bytes(tensor.data_ptr(), ctypes.addressof(message), len(message) - 1)
+        return True
 
     def _set_aside(self, header: _Header) -> Steps:
         """Take out the message behind a header that was read, for whoever asks for its tag later."""
@@ -154,9 +160,15 @@ class Channel:
 
 
 def recv_any(channels: Sequence[Channel], tensor: Tensor, tag: int, arrived: Callable[[int], object]) -> AnySteps:
-    """Receive from whichever peer sends first with this tag; a channel on which a ``recv`` is under way is its own."""
+    """Receive from whichever peer sends first with this tag.
+
+    A ring from which a ``recv`` reads is left to that one; what it sets aside is taken.
+    """
     while True:
         for channel in channels:
+            if channel.take_kept(tensor, tag):
+                arrived(channel.peer)
+                return
             lane = channel.receiving
             if lane.tasks or not lane.lock.acquire(blocking=False):
                 continue
