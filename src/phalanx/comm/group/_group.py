@@ -30,6 +30,7 @@ from phalanx.comm.group._checks import (
     TENSORS,
     check_flat,
     check_list,
+    check_others,
     check_peer,
     check_rank,
     check_same_shape,
@@ -51,14 +52,7 @@ from phalanx.comm.transports._creation import (
     make_torch_default,
     wrap_process_group,
 )
-from phalanx.comm.transports._interface import (
-    DEFAULT_TIMEOUT,
-    GroupSpec,
-    Interrupt,
-    ReduceOp,
-    Transport,
-    Work,
-)
+from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, Arrived, GroupSpec, Interrupt, ReduceOp, Transport, Work
 from phalanx.errors import GroupAborted
 from phalanx.world import World
 
@@ -396,17 +390,15 @@ class Group:
         work = self._transport.recv(staged, src, tag, async_op=async_op)
         return copy_back(work, [(tensor, staged)], async_op)
 
-    def recv_any(
-        self, tensor: Tensor, tag: int = 0, *, arrived: Callable[[int], object] = int, async_op: bool = False
-    ) -> Work:
+    def recv_any(self, tensor: Tensor, tag: int = 0, *, arrived: Arrived = int, async_op: bool = False) -> Work:
         """Receive from whichever rank sends first with this tag; ``arrived`` is called with its rank."""
+        check_others(self, "recv_any")
         check_tensor("recv", tensor, written=True)
-        if self.size == 1:
-            raise ValueError(f"rank {self.rank}: recv_any in a group of 1 rank; expected one with others that can send")
         staged = settled(tensor)
         self._enter("recv", (tensor,))
-        work = self._transport.recv_any(staged, tag, arrived, async_op=async_op)
-        return copy_back(work, [(tensor, staged)], async_op)
+        return copy_back(
+            self._transport.recv_any(staged, tag, arrived, async_op=async_op), [(tensor, staged)], async_op
+        )
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
         """Wait like ``barrier``, but ``PeerTimeout`` names every rank that did not come within ``timeout`` seconds."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.comm.failure._mismatch import signature
 from phalanx.comm.simulation._scheduler import Scheduler
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports._tree_reduce import tree_reduce
 from phalanx.errors import CollectiveMismatch, PeerLost, PeerTimeout
 
@@ -189,7 +189,7 @@ class ThreadTransport(Transport):
             work.wait()
         return work
 
-    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
         self._check_alive()
         others = [rank for rank in range(self.size) if rank != self.rank]
         boxes = {src: self._board.mail.setdefault((src, self.rank, tag), deque()) for src in others}

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm import _background as background
-from phalanx.comm.transports._interface import Work
+from phalanx.comm.transports._interface import Arrived, Work
 
 if TYPE_CHECKING:
     from phalanx.comm.transports._c10d import C10dTransport
@@ -31,7 +31,7 @@ class C10dWork(Work):
         self._transport = transport
         self._inner = inner
         self._after = after
-        self.arrived: Callable[[int], object] | None = None
+        self.arrived: Arrived | None = None
         """Called with the rank that a message came from, where any could."""
         self._finished = False
 

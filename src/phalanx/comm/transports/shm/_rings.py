@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
+from phalanx.comm.transports._interface import Arrived
 from phalanx.comm.transports.shm._collectives import nbytes_of
 from phalanx.comm.transports.shm._engine import AnySteps, Engine, Lane, Steps
 from phalanx.comm.transports.shm._segment_layout import token
@@ -159,7 +160,7 @@ class Channel:
             )
 
 
-def recv_any(channels: Sequence[Channel], tensor: Tensor, tag: int, arrived: Callable[[int], object]) -> AnySteps:
+def recv_any(channels: Sequence[Channel], tensor: Tensor, tag: int, arrived: Arrived) -> AnySteps:
     """Receive from whichever peer sends first with this tag.
 
     A ring from which a ``recv`` reads is left to that one; what it sets aside is taken.

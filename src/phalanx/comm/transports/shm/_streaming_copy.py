@@ -3,7 +3,7 @@
 A plain copy reads each line of its target only to overwrite it, so that 3 bytes move for 2 that must, and it pushes out
 of the caches what others still need there. glibc has such stores for copies above a threshold that it derives from the
 size of the caches; on virtual machines it often takes that to be several times too large (192 MB where this was
-measured), and a caller cannot set it. Python has no other way to them than the instructions themselves: 17 of them,
+measured), and a caller cannot set it. Python has no other way to them than the instructions themselves: 14 of them,
 of the x86-64 baseline (SSE2), in a page that is written first and then made executable, never both at once.
 
 Where that is not possible (another processor, a kernel that refuses executable memory) the plain copy is used; results

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores._interface import Store
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports.shm import _collectives as through_slots
 from phalanx.comm.transports.shm import _direct as direct
 from phalanx.comm.transports.shm import _segment_layout as L
@@ -204,7 +204,7 @@ class ShmTransport(Transport):
         channel = self._channel(src)
         return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
 
-    def recv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], object], *, async_op: bool) -> Work:
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
         self._check_device(tensor)
         channels = [self._channel(peer) for peer in self._window.peers]
         if self._any_source is None:  # behind the channels' own lanes: these come first
