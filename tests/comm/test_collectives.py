@@ -314,6 +314,66 @@ def send_and_recv_match_by_tag(group: Group) -> None:
         assert (first.item(), second.item()) == (1.0, 2.0)
 
 
+def recv_any_takes_each_message_once_and_says_whose_it_is(group: Group) -> None:
+    """Long ones fill what a rank may send ahead; those with another tag wait, in order, for who asks for them."""
+    size, sources = group.size, []
+    for count in (1, 50_000):
+        if group.rank == 0:
+            others = []
+            for _ in range(size - 1):
+                tensor = torch.empty(count)
+                group.recv_any(tensor, tag=3, arrived=sources.append)
+                same(tensor, torch.full((count,), float(sources[-1])), "recv_any")
+                others.append(torch.empty(count))
+                group.recv(others[-1], sources[-1], tag=4)
+                same(others[-1], torch.full((count,), 4.0), "recv beside it")
+        else:
+            ahead = group.send(torch.full((count,), 4.0), 0, tag=4, async_op=True)
+            group.send(torch.full((count,), float(group.rank)), 0, tag=3)
+            ahead.wait()
+        group.barrier()
+    if group.rank == 0:
+        assert sorted(sources) == sorted([*range(1, size)] * 2)
+        column = torch.zeros(2, 2)
+        group.recv_any(column[:, 0], tag=5)
+        same(column, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), "recv_any into a column")
+    elif group.rank == 1:
+        group.send(torch.ones(2), 0, tag=5)
+    group.barrier()
+
+
+def recv_any_goes_on_while_this_rank_sends(group: Group) -> None:
+    if group.rank < 2:
+        received, source = torch.empty(200_000), []
+        work = group.recv_any(received, arrived=source.append, async_op=True)
+        sent = group.send(torch.full((200_000,), float(group.rank)), 1 - group.rank, async_op=True)
+        sent.wait()
+        work.wait()
+        assert source == [1 - group.rank]
+        assert received.eq(1 - group.rank).all()
+    group.barrier()
+    message = torch.zeros(1)  # and while another recv waits for what comes only after it
+    if group.rank == 0:
+        later = torch.zeros(1)
+        work = group.recv(later, 1, tag=9, async_op=True)
+        group.recv_any(message, tag=8)
+        group.send(message, 1)
+        work.wait()
+        assert [message.item(), later.item()] == [8.0, 9.0]
+    elif group.rank == 1:
+        group.send(torch.tensor([8.0]), 0, tag=8)
+        group.recv(message, 0)
+        group.send(torch.tensor([9.0]), 0, tag=9)
+    group.barrier()
+
+
+def monitored_barrier_lets_all_pass(group: Group) -> None:
+    for _ in range(2):
+        group.monitored_barrier(timeout=60.0)
+    with pytest.raises(ValueError, match=f"rank {group.rank}: monitored_barrier with timeout 0"):
+        group.monitored_barrier(timeout=0)
+
+
 def async_work_completes_in_any_order_of_waiting(group: Group) -> None:
     tensors = [torch.full((4,), float(group.rank + i)) for i in range(5)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -398,6 +458,9 @@ CASES = [
     min_and_max_keep_nan_on_whichever_rank_it_is,
     gather_and_scatter_take_uneven_parts,
     send_and_recv_match_by_tag,
+    recv_any_takes_each_message_once_and_says_whose_it_is,
+    recv_any_goes_on_while_this_rank_sends,
+    monitored_barrier_lets_all_pass,
     async_work_completes_in_any_order_of_waiting,
     values_travel_as_json,
     subgroups_talk_among_themselves,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 
 import torch
@@ -298,9 +299,82 @@ def calls_of_the_group_itself() -> list[object]:
     ]
 
 
+def recv_from_any_source() -> list[object]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: list[object] = []
+    for count in (3, 100_000):  # small ones, and larger than what is sent at once
+        x = torch.full((count,), float(rank))
+        if rank == 0:
+            outputs = [torch.empty(count) for _ in range(1, size)]
+            sources = [dist.recv(output) for output in outputs]
+            found += [sorted(zip(sources, (output.mean().item() for output in outputs), strict=True))]
+        else:
+            dist.send(x, 0)
+        dist.barrier()
+    if rank == 0:
+        x, y = torch.empty(2), torch.empty(2)
+        found += [dist.recv(x, tag=7), x, dist.recv(y, src=1, tag=5), y]  # that with tag 5 was sent first
+    elif rank == 1:
+        work = dist.isend(torch.full((2,), 5.0), 0, tag=5)
+        dist.send(torch.full((2,), 7.0), 0, tag=7)
+        work.wait()
+    dist.barrier()
+    if rank < 2:
+        received = torch.empty(300_000)
+        work = dist.irecv(received)  # both send before they wait
+        dist.send(torch.full((300_000,), float(rank)), 1 - rank)
+        work.wait()
+        found += [work._source_rank(), received]
+    return found
+
+
+def sequence_numbers() -> list[object]:
+    world = dist.group.WORLD
+    found = []
+    x = torch.ones(2)
+    for call in (lambda: dist.all_reduce(x), dist.barrier, lambda: dist.broadcast(x, 0)):
+        before = world._get_sequence_number_for_group()
+        call()
+        found.append(world._get_sequence_number_for_group() - before)
+    return found
+
+
+def a_call_with_a_timeout() -> list[object]:
+    """Rank 1 comes too late to a call that may take a tenth of a second; the default would wait for it."""
+    from datetime import timedelta
+
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.1)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        return ["late"]
+    try:
+        dist.group.WORLD.allreduce([torch.ones(2)], options).wait()
+    except RuntimeError:
+        return ["timed out"]
+    return ["waited"]
+
+
+def monitored_barrier() -> list[object]:
+    from datetime import timedelta
+
+    world = dist.group.WORLD  # dist.monitored_barrier asks for a backend that is called gloo
+    world.monitored_barrier(timeout=timedelta(seconds=30))
+    if dist.get_rank() == 2:
+        time.sleep(2.0)
+        return ["late"]
+    try:
+        world.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True)
+    except RuntimeError as error:
+        return ["error", dist.get_rank() > 0 or "anks 2" in str(error) or "anks [2]" in str(error)]
+    return ["passed"]
+
+
 PROGRAMS: list[Callable[[], list[object]]] = [
     device_mesh, dtensor, fully_sharded, fully_sharded_in_half_precision_with_accumulation, hybrid_sharded,
     tensor_parallel_and_fully_sharded, functional_collectives, checkpoint, pipeline_gpipe, pipeline_1f1b,
     join_with_uneven_inputs, zero_redundancy_optimizer, subgroups_come_and_go, sparse_all_reduce, coalesced,
-    what_works_hold, calls_of_the_group_itself,
+    what_works_hold, calls_of_the_group_itself, recv_from_any_source, sequence_numbers, a_call_with_a_timeout,
+    monitored_barrier,
 ]  # fmt: skip

@@ -58,6 +58,7 @@ def survive_a_death(worker, doing: str) -> tuple[int, ...]:
         "shared": lambda: group.all_reduce(shared),
         "async": lambda: group.all_reduce(large, async_op=True).wait(),
         "recv": lambda: group.recv(torch.ones(1), src=1),
+        "recv_any": lambda: group.recv_any(torch.ones(1)),
         "gather": lambda: group.gather(torch.ones(1), [torch.ones(1)] * 3 if worker.rank == 0 else None, 0),
         "broadcast": lambda: group.broadcast(large, src=1),
     }[doing]
@@ -72,7 +73,7 @@ def survive_a_death(worker, doing: str) -> tuple[int, ...]:
     return error.ranks
 
 
-@pytest.mark.parametrize("doing", ["before", "halfway", "shared", "async", "recv", "gather", "broadcast"])
+@pytest.mark.parametrize("doing", ["before", "halfway", "shared", "async", "recv", "recv_any", "gather", "broadcast"])
 def test_a_killed_rank_is_lost_and_the_rest_regroups(doing: str) -> None:
     outcomes = run_processes(3, survive_a_death, doing)
     assert outcomes[1].exit_code == -signal.SIGKILL
@@ -220,3 +221,48 @@ def call_something_else(worker, case: str) -> str:
 @pytest.mark.parametrize("case", ["kind", "size", "all_to_all", "recv", "root"])
 def test_ranks_that_disagree_are_told(case: str) -> None:
     assert "CollectiveMismatch" in [o.value for o in run_processes(2, call_something_else, case)]
+
+
+def receive_from_who_is_left(worker) -> tuple[list[int], str]:
+    """Rank 1 sends and leaves in good order, then rank 2 sends; then nobody can any more."""
+    group = worker.group(backend="auto", timeout=TIMEOUT)
+    sources: list[int] = []
+    group.barrier()
+    if worker.rank == 0:
+        group.recv_any(torch.empty(1), arrived=sources.append)
+        group.recv_any(torch.empty(1), arrived=sources.append)
+        return sources, str(loss_of(lambda: group.recv_any(torch.empty(1))))
+    if worker.rank == 2:
+        index = group._transport._window._blocks[1] + L.STATE
+        while group._transport._engine.words[index] != L.CLOSED:
+            time.sleep(0.01)
+        time.sleep(0.1)  # rank 0 looks around every few milliseconds while it waits
+    group.send(torch.ones(1), 0)
+    group.close()
+    return sources, ""
+
+
+def test_who_may_receive_from_any_rank_waits_for_those_that_are_left() -> None:
+    sources, message = run_processes(3, receive_from_who_is_left)[0].value
+    assert sources == [1, 2]
+    assert "rank 1, 2 left the group" in message
+
+
+def miss_a_monitored_barrier(worker) -> tuple[tuple[int, ...], str] | None:
+    group = worker.group(backend="auto", timeout=TIMEOUT)
+    group.monitored_barrier()
+    if worker.rank in (1, 3):
+        loss_of(group.barrier)  # they do something else meanwhile
+        return None
+    with pytest.raises(PeerTimeout) as caught:
+        group.monitored_barrier(timeout=0.3)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_a_monitored_barrier_names_all_that_did_not_come() -> None:
+    outcomes = [outcome.value for outcome in run_processes(4, miss_a_monitored_barrier)]
+    assert outcomes[1] is outcomes[3] is None
+    for rank in (0, 2):
+        missing, message = outcomes[rank]
+        assert missing == (1, 3)
+        assert f"rank {rank}: ranks [1, 3] of 4 did not reach the monitored barrier within 0.3 s" in message

@@ -146,6 +146,11 @@ def check_peer(at: Ranked, name: str, what: str, rank: int) -> None:
         raise ValueError(f"rank {at.rank}: {name} with {what}={rank} is this rank itself; expected another")
 
 
+def check_others(at: Ranked, name: str) -> None:
+    if at.size == 1:
+        raise ValueError(f"rank {at.rank}: {name} in a group of 1 rank; expected one with others that can send")
+
+
 def check_list(
     at: Ranked,
     name: str,

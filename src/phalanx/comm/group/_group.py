@@ -21,6 +21,7 @@ import torch.distributed as dist
 from phalanx.comm.failure._mismatch import CallChecker
 from phalanx.comm.group import _context, _torch_world
 from phalanx.comm.group._group_collectives import Collectives
+from phalanx.comm.group._monitored_barrier import monitored_barrier
 from phalanx.comm.stores import Store
 from phalanx.comm.transports._creation import Connection, SubgroupMaker, connect_ranks, wrap_process_group
 from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
@@ -244,6 +245,18 @@ class Group(Collectives):
             f"Group(rank={self.rank}, size={self.size}, generation={self.generation}, "
             f"job={self.job!r}, backend={self.backend!r})"
         )
+
+    def monitored_barrier(
+        self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True, *, device_ids: object = None
+    ) -> None:
+        """Wait like ``barrier``, but ``PeerTimeout`` names every rank that did not come within ``timeout`` seconds.
+
+        All of them are named whatever ``wait_all_ranks`` says. ``torch.distributed.monitored_barrier`` refuses every
+        backend that is not called gloo: call this method (``dist.group.WORLD.monitored_barrier()``).
+        """
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self._after_queued()
+        monitored_barrier(self, self.timeout if limit is None else limit)
 
     # -- the end ----------------------------------------------------------------------------------------------
 

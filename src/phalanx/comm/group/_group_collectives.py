@@ -32,6 +32,7 @@ from phalanx.comm.group._checks import (
     TENSORS,
     check_flat,
     check_list,
+    check_others,
     check_peer,
     check_rank,
     check_same_shape,
@@ -45,7 +46,7 @@ from phalanx.comm.group._checks import (
 )
 from phalanx.comm.group._staging import copy_back, settled
 from phalanx.comm.group._torch_calls import TorchCalls
-from phalanx.comm.transports._interface import ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, ReduceOp, Transport, Work
 
 POINT_TO_POINT = frozenset({"send", "recv"})  # in an order of their own
 Limit = timedelta | None
@@ -282,6 +283,15 @@ class Collectives(TorchCalls):
         staged = settled(tensor)
         self._enter("recv", (tensor,), root=src)
         work = self._transport.recv(staged, src, tag, async_op=async_op)
+        return copy_back(work, [(tensor, staged)], async_op)
+
+    def recv_any(self, tensor: Tensor, tag: int = 0, *, arrived: Arrived = int, async_op: bool = False) -> Work:
+        """Receive from whichever rank sends first with this tag; ``arrived`` is called with its rank."""
+        check_others(self, "recv_any")
+        check_tensor("recv", tensor, written=True)
+        staged = settled(tensor)
+        self._enter("recv", (tensor,))
+        work = self._transport.recv_any(staged, tag, arrived, async_op=async_op)
         return copy_back(work, [(tensor, staged)], async_op)
 
     def barrier(self, opts: Any = None, timeout: Limit = None, *, async_op: bool = False) -> Work:

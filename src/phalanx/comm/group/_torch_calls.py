@@ -32,6 +32,7 @@ from phalanx.comm.group._checks import check_tensor, parse_op
 from phalanx.comm.group._sparse_sum import sparse_sum
 from phalanx.comm.group._torch_work import Exchange, Finished, Queued
 from phalanx.comm.transports._interface import ReduceOp
+from phalanx.comm.transports._interface import Work as GroupWork
 from phalanx.comm.transports._ordered import OrderedCalls
 
 if TYPE_CHECKING:
@@ -300,11 +301,19 @@ class TorchCalls(dist.ProcessGroup):
 
     def _torch_send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         self._num_calls += 1
-        return Exchange(self._group.send(tensors[0], dst, tag, async_op=True), self._group.rank)
+        return Exchange(lambda _: self._group.send(tensors[0], dst, tag, async_op=True), self._group.rank)
 
     def _torch_recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         self._num_calls += 1
-        return Exchange(self._group.recv(tensors[0], src, tag, async_op=True), src)
+        return Exchange(lambda _: self._group.recv(tensors[0], src, tag, async_op=True), src)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        self._num_calls += 1
+
+        def start(work: Exchange) -> GroupWork:
+            return self._group.recv_any(tensors[0], tag, arrived=work.arrived, async_op=True)
+
+        return Exchange(start, -1)
 
     # -- the rest that c10d asks of a process group --------------------------------------------------------------
 

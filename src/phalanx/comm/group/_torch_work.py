@@ -89,12 +89,15 @@ class _Announced(QueuedCall):
 
 
 class Exchange(dist.Work):
-    """A send or recv under way."""
+    """A send or recv under way; ``source`` is -1 until it is known."""
 
-    def __init__(self, work: GroupWork, source: int) -> None:
+    def __init__(self, start: Callable[[Exchange], GroupWork], source: int) -> None:
         super().__init__()
-        self._work = work
-        self._source = source
+        self.source = source
+        self._work = start(self)
+
+    def arrived(self, source: int) -> None:
+        self.source = source
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait(timeout.total_seconds() or None)
@@ -104,4 +107,4 @@ class Exchange(dist.Work):
         return self._work.is_done()
 
     def _source_rank(self) -> int:
-        return self._source
+        return self.source

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.comm.failure._mismatch import signature
 from phalanx.comm.simulation._scheduler import Scheduler
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports._tree_reduce import tree_reduce
 from phalanx.errors import CollectiveMismatch, PeerLost, PeerTimeout
 
@@ -185,6 +185,21 @@ class ThreadTransport(Transport):
             _deliver("recv", tensor, box.popleft(), src, self.rank)
 
         work = _ThreadWork(self, lambda: bool(box), f"a message from rank {src} with tag {tag}", finish)
+        if not async_op:
+            work.wait()
+        return work
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        self._check_alive()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        boxes = {src: self._board.mail.setdefault((src, self.rank, tag), deque()) for src in others}
+
+        def finish() -> None:
+            src = next(src for src, box in boxes.items() if box)
+            _deliver("recv", tensor, boxes[src].popleft(), src, self.rank)
+            arrived(src)
+
+        work = _ThreadWork(self, lambda: any(boxes.values()), f"a message from any rank with tag {tag}", finish)
         if not async_op:
             work.wait()
         return work

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.comm.transports._interface import ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, ReduceOp, Transport, Work
 
 
 class ByDeviceTransport(Transport):
@@ -69,6 +69,9 @@ class ByDeviceTransport(Transport):
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._for(tensor).recv(tensor, src, tag, async_op=async_op)
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        return self._for(tensor).recv_any(tensor, tag, arrived, async_op=async_op)
 
     def barrier(self, *, async_op: bool) -> Work:
         return self._cpu.barrier(async_op=async_op)

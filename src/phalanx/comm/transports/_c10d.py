@@ -31,7 +31,7 @@ from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.transports import _release
 from phalanx.comm.transports._c10d_work import SLICE, C10dWork, PointToPoint, Several, all_of
 from phalanx.comm.transports._carried import carried, put_back
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 
 _DONE = Done()
 _GATHER_TAG = 1 << 28  # point-to-point tags of gather and scatter, out of the way of users' tags
@@ -236,6 +236,14 @@ class C10dTransport(Transport):
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._start("recv", ([self._bytes(tensor)], src, tag), async_op, direct=True)
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        work = self._start("recv_anysource", ([self._bytes(tensor)], tag), True, direct=True)
+        assert isinstance(work, C10dWork), "an operation under way"
+        work.arrived = arrived
+        if not async_op:
+            work.wait()
+        return work
 
     def barrier(self, *, async_op: bool) -> Work:
         return self._start("barrier", (), async_op)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm import _background as background
-from phalanx.comm.transports._interface import Work
+from phalanx.comm.transports._interface import Arrived, Work
 
 if TYPE_CHECKING:
     from phalanx.comm.transports._c10d import C10dTransport
@@ -31,6 +31,8 @@ class C10dWork(Work):
         self._transport = transport
         self._inner = inner
         self._after = after
+        self.arrived: Arrived | None = None
+        """Called with the rank that a message came from, where any could."""
         self._finished = False
 
     def detach(self) -> Any:
@@ -66,6 +68,8 @@ class C10dWork(Work):
             assert timeout is not None
             raise transport._failures.timed_out(timeout)
         self._finished = True
+        if self.arrived is not None:
+            self.arrived(inner._source_rank())
         self._inner = None
         transport._pending.discard(self)
         if self._after is not None:
@@ -106,11 +110,17 @@ class PointToPoint:
     def __init__(self, inner: Any) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._over: Any = None
         background.start(lambda: self._run(inner), "phalanx-p2p", on_failure=self._fail)
 
     def _run(self, inner: Any) -> None:
         inner.wait()
+        self._over = inner
         self._done.set()
+
+    def _source_rank(self) -> int:
+        """Return where a message from any rank came from; only when it is there."""
+        return int(self._over._source_rank())
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

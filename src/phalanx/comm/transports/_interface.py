@@ -32,6 +32,9 @@ DEFAULT_TIMEOUT = 1800.0
 Interrupt = Callable[[], "BaseException | None"]
 """Asked every few milliseconds while a group forms; an error that it returns is raised there."""
 
+Arrived = Callable[[int], object]
+"""Called with the rank that a message came from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
@@ -142,6 +145,10 @@ class Transport(ABC):
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        """Receive from whichever rank sends first with this tag; ``arrived`` is called with it before ``wait`` ends."""
 
     @abstractmethod
     def barrier(self, *, async_op: bool) -> Work: ...

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports._ordered import OrderedCalls, QueuedCall
 from phalanx.errors import CommError
 
@@ -204,6 +204,9 @@ class TwoLevelTransport(Transport):
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         return self._flat.recv(tensor, src, tag, async_op=async_op)
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        return self._flat.recv_any(tensor, tag, arrived, async_op=async_op)
 
     def barrier(self, *, async_op: bool) -> Work:
         return self._start(lambda: self._flat.barrier(async_op=False), async_op)

@@ -248,20 +248,20 @@ def all_gather(w: Window, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
 
 
 def reduce_scatter(w: Window, output: Tensor, inputs: Sequence[Tensor], fold: Fold, op: ReduceOp) -> Steps:
-    addresses, sizes = [t.data_ptr() for t in inputs], [nbytes_of(t) for t in inputs]
+    sizes = [nbytes_of(t) for t in inputs]
     dtype, piece = output.dtype, w.piece_bytes
     call = record("reduce_scatter", dtype, op, nbytes=sum(sizes))
-    parts = torch.split(flat(output), piece // output.element_size())
+    parts, own = (torch.split(flat(t), piece // t.element_size()) for t in (output, inputs[w.rank]))
 
     def put(n: int, i: int) -> None:
-        for rank, size in enumerate(sizes):
-            if size > i * piece:
-                w.put(n, addresses[rank] + i * piece, min(piece, size - i * piece), rank * piece)
+        put_parts(w, n, i, inputs, sizes)
 
     def take(n: int, i: int) -> None:
         if sizes[w.rank] > i * piece:
             out = parts[i]
-            fold.into(out, w.views(n, dtype, out.numel(), w.rank * piece))
+            values = w.views(n, dtype, out.numel(), w.rank * piece).copy()
+            values[w.rank] = own[i]
+            fold.into(out, values)
 
     return _holding(stream(w, call, num_pieces(max(sizes), piece), put, take), inputs)
 

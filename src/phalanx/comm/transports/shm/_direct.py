@@ -2,13 +2,14 @@
 
 Plan of each, as phases on every rank:
 
-1. meet: all name where their tensor lies. If one is not in shared memory, all go through slots instead.
+1. meet: all name where their tensor lies. If one is not in shared memory, all go through slots instead (in an
+   all_to_all, only that one does).
 2. work: read the peers' tensors (all_gather, broadcast, reduce_scatter, all_to_all), or, in all_reduce, reduce this
    rank's share of the elements across all ranks' tensors in pieces that fit the cache and write it into all of them.
    Shares do not overlap, so nobody reads what another writes.
 3. meet again: when all are done, the tensors belong to their ranks again.
 
-Only tensors above one slot's size come here; for smaller ones the copy costs less than the second meeting.
+Only tensors above ``DIRECT_BYTES`` come here; for smaller ones the copy costs less than the second meeting.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._regions import NOWHERE, RegionAddress, Regions, span
 from phalanx.comm.transports.shm._syscalls import copy_bytes
 from phalanx.comm.transports.shm._window import Window
+
+DIRECT_BYTES = 512 * 1024
+"""Above this size (or a smaller slot's) it is worth asking whether all ranks' tensors are in shared memory."""
 
 PIECE_BYTES = 256 * 1024
 """What is reduced at a time: the pieces of two ranks fit a core's second-level cache."""
@@ -124,15 +128,20 @@ def all_gather(w: Window, regions: Regions, outputs: Sequence[Tensor], tensor: T
 
 
 def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-    """Sizes of third parties are unknown, so the first meeting decides; it carries the first pieces already."""
+    """Sizes of third parties are unknown, so the first meeting decides; it carries the first pieces already.
+
+    What a rank has in shared memory the others read there, whatever the other ranks' tensors are.
+    """
     sent, expected = [nbytes_of(t) for t in inputs], [nbytes_of(t) for t in outputs]
     where = span(inputs)
-    place = NOWHERE if where is None or max(sent) <= w.piece_bytes else regions.place(*where)
+    small = max(sent) <= min(w.piece_bytes, DIRECT_BYTES // w.size)
+    place = NOWHERE if where is None or small else regions.place(*where)
+    put = [0] * w.size if place.entry else sent
     call = record("all_to_all", inputs[0].dtype)
     n = w.claim()
     while token := w.busy(n):
         yield token
-    through_slots.put_parts(w, n, 0, inputs, sent)
+    through_slots.put_parts(w, n, 0, inputs, put)
     w.write_sizes(n, sent)
     w.post(n, call, *place)
     while token := w.missing(n):
@@ -142,25 +151,26 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
     rows = [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
     for rank in range(w.size):
         through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
+    take = [0 if place.entry else size for place, size in zip(places, expected, strict=True)]
+    through_slots.take_parts(w, n, 0, outputs, take)
+    w.took(n)
     if outputs[w.rank].data_ptr() != inputs[w.rank].data_ptr():
         copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
-    if all(place.entry for place in places):
-        w.took(n)
-        for rank in w.peers:
+    for rank in w.peers:
+        if places[rank].entry:
             _copy(regions, rank, places[rank], outputs[rank], sum(rows[rank][: w.rank]))
-        yield from _part(w)
-        return
-    through_slots.take_parts(w, n, 0, outputs, expected)
-    w.took(n)
-    rest = through_slots.num_pieces(max(map(max, rows)), w.piece_bytes) - 1
+    longest = max((max(row) for row, place in zip(rows, places, strict=True) if not place.entry), default=0)
+    rest = through_slots.num_pieces(longest, w.piece_bytes) - 1
     if rest:
         yield from through_slots.stream(
             w,
             call,
             rest,
-            lambda n, i: through_slots.put_parts(w, n, i + 1, inputs, sent),
-            lambda n, i: through_slots.take_parts(w, n, i + 1, outputs, expected),
+            lambda n, i: through_slots.put_parts(w, n, i + 1, inputs, put),
+            lambda n, i: through_slots.take_parts(w, n, i + 1, outputs, take),
         )
+    if any(place.entry for place in places):
+        yield from _part(w)
 
 
 def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:

@@ -37,6 +37,9 @@ from phalanx.errors import CommError, GroupAborted, PeerTimeout
 Steps = Generator[int, None, None]
 """A collective under way; each item is a token."""
 
+AnySteps = Generator["int | tuple[int, ...]", None, None]
+"""Steps that also yield several tokens, of which one will do, as negative numbers; only ``submit`` takes them."""
+
 _POLLS = 20
 _YIELDS = 20
 
@@ -63,11 +66,11 @@ class Task(Work):
 
     __slots__ = ("_engine", "done", "error", "lane", "steps", "token")
 
-    def __init__(self, engine: Engine, lane: Lane, steps: Steps) -> None:
+    def __init__(self, engine: Engine, lane: Lane, steps: Steps | AnySteps) -> None:
         self._engine = engine
         self.lane = lane
-        self.steps: Steps | None = steps
-        self.token = 0
+        self.steps: Steps | AnySteps | None = steps
+        self.token: int | tuple[int, ...] = 0
         self.done = False
         self.error: BaseException | None = None
 
@@ -163,7 +166,7 @@ class Engine:
         finally:
             lane.lock.release()
 
-    def submit(self, lane: Lane, steps: Steps) -> Task:
+    def submit(self, lane: Lane, steps: Steps | AnySteps) -> Task:
         """Queue a call. With a background thread it goes on by itself, else whenever its handle is asked."""
         if self.error is not None:
             raise self.error.with_traceback(None)
@@ -191,7 +194,8 @@ class Engine:
                     while lane.tasks and self._advance(lane.tasks[0]):
                         self._retire(lane)
                     if lane.tasks:
-                        stuck.append(lane.tasks[0].token)
+                        token = lane.tasks[0].token
+                        stuck += (token,) if isinstance(token, int) else token
                 finally:
                     lane.lock.release()
         return stuck
@@ -207,10 +211,13 @@ class Engine:
             task.error = self.error
         words = self.words
         while task.error is None and task.steps is not None:
-            if words[task.token & TOKEN_MASK] < task.token >> TOKEN_SHIFT:
+            token = task.token
+            if isinstance(token, int) and words[token & TOKEN_MASK] < token >> TOKEN_SHIFT:
                 return False
             try:
                 task.token = next(task.steps)
+                if not isinstance(task.token, int):  # it has looked at all of them: once for each call of this
+                    return False
             except StopIteration:
                 break
             except BaseException as error:  # kept for the caller of wait(), whatever it is
@@ -258,7 +265,7 @@ class Engine:
 
     def _ready(self, tokens: tuple[int, ...]) -> bool:
         words = self.words
-        return any(words[token & TOKEN_MASK] >= token >> TOKEN_SHIFT for token in tokens)
+        return any(words[abs(token) & TOKEN_MASK] >= abs(token) >> TOKEN_SHIFT for token in tokens)
 
     def _wait_for(
         self, tokens: tuple[int, ...], *, yields: int, deadline: float | None = None, task: Task | None = None
@@ -284,7 +291,7 @@ class Engine:
         if self.error is not None:
             raise self.error.with_traceback(None)
         layout = self.segment.layout
-        awaited = {layout.writer(token & TOKEN_MASK) for token in tokens}
+        awaited = {layout.writer(abs(token) & TOKEN_MASK) for token in tokens}
         loss = self._peers.loss(self.segment, tokens)
         if self._ready(tokens):  # it came before its sender went
             return

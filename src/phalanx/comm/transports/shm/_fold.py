@@ -50,11 +50,14 @@ class Fold:
         self._scratch: list[Tensor] = []
 
     def into(self, out: Tensor, values: Sequence[Tensor]) -> None:
-        """Combine ``values`` into ``out``, which overlaps none of them, or, of two, is one of them."""
+        """Combine ``values`` into ``out``, which overlaps none of them or is one of them."""
         if self._count == 2:
             self._combine(values[0], values[1], out=out)
         elif self._count == 1:
             out.copy_(values[0])
+        elif out.data_ptr() in map(Tensor.data_ptr, values):
+            # An inner node would write over that value before it is needed.
+            out.copy_(self._tree(values, 1, self._space(0, out.numel())))
         else:
             self._tree(values, 0, out)
         if self._average:

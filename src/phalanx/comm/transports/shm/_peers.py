@@ -58,18 +58,28 @@ class Peers:
         )
 
     def loss(self, segment: Segment, tokens: Sequence[int]) -> PeerLost | None:
-        """Return the error when one of these waits can never end well: somebody needed is gone, or somebody gave up."""
+        """Return the error when one of these waits can never end well: somebody needed is gone, or somebody gave up.
+
+        A negative token is one of several of which any will do.
+        """
         words, layout = segment.words, segment.layout
         others = [rank for rank in range(layout.size) if rank != self._rank]
         states = {rank: words[layout.block(rank) + L.STATE] for rank in others}
-        dead = tuple(r for r in self.dead_among(others) if any(self._needed(segment, r, token) for token in tokens))
+        required = [token for token in tokens if token > 0]
+        alternatives = [-token for token in tokens if token < 0]
+        needed = required + alternatives
+        dead = tuple(r for r in self.dead_among(others) if any(self._needed(segment, r, token) for token in needed))
         if dead:
             return self.lost(dead, "a collective needed it")
         left = [
             rank
             for rank, state in states.items()
-            if state == L.FAILED or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in tokens))
+            if state == L.FAILED or (state == L.CLOSED and any(self._needed(segment, rank, t) for t in required))
         ]
+        # Of several that may send, one that has left in good order leaves the others to wait for.
+        senders = {layout.writer(token & L.TOKEN_MASK) for token in alternatives}
+        if senders and all(states[rank] == L.CLOSED for rank in senders):
+            left = sorted({*left, *senders})
         if left:
             # Whoever gave up may have seen a death before this process was told of it: look for oneself.
             dead = tuple(sorted(r for who, ranks in self._ranks.items() if not who.is_alive() for r in ranks))

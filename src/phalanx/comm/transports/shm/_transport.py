@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores._interface import Store
-from phalanx.comm.transports._interface import Done, ReduceOp, Transport, Work
+from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports.shm import _collectives as through_slots
 from phalanx.comm.transports.shm import _direct as direct
 from phalanx.comm.transports.shm import _segment_layout as L
@@ -29,7 +29,7 @@ from phalanx.comm.transports.shm._engine import Engine, Lane, Steps
 from phalanx.comm.transports.shm._fold import Fold
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._regions import Regions
-from phalanx.comm.transports.shm._rings import Channel
+from phalanx.comm.transports.shm._rings import Channel, recv_any
 from phalanx.comm.transports.shm._segment import Segment
 from phalanx.comm.transports.shm._segment_join import (
     Interrupt,
@@ -64,7 +64,9 @@ class ShmTransport(Transport):
         self._engine = Engine(segment, peers, timeout, threaded=threaded)
         self._window = Window(self._engine)
         self._regions = Regions(segment, peers.pids)
+        self._direct_bytes = min(direct.DIRECT_BYTES, segment.layout.slot_bytes)
         self._channels: dict[int, Channel] = {}
+        self._any_source: Lane | None = None
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
         self._at_exit = weakref.finalize(self, _mark_closed, segment, os.getpid())
 
@@ -177,7 +179,7 @@ class ShmTransport(Transport):
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Return whether it is worth asking if all ranks' tensors are in shared memory; must come out alike on all."""
-        return nbytes_of(tensor) > self._window.slot_bytes
+        return nbytes_of(tensor) > self._direct_bytes
 
     def _parts(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(self.size, -1).unbind(0) if whole.numel() else [whole] * self.size
@@ -201,6 +203,16 @@ class ShmTransport(Transport):
         self._check_device(tensor)
         channel = self._channel(src)
         return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
+
+    def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
+        self._check_device(tensor)
+        channels = [self._channel(peer) for peer in self._window.peers]
+        if self._any_source is None:  # behind the channels' own lanes: these come first
+            self._any_source = self._engine.lane()
+        work = self._engine.submit(self._any_source, recv_any(channels, tensor, tag, arrived))
+        if not async_op:
+            work.wait()
+        return work
 
     def _channel(self, peer: int) -> Channel:
         channel = self._channels.get(peer)
