@@ -49,12 +49,11 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, done: torch.T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--text", type=Path, default=Path(__file__).parent / "data" / "harbour.txt")
     parser.add_argument("--out", type=Path, help="directory of the checkpoint: gone on with if it is there")
     args = parser.parse_args()
 
     group = phalanx.init()
-    text = args.text.read_text()
+    text = (Path(__file__).parent / "data" / "harbour.txt").read_text()
     alphabet = sorted(set(text))
     codes = torch.tensor([alphabet.index(char) for char in text])
 
