@@ -24,10 +24,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults", "_torch_private"}
+VALUES = {"errors", "world", "protocol", "_fields", "_nested_values", "_signature", "_torch_faults", "_torch_private"}
 LAYERS = {
     "errors": set(),
     "_fields": set(),
+    "_nested_values": {"_torch_private"},
     "_signature": set(),
     "world": {"errors"},
     "protocol": {"errors", "_fields"},

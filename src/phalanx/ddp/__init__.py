@@ -10,7 +10,7 @@ from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook
 from phalanx.ddp.wrapper._join_hook import DDPJoinHook as _DDPJoinHook
 from phalanx.ddp.wrapper._logging import dump_environment as _dump_DDP_relevant_env_vars
 from phalanx.ddp.wrapper._module_buffers import BufferCommHookLocation as _BufferCommHookLocation
-from phalanx.ddp.wrapper._nested_values import find_tensors as _find_tensors
+from phalanx._nested_values import find_tensors as _find_tensors
 from phalanx.ddp.wrapper._replicas import ReplicaDrift, ReplicaMismatch
 from phalanx.ddp.wrapper._wrapper import DistributedDataParallel
 

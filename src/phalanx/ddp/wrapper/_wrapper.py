@@ -28,7 +28,7 @@ from phalanx.ddp.reducer._stats import Stats
 from phalanx.ddp.wrapper import _constructor_arguments as arguments
 from phalanx.ddp.wrapper import _join_hook as joining
 from phalanx.ddp.wrapper import _module_buffers as buffers
-from phalanx.ddp.wrapper import _nested_values as values
+from phalanx import _nested_values as values
 from phalanx.ddp.wrapper import _torch_names as torch_names
 from phalanx.ddp.wrapper._constructor_arguments import MixedPrecision
 from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
