@@ -75,6 +75,10 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
+    "fsdp": ["_policies", "layout", "unit", "schedule", "_summary", "_module", "_fully_shard"],
+    "fsdp.unit": [
+        "_unit_memory", "_unit_order", "_mesh_axes", "_parameter", "_unit_gather", "_gradient_sum", "_section", "_unit",
+    ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
         "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",

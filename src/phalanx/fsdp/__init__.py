@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.fsdp._fully_shard import fully_shard
 from phalanx.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from phalanx.fsdp._policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from phalanx.fsdp._summary import unit_summary
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -16,4 +17,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "unit_summary",
 ]

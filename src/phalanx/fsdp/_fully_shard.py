@@ -6,9 +6,6 @@ Owns the call: which parameters belong to the unit, checks, and the class that t
 
 from __future__ import annotations
 
-import math
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
@@ -31,8 +28,8 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 M = TypeVar("M", bound=nn.Module)
 
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
-_originals: WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
-"""Parameters that were sharded, while somebody still holds them, and where."""
+_TAKEN = "_phalanx_taken_by"
+"""Attribute of an original parameter, for those who still hold it: which unit has taken its place."""
 
 
 @overload
@@ -102,9 +99,8 @@ def fully_shard(
         unit = Unit(_class_names(modules), managed, place)
         for parameter, made in zip(found, managed, strict=True):
             made.register(made.sharded)
-            _originals[parameter] = f"{unit.path}.{made.name}"
-        if not any(section.is_meta for section in unit.sections):
-            unit.bring_home()
+            parameter.__dict__[_TAKEN] = f"{unit.path}.{made.name}"
+        unit.bring_home(required=False)
     _move_buffers(modules, device)
     settings = UnitSettings(reshard_after_forward=after_forward)
     ModuleState(modules, unit, mp_policy, axes.replicate_group, settings)
@@ -179,13 +175,16 @@ def _managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    if parameter in _originals:
+    taken = parameter.__dict__.get(_TAKEN)
+    if taken is not None:
         raise ValueError(
-            f"parameter {name!r} is shared with {_originals[parameter]}, which an earlier fully_shard took: two units "
+            f"parameter {name!r} is shared with {taken}, which an earlier fully_shard took: two units "
             f"would train it apart. Put both modules into one unit, fully_shard([a, b]), or leave both to their parent"
         )
     if not parameter.dim():
-        raise ValueError(f"parameter {name!r} is a 0-d tensor, which has no dim to shard: make it a tensor of shape (1,)")
+        raise ValueError(
+            f"parameter {name!r} is a 0-d tensor, which has no dim to shard: make it a tensor of shape (1,)"
+        )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} has no shape yet: run the lazy module once before fully_shard")
 
@@ -196,7 +195,7 @@ def _shard_dim(choose: ShardPlacementFn | None, parameter: nn.Parameter, name: s
         return 0
     if not isinstance(chosen, Shard) or type(chosen) is not Shard:
         raise TypeError(
-            f"shard_placement_fn returned {chosen!r} for {name!r}; expected a phalanx.tensor.Shard, or None for Shard(0)"
+            f"shard_placement_fn returned {chosen!r} for {name!r}; expected phalanx.tensor.Shard, or None for Shard(0)"
         )
     dims = parameter.dim()
     if not -dims <= chosen.dim < dims:

@@ -35,7 +35,7 @@ class FSDPModule:
     """A module whose parameters are sharded between uses; made of a module by ``fully_shard``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the original class: ``model.layers[:2]`` builds a container like the one it is taken from."""
+        """Make a module of the original class: ``model.layers[:2]`` builds a container like its own."""
         original: Any = cls.__mro__[_ORIGINAL_CLASS]
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -47,6 +47,7 @@ class FSDPModule:
         """Gather this module's own unit (not those below it). With ``async_op``, ``wait`` on what is returned."""
         unit = self._get_fsdp_state().unit
         if unit is not None:
+            unit.is_kept = True
             unit.start_gather(async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:
@@ -69,6 +70,28 @@ class FSDPModule:
         if state.is_root is False:
             raise RuntimeError(f"reset_iter_state() of {_path(state)}: call it on the root module")
         state.context.reset(drop_gradients=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all shards, also of units that are gathered at the moment."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # the class is mixed into a module's
+        for state in self._states(recurse=True):
+            for parameter in () if state.unit is None else state.unit.parameters:
+                if parameter.sharded.grad is not None:
+                    if set_to_none:
+                        parameter.sharded.grad = None
+                    else:
+                        parameter.local.grad.zero_()  # type: ignore[union-attr]  # the shard has one
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield shards, between two passes: what forward left gathered for a backward is put back first.
+
+        An optimizer that got whole parameters would never see a gradient. Inside forward and backward, and after
+        ``unshard()``, the parameters are whole.
+        """
+        for state in self._states(recurse=True):
+            state.release_if_idle()
+        found: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)  # type: ignore[misc]  # the class is mixed into a module's
+        return found
 
     # ---- settings
 
@@ -164,7 +187,9 @@ class FSDPModule:
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Refuse: symmetric memory belongs to NCCL."""
-        raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): this transport has no symmetric memory of NCCL's")
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm({backend!r}): this transport has no symmetric memory of NCCL's"
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept; gathers that are asked for by forward or backward are waited for at once."""
@@ -192,8 +217,8 @@ class FSDPModule:
         if state.unit is not None:
             state.unit.release()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # the class is mixed into a module's
-        if state.unit is not None and not any(section.is_meta for section in state.unit.sections):
-            state.unit.bring_home()
+        if state.unit is not None:
+            state.unit.bring_home(required=False)
         return result
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -25,15 +25,13 @@ class Strided:
     packed_stride: int = 0
 
 
-def copies(
-    ranges: Sequence[Sequence[Range]], part: int, begin: int, end: int, offset: int = 0
-) -> tuple[Strided, ...]:
+def copies(ranges: Sequence[Sequence[Range]], part: int, begin: int, end: int, offset: int = 0) -> tuple[Strided, ...]:
     """Return what to copy between elements ``begin`` to ``end`` of the flat vector and the packed parts.
 
     ``flat`` of the result counts from ``begin``; each part begins with ``offset`` elements that are not copied.
 
-    >>> copies([[(0, 4)], [(4, 8)]], part=4, begin=0, end=8)
-    (Strided(flat=0, packed=0, count=4, times=2, flat_stride=4, packed_stride=4),)
+    >>> copies([[(0, 4)], [(4, 8)]], part=10, begin=0, end=8)
+    (Strided(flat=0, packed=0, count=4, times=2, flat_stride=4, packed_stride=10),)
     """
     by_rank = [run for rank, each in enumerate(ranges) for run in _runs(each, rank * part + offset, begin, end)]
     by_flat = sorted(by_rank, key=lambda run: run.flat)

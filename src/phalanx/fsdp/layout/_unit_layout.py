@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from phalanx.tensor.layout._placement import chunk_sizes, chunk_starts
 
@@ -41,13 +41,15 @@ class UnitLayout:
 
     def __post_init__(self) -> None:
         if len(self.held) != len(self.owned) or not self.held:
-            raise ValueError(f"a layout of {len(self.held)} holders and {len(self.owned)} owners; expected one per rank")
+            raise ValueError(
+                f"a layout of {len(self.held)} holders and {len(self.owned)} owners; expected one per rank"
+            )
         for rank, ranges in enumerate(self.held):
             _check_ascending(rank, ranges, self.length)
             if intersect(ranges, self.owned[rank]) != self.owned[rank]:
                 raise ValueError(f"rank {rank} owns {self.owned[rank]} but holds only {ranges}")
         flat = sorted(piece for ranges in self.owned for piece in ranges)
-        for (_, stop), (start, _) in zip(flat, flat[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(flat):
             if start < stop:
                 raise ValueError(f"two ranks own element {start} of the flat vector; expected one owner for each")
 
@@ -196,7 +198,7 @@ def _check_ascending(rank: int, ranges: Sequence[Range], length: int) -> None:
 
 
 def _position(ranges: Sequence[Range], element: int) -> int:
-    """How many elements of ``ranges`` come before ``element``."""
+    """Return how many elements of ``ranges`` come before ``element``."""
     index = bisect_right(ranges, (element, -1))
     before = num_elements(ranges[:index])
     return before if not index else before - max(0, ranges[index - 1][1] - element)

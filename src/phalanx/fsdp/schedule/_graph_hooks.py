@@ -12,7 +12,7 @@ from phalanx.tensor import DTensor
 
 
 def before_backward(value: Any, reached: Callable[[], None]) -> int:
-    """Call ``reached`` when backward has all gradients of a tensor in ``value``; return how many tensors that holds for.
+    """Call ``reached`` when backward has all gradients of a tensor in ``value``; return how many tensors it watches.
 
     The hook is on the node that made the tensor's memory: a write in place to the tensor, or to a view of it, makes new
     nodes behind that one and leaves it where it is.

@@ -19,9 +19,9 @@ from torch import nn
 from phalanx._nested_values import cast_floating
 from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy, ReduceScatter
-from phalanx.fsdp.schedule._context import Context
 from phalanx.fsdp.schedule._graph_hooks import before_backward
-from phalanx.fsdp.unit._reduce import Destination
+from phalanx.fsdp.schedule._step_context import StepContext
+from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.fsdp.unit._unit import Unit, UnitState
 
 _KEY = "_phalanx_fully_sharded"
@@ -64,7 +64,7 @@ class ModuleState:
         self.precision = precision
         self.replicate = replicate
         self.settings = settings
-        self.context = Context()
+        self.context = StepContext()
         self.context.states.append(self)
         self.is_root: bool | None = None
         self.forward_prefetch: list[ModuleState] = []
@@ -79,7 +79,7 @@ class ModuleState:
             module.__dict__[_KEY] = self
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
-            module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]  # torch's
+            module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
     def _apply_settings(self) -> None:
@@ -104,7 +104,7 @@ class ModuleState:
                     state.context = self.context
                     self.context.states.append(state)
             if state.unit is not None:
-                state.unit.path = ", ".join(path or type(self.modules[0]).__name__ for path in paths)
+                state.unit.path = ", ".join(path or "root" for path in paths)
 
     @property
     def _reshards_after_forward(self) -> bool:
@@ -143,7 +143,7 @@ class ModuleState:
                 state.prefetch()
         return args, kwargs
 
-    def _begin_forward(self, context: Context) -> None:
+    def _begin_forward(self, context: StepContext) -> None:
         if context.is_stale():
             context.reset(drop_gradients=True)
         elif context.forward_root is self:  # its last forward never ended
@@ -170,8 +170,8 @@ class ModuleState:
         self._to_run.clear()
         if self.unit is not None:
             self.context.order.append(self.unit)
-            if self._reshards_after_forward:
-                self.unit.release()
+            if self._reshards_after_forward or not torch.is_grad_enabled():
+                self.unit.release()  # without grad no backward will come for it
 
     def prefetch(self) -> None:
         if self.unit is not None:
@@ -245,6 +245,12 @@ class ModuleState:
         self._to_run.clear()
         self._calls = 0
         self._in_backward = False
+
+    def release_if_idle(self) -> None:
+        """Put the shards back, unless a pass runs or users asked for whole parameters."""
+        context, unit = self.context, self.unit
+        if unit is not None and not unit.is_kept and context.forward_root is None and not context.in_backward:
+            unit.release()
 
     # ---- state dicts hold shards
 

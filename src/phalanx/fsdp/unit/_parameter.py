@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._torch_private import module_parameters
-from phalanx.fsdp.unit._memory import alias
 from phalanx.fsdp.unit._mesh_axes import DataParallelAxes, sharded_spec
+from phalanx.fsdp.unit._unit_memory import alias
 from phalanx.tensor import DTensor
 from phalanx.tensor.core._dtensor import wrap
 from phalanx.tensor.layout._placement import chunk_sizes, chunk_starts
@@ -78,10 +78,15 @@ class ManagedParameter:
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into all its places."""
         for module, key in self.places:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module_parameters(module)[key] = parameter
-            else:  # recurrent layers keep a list of their weights
-                setattr(module, key, parameter)
+            _set(module, key, parameter)
+
+    def put_back(self) -> None:
+        """Put the shard where the whole parameter is; what users put there instead stays."""
+        whole = self.whole
+        if whole is not None:
+            for module, key in self.places:
+                if module_parameters(module).get(key) is whole:
+                    _set(module, key, self.sharded)
 
     def replaced(self) -> nn.Parameter | None:
         """Return what users put in the shard's place, if they did."""
@@ -96,11 +101,18 @@ class ManagedParameter:
         if not isinstance(found, DTensor) or found._spec.with_dtype(self.spec.dtype) is not self.spec:
             kind = repr(found._spec) if isinstance(found, DTensor) else f"a plain {type(found).__name__}"
             raise RuntimeError(
-                f"rank {self.spec.mesh.get_rank()}: parameter {self.name!r} of {where} was replaced by {kind}; expected "
-                f"a DTensor laid out as {self.spec!r}. Change modules before fully_shard, or load with load_state_dict"
+                f"rank {self.spec.mesh.get_rank()}: parameter {self.name!r} of {where} was replaced by {kind}; "
+                f"expected a DTensor laid out as {self.spec!r}. Change modules before fully_shard, or load_state_dict()"
             )
         self.sharded = found
         self.register(found)
+
+
+def _set(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module_parameters(module)[key] = parameter
+    else:  # recurrent layers keep a list of their weights
+        setattr(module, key, parameter)
 
 
 def _parameter(local: Tensor, spec: Spec, requires_grad: bool) -> nn.Parameter:

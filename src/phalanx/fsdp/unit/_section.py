@@ -15,10 +15,10 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy
 from phalanx.fsdp.layout._unit_layout import UnitLayout, flat_starts, rows
-from phalanx.fsdp.unit._gather import CopyGather, Gather, part_length
-from phalanx.fsdp.unit._memory import BufferPool, ShardStorage
+from phalanx.fsdp.unit._gradient_sum import Destination, GradientSum, ReducePlan, reduce_plan
 from phalanx.fsdp.unit._parameter import ManagedParameter
-from phalanx.fsdp.unit._reduce import Destination, ReducePlan, Reduction, reduce_plan
+from phalanx.fsdp.unit._unit_gather import CopyGather, Gather, part_length
+from phalanx.fsdp.unit._unit_memory import BufferPool, ShardStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Section:
         self.spans = [self.layout.local_span(place.group.rank, *extent) for extent in self.extents]
         self.storage: ShardStorage | None = None
         self.gather: Gather | None = None
-        self._reduction: tuple[tuple[int, ...], Reduction] | None = None
+        self._reduction: tuple[tuple[int, ...], GradientSum] | None = None
         self._plans: dict[tuple[int, ...], ReducePlan] = {}
 
     # ---- the shard
@@ -62,10 +62,6 @@ class Section:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.place.precision.reduce_dtype or self.gather_dtype
-
-    @property
-    def is_meta(self) -> bool:
-        return any(p.local.is_meta for p in self.parameters)
 
     def is_in_storage(self) -> bool:
         """Return whether all shards lie where the collectives will look for them."""
@@ -112,7 +108,7 @@ class Section:
     def trainable(self) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
 
-    def reduction(self) -> Reduction:
+    def reduction(self) -> GradientSum:
         """Return where gradients go; made anew when other parameters are trained than before."""
         wanted = self.trainable()
         if self._reduction is None or self._reduction[0] != wanted:
@@ -122,7 +118,7 @@ class Section:
                 extents = [self.extents[i] for i in wanted]
                 plan = self._plans[wanted] = reduce_plan(self.layout, self.place.group.rank, extents)
             place = self.place
-            made = Reduction(self.number, plan, self.reduce_dtype, place.device, place.pool)
+            made = GradientSum(self.number, plan, self.reduce_dtype, place.device, place.pool)
             self._reduction = (wanted, made)
         return self._reduction[1]
 

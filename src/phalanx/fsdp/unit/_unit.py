@@ -20,10 +20,10 @@ from torch import Tensor
 from phalanx._torch_private import post_accumulate_grad_hooks, will_engine_execute_node
 from phalanx.comm import Group
 from phalanx.errors import CommError
-from phalanx.fsdp.unit._order import numbers_of
+from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.fsdp.unit._parameter import ManagedParameter
-from phalanx.fsdp.unit._reduce import Destination
 from phalanx.fsdp.unit._section import Section, UnitPlace
+from phalanx.fsdp.unit._unit_order import numbers_of
 
 
 class UnitState(Enum):
@@ -42,6 +42,8 @@ class Unit:
         self.number = numbers_of(place.group).add(self)
         self.sections = self._by_dtype()
         self.state = UnitState.SHARDED
+        self.is_kept = False
+        """Users asked for the whole parameters, by ``unshard``."""
         self.settings_changed: Callable[[], None] = lambda: None
         self._shard_versions: list[int] = []
         self._whole_versions: list[int] = []
@@ -61,8 +63,11 @@ class Unit:
 
     # ---- shards
 
-    def bring_home(self) -> None:
-        """See that every shard lies in its storage, whatever users did to the parameters since."""
+    def bring_home(self, *, required: bool = True) -> None:
+        """See that every shard lies in its storage, whatever users did to the parameters since.
+
+        Parameters on the meta device are an error, unless that is not ``required`` yet.
+        """
         for parameter in self.parameters:
             found = parameter.replaced()
             if found is not None:
@@ -70,6 +75,8 @@ class Unit:
         if all(section.is_in_storage() for section in self.sections):
             return
         lost = [p.name for p in self.parameters if p.local.is_meta]
+        if lost and not required:
+            return
         if lost:
             raise RuntimeError(
                 f"rank {self.group.rank}: {self} has parameters without data ({', '.join(lost[:3])}...): after "
@@ -147,8 +154,9 @@ class Unit:
     def forget_gathered(self) -> None:
         """Be sharded, whatever was under way; for the way out of a failure."""
         self.state = UnitState.SHARDED
+        self.is_kept = False
         for parameter in self.parameters:
-            parameter.register(parameter.sharded)
+            parameter.put_back()
         for section in self.sections:
             if section.gather is not None:
                 section.gather.release()
@@ -223,5 +231,5 @@ class _Named:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CommError):
-            error.add_note(self._note)
+        if isinstance(error, CommError) and error.args and " (while " not in str(error.args[0]):
+            error.args = (f"{error.args[0]} ({self._note})", *error.args[1:])

@@ -1,6 +1,6 @@
 """Reducing: from whole gradients on every rank to the sum's ranges on the ranks that hold them.
 
-Owns ``Reduction``, one unit's (and dtype's) gradients between their arrival and the shards' ``.grad``. A gradient is
+Owns ``GradientSum``, one unit's (and dtype's) gradients between their arrival and the shards' ``.grad``. A gradient is
 copied, as soon as autograd has it, to its places in the packed parts of one reduce-scatter, cast to the dtype of the
 reduction; nothing else keeps it. Parts begin with a header: the bits of the unit's number, then for each parameter
 whether any rank had a gradient for it, so that one that nobody used keeps ``grad`` None.
@@ -21,9 +21,9 @@ from phalanx.comm import Group
 from phalanx.fsdp._policies import ReduceScatter
 from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, aligned
-from phalanx.fsdp.unit._gather import runs
-from phalanx.fsdp.unit._memory import BufferPool
-from phalanx.fsdp.unit._order import TAG_BITS, check_reduced, write_bits
+from phalanx.fsdp.unit._unit_gather import runs
+from phalanx.fsdp.unit._unit_memory import BufferPool
+from phalanx.fsdp.unit._unit_order import TAG_BITS, check_reduced, write_bits
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Destination:
     hook: Callable[[Tensor], None] | None = None
 
 
-class Reduction:
+class GradientSum:
     """Gradients of one unit and dtype on their way."""
 
     def __init__(

@@ -3,8 +3,8 @@
 Owns the interface that a unit sees (``Gather``) and the way that works with every transport (``CopyGather``): one
 all-gather of even parts, then strided copies to their places. ``fsdp/unit/_mapped.py`` has the way without copies.
 
-Phases of one gather: ``start`` (send; may return before the others have sent), ``finish`` (the flat vector is there, the
-unit's number was compared), ``release`` (its memory is given back). A gather that was started is finished.
+Phases of one gather: ``start`` (send; may return before the others have sent), ``finish`` (the flat vector is there,
+the unit's number was compared), ``release`` (its memory is given back). A gather that was started is finished.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather
 from phalanx.fsdp.layout._packing import Strided, copies, longest_part
 from phalanx.fsdp.layout._unit_layout import UnitLayout, aligned
-from phalanx.fsdp.unit._memory import HEADER, BufferPool, GatheredMemory, ShardStorage
-from phalanx.fsdp.unit._order import check_gathered, write_number
+from phalanx.fsdp.unit._unit_memory import HEADER, BufferPool, GatheredMemory, ShardStorage
+from phalanx.fsdp.unit._unit_order import check_gathered, write_number
 
 
 def part_length(layout: UnitLayout) -> int:

@@ -79,7 +79,7 @@ def check_reduced(group: Group, number: int, sums: Sequence[float], num_ranks: i
             _refuse(group, "reduces", number, rank, other)
     raise CollectiveMismatch(
         f"rank {group.rank}: the reduction of {numbers_of(group).name(number)} came back with the marks of another "
-        f"unit, although all ranks of this group reduced the same one: ranks of another group ran units in another order"
+        f"unit, although all ranks of this group reduced the same one: another group ran units in another order"
     )
 
 

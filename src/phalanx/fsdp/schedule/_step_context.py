@@ -1,4 +1,4 @@
-"""Context: what the units of one model share while a step runs.
+"""StepContext: what the units of one model share while a step runs.
 
 Owns the order in which units ran forward (prefetching follows it backward, and forward from the second step on), the
 reductions that are under way, and the end of backward. One for each root module; ``share_comm_ctx`` lets several roots
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.fsdp.schedule._module_state import ModuleState
 
 
-class Context:
+class StepContext:
     """State of one model's step."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Context:
 
     @property
     def in_backward(self) -> bool:
-        return current_graph_task_id() != -1
+        return bool(current_graph_task_id() != -1)
 
     def enter_backward(self) -> None:
         """Ask autograd to tell when this backward pass ends; once for each."""
