@@ -22,7 +22,7 @@ from phalanx.fsdp.layout._unit_layout import (
 )
 from phalanx.fsdp.unit._gradient_sum import Destination, GradientSum, reduce_plan
 from phalanx.fsdp.unit._unit_gather import CopyGather, part_length
-from phalanx.fsdp.unit._unit_memory import HEADER, BufferPool, ShardStorage
+from phalanx.fsdp.unit._unit_memory import HEADER, BufferPool, GatheredMemory, ShardStorage
 from phalanx.fsdp.unit._unit_order import numbers_of
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_gather_and_reduce_are_right_on_any_ranges(name, layout, extents):
         held = held_by(layout, group.rank, vector)
         storage.buffer[HEADER : HEADER + held.numel()] = held
         for dtype in (torch.float32, torch.bfloat16):
-            gather = CopyGather(group, layout, dtype, CPU, pool)
+            gather = CopyGather(group, layout, GatheredMemory(layout.length, dtype, CPU), pool)
             for _ in range(2):
                 gather.start(storage, number, async_op=False)
                 gather.finish()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.models import MODELS, Transformer, assert_runs_close, batch, build, train
 from fsdp.ranks import assert_as_one_device, on_ranks, shard, trained
+from phalanx.comm import observe
 from phalanx.fsdp import MixedPrecisionPolicy, fully_shard
 from phalanx.tensor import DTensor, Replicate, Shard, distribute_tensor
 from phalanx.tensor.parallel import (
@@ -289,6 +290,21 @@ def test_a_list_of_modules_is_one_unit():
         return trained(model, mesh, steps=3)
 
     assert_as_one_device(body, "mlp", 2, steps=3)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_resharding_to_fewer_ranks_after_forward(mixed):
+    def body(mesh):
+        precision = MixedPrecisionPolicy(param_dtype=torch.float64 if mixed else None)
+        model = shard(build("tied"), mesh, reshard_after_forward=2, mp_policy=precision)
+        groups: list[int] = []
+        with observe(lambda event: groups.append(event.group.size) if "gather" in event.name else None):
+            trained(model, mesh, steps=1)
+        assert groups[:10] == [4] * 5 + [2] * 5  # five units; in backward from two ranks
+        model = shard(build("tied"), mesh, reshard_after_forward=2, mp_policy=precision)
+        return trained(model, mesh, steps=3)
+
+    assert_as_one_device(body, "tied", 4, steps=3)
 
 
 def test_mixed_precision_sums_in_float32():

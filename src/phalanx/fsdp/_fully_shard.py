@@ -18,7 +18,7 @@ from phalanx.comm import DeviceMesh, current_group, init_device_mesh
 from phalanx.fsdp._module import FSDPModule
 from phalanx.fsdp._policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from phalanx.fsdp.schedule._module_state import ModuleState, UnitSettings, state_of
-from phalanx.fsdp.unit._mesh_axes import DataParallelAxes, axes_of
+from phalanx.fsdp.unit._mesh_axes import DataParallelAxes, axes_of, block_group
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._section import UnitPlace
 from phalanx.fsdp.unit._unit import Unit
@@ -83,7 +83,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     axes = axes_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
-    after_forward, _ = _after_forward(reshard_after_forward, axes)
+    after_forward, block = _after_forward(reshard_after_forward, axes)
     device = torch.device(axes.mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -95,7 +95,13 @@ def fully_shard(
     unit = None
     if managed:
         kept = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-        place = UnitPlace(group=axes.shard_group, device=device, shard_device=kept, precision=mp_policy)
+        place = UnitPlace(
+            group=axes.shard_group,
+            block=None if block is None else block_group(axes.shard_group, block),
+            device=device,
+            shard_device=kept,
+            precision=mp_policy,
+        )
         unit = Unit(_class_names(modules), managed, place)
         for parameter, made in zip(found, managed, strict=True):
             made.register(made.sharded)

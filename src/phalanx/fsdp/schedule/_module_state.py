@@ -171,7 +171,8 @@ class ModuleState:
         if self.unit is not None:
             self.context.order.append(self.unit)
             if self._reshards_after_forward or not torch.is_grad_enabled():
-                self.unit.release()  # without grad no backward will come for it
+                # without grad no backward will come for it
+                self.unit.release(keep_part=torch.is_grad_enabled())
 
     def prefetch(self) -> None:
         if self.unit is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -42,6 +43,20 @@ class DataParallelAxes:
 
     def placements(self, shard: Placement) -> list[Placement]:
         return [*([Replicate()] if self.replicates else []), *([shard] if self.shards else [])]
+
+
+def block_group(group: Group, size: int) -> Group:
+    """Return the group of this rank's block of ``size`` neighbours; one for all units that ask for it."""
+    blocks = _blocks.setdefault(group, {})
+    if size not in blocks:
+        first = group.rank // size * size
+        block = group.subgroup(range(first, first + size))
+        assert block is not None, "this rank is in it"
+        blocks[size] = block
+    return blocks[size]
+
+
+_blocks: WeakKeyDictionary[Group, dict[int, Group]] = WeakKeyDictionary()
 
 
 def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelAxes:

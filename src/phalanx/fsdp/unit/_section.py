@@ -14,11 +14,11 @@ from torch import Tensor
 
 from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy
-from phalanx.fsdp.layout._unit_layout import UnitLayout, flat_starts, rows
+from phalanx.fsdp.layout._unit_layout import UnitLayout, cells, flat_starts, rows
 from phalanx.fsdp.unit._gradient_sum import Destination, GradientSum, ReducePlan, reduce_plan
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._unit_gather import CopyGather, Gather, part_length
-from phalanx.fsdp.unit._unit_memory import BufferPool, ShardStorage
+from phalanx.fsdp.unit._unit_memory import BufferPool, GatheredMemory, ShardStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class UnitPlace:
     """On which it is gathered and computed."""
     shard_device: torch.device
     """On which its shards are kept."""
+    block: Group | None = None
+    """The ranks that keep the unit after forward, a part each; None: it is freed (or kept whole)."""
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     pool: BufferPool = field(default_factory=BufferPool)
 
@@ -49,6 +51,7 @@ class Section:
         self.spans = [self.layout.local_span(place.group.rank, *extent) for extent in self.extents]
         self.storage: ShardStorage | None = None
         self.gather: Gather | None = None
+        self._block: tuple[Gather, ShardStorage] | None = None
         self._reduction: tuple[tuple[int, ...], GradientSum] | None = None
         self._plans: dict[tuple[int, ...], ReducePlan] = {}
 
@@ -91,13 +94,36 @@ class Section:
         """Make the gathered parameters, once; ``arrived(i)`` is told of gradients of parameter i."""
         if self.gather is None:
             place = self.place
-            self.gather = CopyGather(place.group, self.layout, self.gather_dtype, place.device, place.pool)
+            memory = GatheredMemory(self.layout.length, self.gather_dtype, place.device)
+            self.gather = CopyGather(place.group, self.layout, memory, place.pool)
+            if place.block is not None:
+                layout = cells(self.layout.length, [[rank] for rank in range(place.block.size)])
+                storage = ShardStorage(place.block, part_length(layout), self.gather_dtype, place.device)
+                self._block = (CopyGather(place.block, layout, memory, place.pool), storage)
             for index, (parameter, (start, _)) in enumerate(zip(self.parameters, self.extents, strict=True)):
                 parameter.make_whole(self.gather.flat, start)
                 if parameter.leaf.is_floating_point() or parameter.leaf.is_complex():
                     parameter.leaf.requires_grad_(True).register_post_accumulate_grad_hook(arrived(index))
                     parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
         return self.gather
+
+    def keep_part(self) -> None:
+        """Copy this rank's part of the gathered vector, so that its block of ranks alone can gather it again."""
+        if self._block is not None:
+            gather, storage = self._block
+            assert self.place.block is not None, "a block was asked for"
+            begin = self.place.block.rank * storage.count
+            kept = gather.flat[begin : begin + storage.count]
+            storage.alias(0, (kept.numel(),)).copy_(kept)
+
+    def source(self, *, of_block: bool) -> tuple[Gather, ShardStorage]:
+        """Return how to gather, and from what: from all ranks' shards, or from what the block kept."""
+        if of_block:
+            assert self._block is not None, "it was kept before"
+            return self._block
+        assert self.gather is not None, "it was prepared"
+        assert self.storage is not None, "it was brought home"
+        return self.gather, self.storage
 
     def use_comm(self, comm: AllGather | None) -> None:
         if isinstance(self.gather, CopyGather):

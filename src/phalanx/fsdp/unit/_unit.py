@@ -23,6 +23,7 @@ from phalanx.errors import CommError
 from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._section import Section, UnitPlace
+from phalanx.fsdp.unit._unit_gather import Gather
 from phalanx.fsdp.unit._unit_order import numbers_of
 
 
@@ -40,11 +41,14 @@ class Unit:
         self.parameters = list(parameters)
         self.place = place
         self.number = numbers_of(place.group).add(self)
+        self._block_number = 0 if place.block is None else numbers_of(place.block).add(self)
+        self._under_way: list[Gather] = []
         self.sections = self._by_dtype()
         self.state = UnitState.SHARDED
         self.is_kept = False
         """Users asked for the whole parameters, by ``unshard``."""
         self.settings_changed: Callable[[], None] = lambda: None
+        self._kept_by_block = False
         self._shard_versions: list[int] = []
         self._whole_versions: list[int] = []
 
@@ -103,24 +107,29 @@ class Unit:
                 return
             self.release()  # somebody wrote to the shards: optimizer, load_state_dict
         self.bring_home()
+        of_block = self._kept_by_block and self._versions() == self._shard_versions
         self._shard_versions = self._versions()
         with self._named("gathering"):
             for section in self.sections:
-                gather = section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
-                assert section.storage is not None, "it was brought home"
+                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
                 self.settings_changed()
-                gather.start(section.storage, self.number, async_op=async_op)
+                gather, storage = section.source(of_block=of_block)
+                gather.start(storage, self._block_number if of_block else self.number, async_op=async_op)
+                self._under_way.append(gather)
         self.state = UnitState.ON_ITS_WAY
+
+    def _finish_gather(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        with self._named("gathering"):
+            for gather in under_way:
+                gather.finish()
 
     def gather(self) -> None:
         """Gather, and put whole parameters into the modules."""
         self.start_gather()
         if self.state is UnitState.GATHERED:
             return
-        with self._named("gathering"):
-            for section in self.sections:
-                assert section.gather is not None, "it was started"
-                section.gather.finish()
+        self._finish_gather()
         for parameter in self.parameters:
             leaf = parameter.leaf
             if leaf.requires_grad != parameter.sharded.requires_grad:
@@ -130,15 +139,20 @@ class Unit:
         self._whole_versions = [p.leaf._version for p in self.parameters]
         self.state = UnitState.GATHERED
 
-    def release(self) -> None:
-        """Put shards back into the modules and give the gathered memory back."""
+    def release(self, *, keep_part: bool = False) -> None:
+        """Put shards back into the modules and give the gathered memory back.
+
+        With ``keep_part``, and if the unit has a block of ranks, they keep it, a part each, for the next gather.
+        """
         if self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.ON_ITS_WAY:
-            with self._named("gathering"):
+            self._finish_gather()
+        if keep_part and self.place.block is not None:
+            with torch.no_grad():
                 for section in self.sections:
-                    assert section.gather is not None, "it was started"
-                    section.gather.finish()
+                    section.keep_part()
+        self._kept_by_block = keep_part and self.place.block is not None
         written = [
             p.name
             for p, version in zip(self.parameters, self._whole_versions, strict=False)
@@ -155,6 +169,7 @@ class Unit:
         """Be sharded, whatever was under way; for the way out of a failure."""
         self.state = UnitState.SHARDED
         self.is_kept = False
+        self._under_way.clear()
         for parameter in self.parameters:
             parameter.put_back()
         for section in self.sections:

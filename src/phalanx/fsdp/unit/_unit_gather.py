@@ -48,13 +48,10 @@ class Gather(ABC):
 class CopyGather(Gather):
     """One all-gather and a copy; works everywhere."""
 
-    def __init__(
-        self, group: Group, layout: UnitLayout, dtype: torch.dtype, device: torch.device, pool: BufferPool
-    ) -> None:
-        self._group, self._layout, self._dtype, self._device, self._pool = group, layout, dtype, device, pool
-        self._memory = GatheredMemory(layout.length, dtype, device)
-        self._memory.give_back()
-        self.flat = self._memory.flat
+    def __init__(self, group: Group, layout: UnitLayout, memory: GatheredMemory, pool: BufferPool) -> None:
+        self._group, self._layout, self._memory, self._pool = group, layout, memory, pool
+        self.flat = memory.flat
+        self._dtype, self._device = self.flat.dtype, self.flat.device
         self._part = HEADER + aligned(longest_part(layout.owned))
         self._moves = copies(layout.owned, self._part, 0, layout.length, HEADER)
         self._pending: tuple[Any, Tensor, Tensor | None, int] | None = None

@@ -63,6 +63,7 @@ class GatheredMemory:
         self.flat = torch.empty(count, dtype=dtype, device=device)
         self._storage = self.flat.untyped_storage()
         self._nbytes = count * dtype.itemsize
+        self.give_back()
 
     def take(self) -> None:
         if self._storage.size() != self._nbytes:
@@ -71,10 +72,6 @@ class GatheredMemory:
     def give_back(self) -> None:
         if self._storage.size():
             self._storage.resize_(0)
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self._storage.size()) or not self._nbytes
 
 
 class BufferPool:
