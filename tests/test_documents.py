@@ -151,6 +151,11 @@ def shard(names: Names, group: Any) -> Iterator[None]:
     assert torch.equal(loaded.to_local(), stored.blocks[1].weight.chunk(group.size)[group.rank])
 
 
+def fsdp(names: Names, group: Any) -> Iterator[None]:
+    yield
+    assert names["unit_summary"](names["model"]).count("of 2 ranks") == 3
+
+
 def parallel(names: Names, group: Any) -> Iterator[None]:
     yield
 
@@ -230,6 +235,7 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/data.md": (4, data),
     "docs/ddp.md": (2, ddp),
     "docs/elastic.md": (1, elastic),
+    "docs/fsdp.md": (2, fsdp),
     "docs/launch.md": (1, launch),
     "docs/parallel.md": (1, parallel),
     "docs/shard.md": (2, shard),
