@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import unit_picture
+
+from fsdp import unit_picture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_lm.py"
 
