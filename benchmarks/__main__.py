@@ -21,6 +21,7 @@ QUICK = {
     "ddp": ["--rounds", "8", "--no-memory"],
     "dtensor": ["--repeats", "7"],
     "elastic": ["--kills", "4", "--torchrun-kills", "0", "--rounds", "8"],
+    "fsdp": ["--rounds", "6", "--ranks", "2", "--no-memory"],
     "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],

@@ -87,6 +87,33 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
     store.close()
 
 
+def answers_of(target: Callable[..., None], size: int, *args: object) -> list[Any]:
+    """Run ``target(rank, store address, *args, pipe)`` in ``size`` fresh processes; what each sends."""
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore.serve()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(target, rank, store.address, *args, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        store.close()
+
+
+def _send(target: Callable[..., None], *args: object) -> None:
+    target(*args)
+    os._exit(0)  # peers may still be in their last collective: no teardown
+
+
 @contextmanager
 def disturbance_told() -> Iterator[None]:
     """Says in the end how busy other processes kept the machine during the block, whose own have ended by then."""

@@ -13,8 +13,6 @@ system tells it.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import resource
 import statistics
 import sys
@@ -29,8 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks._results import record
+from benchmarks._turns import answers_of
 from phalanx.comm import Group
-from phalanx.comm.stores import TCPStore, connect
+from phalanx.comm.stores import connect
 from phalanx.ddp import DistributedDataParallel
 from phalanx.ddp.hooks import default as our_hooks
 
@@ -156,33 +155,6 @@ def memory(rank: int, url: str, name: str, variants: list[str], rounds: int, vie
     pipe.send(({"peak": (peak - before) / 1024, "fair": (max(fair) - fair_before) / 1024}, {}))
 
 
-def run(target: Callable[..., None], *args: Any) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """``target`` on fresh processes; their answers."""
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore.serve()
-    pipes, processes = [], []
-    for rank in range(WORLD):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(target, rank, store.address, *args, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-        store.close()
-
-
-def _main(target: Callable[..., None], *args: Any) -> None:
-    target(*args)
-    os._exit(0)  # peers may still be in their last collective: no teardown
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=25)
@@ -193,7 +165,7 @@ def main() -> int:
     print(f"{'model':14s} {'grad views':10s} {'variant':16s} {'ms':>9s} {'over torch':>10s} {'goal':>6s}")
     for name in options.only.split(","):
         for view in (False, True):
-            answers = run(times, name, variants, options.rounds, view)
+            answers = answers_of(times, WORLD, name, variants, options.rounds, view)
             worst = {variant: max(answer[0][variant] for answer in answers) for variant in variants}
             for variant, seconds in worst.items():
                 base = worst["torch fp16" if variant.endswith("fp16") else "torch"]
@@ -212,7 +184,7 @@ def main() -> int:
         for name in options.only.split(","):
             torchs = 0.0, 0.0
             for variant in ("torch", "gloo", "same host"):
-                answers = run(memory, name, [variant], 0, True)
+                answers = answers_of(memory, WORLD, name, [variant], 0, True)
                 peak, fair = (max(answer[0][key] for answer in answers) for key in ("peak", "fair"))
                 print(f"{name:14s} {variant:16s} {peak:9.1f} {fair:9.1f}", flush=True)
                 if variant == "torch":

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +120,12 @@ class Recommender(nn.Module):
         return rows
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+
 def shard(names: Names, group: Any) -> Iterator[None]:
     torch.manual_seed(0)
     names["model"] = Recommender()
@@ -133,6 +140,24 @@ def shard(names: Names, group: Any) -> Iterator[None]:
     names["shard"].shard_module(names["other_model"], names["plan"])
     yield
     assert torch.equal(names["other_model"].users.weight.local_tensor(), names["table"].local_tensor())
+    stored = Blocks()
+    if group.rank == 0:
+        Path("downloaded").mkdir()
+        save_file(stored.state_dict(), "downloaded/checkpoint")
+    group.barrier()
+    names |= {"Model": Blocks, "fully_shard": phalanx.fsdp.fully_shard}
+    yield
+    loaded = names["model"].blocks[1].weight
+    assert torch.equal(loaded.to_local(), stored.blocks[1].weight.chunk(group.size)[group.rank])
+
+
+def fsdp(names: Names, group: Any) -> Iterator[None]:
+    yield
+    assert names["unit_summary"](names["model"]).count("of 2 ranks") == 3
+
+
+def parallel(names: Names, group: Any) -> Iterator[None]:
+    yield
 
 
 def stores(names: Names, group: Any) -> Iterator[None]:
@@ -210,7 +235,9 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/data.md": (4, data),
     "docs/ddp.md": (2, ddp),
     "docs/elastic.md": (1, elastic),
+    "docs/fsdp.md": (2, fsdp),
     "docs/launch.md": (1, launch),
+    "docs/parallel.md": (1, parallel),
     "docs/shard.md": (2, shard),
     "docs/stores.md": (1, stores),
     "docs/tensor.md": (4, tensor),

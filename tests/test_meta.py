@@ -24,10 +24,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "protocol", "_fields", "_signature", "_torch_faults", "_torch_private"}
+VALUES = {"errors", "world", "protocol", "_fields", "_nested_values", "_signature", "_torch_faults", "_torch_private"}
 LAYERS = {
     "errors": set(),
     "_fields": set(),
+    "_nested_values": {"_torch_private"},
     "_signature": set(),
     "world": {"errors"},
     "protocol": {"errors", "_fields"},
@@ -74,6 +75,10 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
+    "fsdp": ["_policies", "layout", "unit", "schedule", "_summary", "_module", "_fully_shard"],
+    "fsdp.unit": [
+        "_unit_memory", "_unit_order", "_mesh_axes", "_parameter", "_unit_gather", "_gradient_sum", "_section", "_unit",
+    ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
         "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",

@@ -122,6 +122,23 @@ def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
                 yield name, how, amount(ours[0], "theirs"), *(amount(figure) for figure in ours)
 
 
+def fsdp(found: Figures) -> Iterable[Sequence[str]]:
+    goals = {"gloo": 1.0, "same host": 0.8, "ddp": None}
+    titles = {"gloo": "`backend=\"gloo\"` (1.00)", "same host": "one host (0.80)", "ddp": "our DDP, whole everywhere"}
+    yield "model", "ranks", "counted", *titles.values()
+    for name, title in (("transformer", "25M transformer"), ("bound", "communication-bound")):
+        for size in ("2", "4"):
+            for what, how in (("step", "step time"), ("cpu", "processor time"), ("peak", "peak memory (0.70 on 4)"),
+                              ("proportional", "the same, shared pages by share")):  # fmt: skip
+                cells = []
+                for variant, goal in goals.items():
+                    value = part(found.get(f"fsdp/{name}/{size} ranks/{variant}/{what}"))
+                    limit = 0.7 if what in ("peak", "proportional") and size == "4" and goal else goal
+                    cells.append(f"**{value}**" if value and limit and float(value) > limit else value)
+                if any(cells):
+                    yield title, size, how, *cells
+
+
 def came_back(figure: Figure | None) -> list[str]:
     """Theirs and ours, of the note that benchmarks of kills leave."""
     counts = re.findall(r"\d+ of \d+", figure.note if figure else "")
@@ -251,6 +268,7 @@ TABLES = {
     "ddp_memory": Table("ddp", ddp_memory),
     "dtensor": Table("dtensor", dtensor),
     "elastic": Table("elastic", elastic),
+    "fsdp": Table("fsdp", fsdp),
     "kills": Table("comm", kills),
     "launch": Table("launch", launch),
     "rendezvous": Table("rendezvous", rendezvous),

@@ -202,7 +202,7 @@ def test_containers_dataclasses_and_references_pass_untouched_and_synchronise(ki
 
 @alone
 def test_inputs_move_and_cast_inside_nested_containers(group):
-    from phalanx.ddp.wrapper import _nested_values as values
+    from phalanx import _nested_values as values
 
     inputs = {"a": [torch.zeros(1), (torch.zeros(1, dtype=torch.int64), "text")], "b": Frozen(torch.zeros(1))}
     cast = values.cast_floating(torch.float16, inputs)

@@ -17,7 +17,7 @@ def test_public_names_are_frozen() -> None:
 
 NAMES = """
 AutoPlan PlanReport auto_plan ShardedOptimizer named_params_with_sharded_tensor
-Checkpoint CheckpointError load save
+Checkpoint CheckpointError load save save_full
 ChunkShardingSpec DevicePlacementSpec EnumerableShardingSpec PlacementSpec RemoteDevice Shard
 ShardMetadata ShardedTensor ShardedTensorMetadata Sharder ShardingPlan ShardingPlanner ShardingSpec
 TensorProperties _collect_local_shard _get_current_process_group _reshard_output _shard_tensor

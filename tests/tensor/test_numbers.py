@@ -179,3 +179,23 @@ def test_reading_a_partial_number_is_communication() -> None:
                 torch.arange(i)
 
     on_mesh(body, 2)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (1, 2), (2, 1)])
+def test_norms_over_axes_of_one_rank(mesh_shape):
+    """As on a mesh of more: clipping a model that runs on one rank for once."""
+    full = torch.arange(12.0).view(6, 2)
+
+    def main(group):
+        mesh = comm.init_device_mesh("cpu", mesh_shape)
+        x = distribute_tensor(full, mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+        norms = torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 2, 0), torch.linalg.vector_norm(x, 3, 1, True)
+        return [norm.full_tensor() for norm in norms]
+
+    expected = (
+        torch.linalg.vector_norm(full), torch.linalg.vector_norm(full, 2, 0),
+        torch.linalg.vector_norm(full, 3, 1, True),
+    )  # fmt: skip
+    for found in comm.simulate(torch.Size(mesh_shape).numel()).run(main):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

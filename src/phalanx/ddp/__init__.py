@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx._nested_values import find_tensors as _find_tensors
 from phalanx.ddp import hooks
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.reducer._reducer import Reducer, ReducerOptions
@@ -10,7 +11,6 @@ from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook
 from phalanx.ddp.wrapper._join_hook import DDPJoinHook as _DDPJoinHook
 from phalanx.ddp.wrapper._logging import dump_environment as _dump_DDP_relevant_env_vars
 from phalanx.ddp.wrapper._module_buffers import BufferCommHookLocation as _BufferCommHookLocation
-from phalanx.ddp.wrapper._nested_values import find_tensors as _find_tensors
 from phalanx.ddp.wrapper._replicas import ReplicaDrift, ReplicaMismatch
 from phalanx.ddp.wrapper._wrapper import DistributedDataParallel
 

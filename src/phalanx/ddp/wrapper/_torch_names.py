@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from phalanx import _nested_values as values
 from phalanx import comm
 from phalanx._torch_faults import check_fused_tensors
 from phalanx.ddp.hooks import optimizer_overlap
 from phalanx.ddp.hooks._hook_signature import check_comm_hook
 from phalanx.ddp.hooks.default import Hook, allreduce_hook, fp16_compress_hook
-from phalanx.ddp.wrapper import _nested_values as values
 
 if TYPE_CHECKING:
     from phalanx.ddp.wrapper._wrapper import DistributedDataParallel

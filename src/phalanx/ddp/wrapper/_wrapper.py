@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
+from phalanx import _nested_values as values
 from phalanx import comm
 from phalanx.ddp.buckets._assignment import Caps
 from phalanx.ddp.buckets._parameters import NamedParameter, ParameterScanner
@@ -28,7 +29,6 @@ from phalanx.ddp.reducer._stats import Stats
 from phalanx.ddp.wrapper import _constructor_arguments as arguments
 from phalanx.ddp.wrapper import _join_hook as joining
 from phalanx.ddp.wrapper import _module_buffers as buffers
-from phalanx.ddp.wrapper import _nested_values as values
 from phalanx.ddp.wrapper import _torch_names as torch_names
 from phalanx.ddp.wrapper._constructor_arguments import MixedPrecision
 from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from phalanx._signature import resolve_secret
+from phalanx.comm.torch_interop._dcp import HeldBox
+from phalanx.shard.checkpoint._full_files import FullFiles
 from phalanx.shard.exchange._groups import as_group
 from phalanx.shard.files._index import (
     BLOCK,
@@ -29,7 +31,6 @@ from phalanx.shard.files._index import (
 )
 from phalanx.shard.files._safetensors import DTYPES
 from phalanx.shard.layout._boxes import Box, intersect, view_of
-from phalanx.shard.ops._convert import box_at
 from phalanx.shard.tensor._sharding_spec import ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor
@@ -74,28 +75,12 @@ class Checkpoint:
         """Return one tensor, or a box of it, as a plain tensor."""
         box = Box.of_size(self.size(name)) if box is None else box
         out = torch.empty(box.sizes, dtype=self.dtype(name))
-        self._fill(name, out, box)
+        self.fill(name, out, box)
         return out
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill a ShardedTensor, a DTensor or a plain tensor; each rank reads what it holds."""
-        if tuple(target.shape) != tuple(self.size(name)):
-            raise ValueError(
-                f"{name!r} has size {tuple(self.size(name))} in {self.path}, the target {tuple(target.shape)}"
-            )
-        with torch.no_grad():
-            if isinstance(target, DTensor):
-                self._read_dtensor(name, target)
-            elif isinstance(target, ShardedTensor):
-                for shard in target.local_shards():
-                    self._fill(name, shard.tensor.detach(), shard.metadata.box)
-            else:
-                self._fill(name, target.detach(), Box.of_size(target.shape))
-
-    def _read_dtensor(self, name: str, target: DTensor) -> None:
-        coordinate = target.device_mesh.get_coordinate()
-        if coordinate is not None:
-            self._fill(name, target.to_local().detach(), box_at(target, coordinate))
+        _read(self, name, target)
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._index.tensors.get(name)
@@ -104,7 +89,8 @@ class Checkpoint:
             raise KeyError(f"no tensor {name!r} in {self.path}; there are {len(self._index.tensors)}: {known}")
         return stored
 
-    def _fill(self, name: str, out: Tensor, box: Box) -> None:
+    def fill(self, name: str, out: Tensor, box: Box) -> None:
+        """Read a box of a tensor into ``out``."""
         stored = self._stored(name)
         dtype = DTYPES[stored.dtype]
         for shard in stored.shards:
@@ -191,6 +177,22 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / file} cannot be read: {error}; {name!r} needs it") from error
 
 
+def _read(saved: Checkpoint | FullFiles, name: str, target: Tensor) -> None:
+    size = saved.size(name)
+    if tuple(target.shape) != tuple(size):
+        raise ValueError(f"{name!r} has size {tuple(size)} in {saved.path}, the target {tuple(target.shape)}")
+    with torch.no_grad():
+        for held in held_by(target):
+            saved.fill(name, held.tensor, Box(held.offsets, held.sizes))
+
+
+def held_by(target: Tensor) -> list[HeldBox]:
+    """Return what this rank holds of a tensor of any kind, to be filled."""
+    if isinstance(target, (DTensor, ShardedTensor)):
+        return target._held_boxes("load")
+    return [HeldBox((0,) * target.dim(), tuple(target.shape), target.detach())]
+
+
 def runs(inner: Box, stored: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of ``inner`` in a row-major array that is ``stored``; one wide range if very many."""
     starts = [begin - first for begin, first in zip(inner.offsets, stored.offsets, strict=True)]
@@ -222,6 +224,9 @@ def load(
 ) -> None:
     """Fill the tensors of ``state`` in place from a checkpoint saved under any layout and any number of ranks.
 
+    ``path`` may also be a safetensors file, or a folder of them, that another tool wrote (``model.safetensors``, or
+    several with ``model.safetensors.index.json``): each rank reads only the slices that it holds.
+
     Without ``strict``, tensors that the checkpoint does not have stay as they are. No collective, except that with
     ``process_group`` the ranks wait for one another at the end. ``verify`` and ``secret``: see ``Checkpoint``.
 
@@ -231,10 +236,13 @@ def load(
         CheckpointError: the checkpoint is missing, torn or damaged; the message names file and tensor.
         KeyError: a tensor is not in it. ValueError: one has another size.
     """
-    saved = Checkpoint(path, verify=verify, secret=secret)
+    if FullFiles.are_at(Path(path)):
+        saved: FullFiles | Checkpoint = FullFiles(path)
+    else:
+        saved = Checkpoint(path, verify=verify, secret=secret)
     known = set(saved.names())
     for name, target in state.items():
         if name in known or strict:
-            saved.read_into(name, target)
+            _read(saved, name, target)
     if process_group is not None:
         as_group(process_group).barrier()

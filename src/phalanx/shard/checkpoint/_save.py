@@ -30,8 +30,8 @@ from phalanx.shard.files._index import (
     digest,
     dump_index,
 )
-from phalanx.shard.files._safetensors import NAMES, layout, start_writing, sync_folder
-from phalanx.shard.ops._convert import box_at, is_first_replica
+from phalanx.shard.files._safetensors import NAMES, layout, put_in_place, start_writing, sync_folder
+from phalanx.shard.ops._convert import is_first_replica
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor
 
@@ -102,7 +102,7 @@ def _pieces(state: Mapping[str, Any], rank: int) -> list[_SavedBox]:
         if isinstance(value, DTensor):
             coordinate = value.device_mesh.get_coordinate()
             if coordinate is not None and is_first_replica(value, coordinate):
-                pieces.append(_SavedBox(name, list(box_at(value, coordinate).offsets), value.to_local()))
+                pieces += [_SavedBox(name, list(held.offsets), held.tensor) for held in value._held_boxes("save")]
         elif isinstance(value, ShardedTensor):
             pieces += [_SavedBox(name, s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
         elif rank == 0:
@@ -190,12 +190,5 @@ def _finish(index: Index, folder: Path, partial: Path, sync: bool, secret: bytes
             os.fsync(out.fileno())
     if sync:
         sync_folder(partial)
-    old = folder.with_name(f"{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    if sync:
-        sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(partial, folder, sync=sync)
     return {}

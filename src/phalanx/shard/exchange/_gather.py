@@ -72,7 +72,8 @@ def gather_to_file(
     """
     with ExitStack() as stack:
         try:
-            mapped = stack.enter_context(mapped_file(path, metadata))
+            described = {"tensor": (metadata.tensor_properties.dtype, metadata.size)}
+            mapped = stack.enter_context(mapped_file(path, described))["tensor"]
         except Exception:
             gather_tensors(group, [GatheredTensor(metadata, shards, None)], group.rank, max_bytes)
             raise

@@ -10,6 +10,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from phalanx.shard.layout._metadata import ShardedTensorMetadata
 
 NAMES = {
     torch.float64: "F64",
@@ -77,27 +76,40 @@ def layout(
 
 
 @contextmanager
-def mapped_file(path: Path, metadata: ShardedTensorMetadata) -> Iterator[Tensor]:
-    """A tensor of this size and dtype in a new file, named ``tensor``; the file appears when the block is left."""
-    head, entries, size = layout({"tensor": (metadata.tensor_properties.dtype, metadata.size)})
-    entry, temporary = entries["tensor"], path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def mapped_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors of these dtypes and sizes in a new file, by name; the file appears when the block is left.
+
+    Its room is taken at the start: a disk that fills up under a mapping would kill the process.
+    """
+    head, entries, size = layout(tensors)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w+b") as file:
             file.write(head)
-            file.truncate(size)
             file.flush()
-            if entry.nbytes == 0:
-                yield torch.empty(entry.shape, dtype=entry.dtype)
-            else:
-                memory = mmap.mmap(file.fileno(), size)  # goes with the last tensor that uses it
-                raw = torch.frombuffer(memory, dtype=torch.uint8, offset=entry.begin, count=entry.nbytes)
-                yield raw.view(entry.dtype).view(entry.shape)
-                memory.flush()
+            _take_room(file.fileno(), size)
+            memory = mmap.mmap(file.fileno(), size)  # goes with the last tensor that uses it
+            yield {name: _mapped(memory, entry) for name, entry in entries.items()}
+            memory.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    raw = torch.frombuffer(memory, dtype=torch.uint8, offset=entry.begin, count=entry.nbytes)
+    return raw.view(entry.dtype).view(entry.shape)
+
+
+def _take_room(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:  # platform: macOS has no such call
+        os.ftruncate(fd, size)
 
 
 def start_writing(fd: int, begin: int, nbytes: int) -> None:
@@ -117,6 +129,18 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     function: Callable[[int, int, int, int], int] = call
     return function
+
+
+def put_in_place(partial: Path, folder: Path, *, sync: bool) -> None:
+    """Rename a complete folder to its name. What was there before is whole, as ``<name>.old``, until the new one is."""
+    old = folder.with_name(f"{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    if sync:
+        sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -23,6 +23,7 @@ from phalanx.shard.ops._shard_by_shard import is_in_place
 from phalanx.shard.tensor._sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from phalanx.shard.tensor._tensor import ShardedTensor
 from phalanx.tensor import DTensor, Shard, implicit_replication
+from phalanx.tensor.layout._placement import ranges_of
 
 
 def to_dtensor(tensor: ShardedTensor) -> DTensor:
@@ -63,25 +64,38 @@ def from_dtensor(tensor: DTensor) -> ShardedTensor:
         ValueError: the DTensor is partial somewhere, or has placements other than ``Shard``: redistribute it first.
     """
     mesh, local = tensor.device_mesh, tensor.to_local()
-    group = _mesh_group(mesh)
-    coordinates = list(product(*(range(n) for n in mesh.shape)))
-    shards = []
-    for rank, coordinate in zip(group.ranks, coordinates, strict=True):
-        if is_first_replica(tensor, coordinate):
-            box = box_at(tensor, coordinate)
-            shards.append(ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device}"))
-    properties = TensorProperties(local.dtype, requires_grad=local.requires_grad)
-    metadata = ShardedTensorMetadata(shards, torch.Size(tensor.shape), properties)
-    mine = [LocalShard(local, s) for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]]
+    group = mesh_group(mesh)
+    metadata = dtensor_metadata(tensor, group)
+    shards = metadata.shards_metadata
+    own = [s for s in shards if s.placement and s.placement.rank() == group.ranks[group.rank]]
+    if len(own) == 1:
+        mine = [LocalShard(local, own[0])]
+    else:  # none, of a replica that does not count, or several, of a strided shard
+        pieces = tensor._held_boxes("save") if own else []
+        mine = [LocalShard(piece.tensor, s) for piece, s in zip(pieces, own, strict=True)]
     placement = tensor.placements[0]
-    if mesh.ndim == 1 and isinstance(placement, Shard):
+    if mesh.ndim == 1 and type(placement) is Shard:
         spec: ShardingSpec = ChunkShardingSpec(placement.dim, [shard.placement for shard in shards])
     else:
         spec = EnumerableShardingSpec(shards)
     return ShardedTensor._wrap(mine, metadata, spec, group)
 
 
-def _mesh_group(mesh: DeviceMesh) -> Group:
+def dtensor_metadata(tensor: DTensor, group: Group) -> ShardedTensorMetadata:
+    """Say which boxes of a DTensor the ranks of its mesh's ``group`` hold; of replicas, the first rank's count."""
+    mesh, device = tensor.device_mesh, tensor._local.device
+    coordinates = list(product(*(range(n) for n in mesh.shape)))
+    shards = [
+        ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{device}")
+        for rank, coordinate in zip(group.ranks, coordinates, strict=True)
+        if is_first_replica(tensor, coordinate)
+        for box in boxes_at(tensor, coordinate)
+    ]
+    properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
+    return ShardedTensorMetadata(shards, torch.Size(tensor.shape), properties)
+
+
+def mesh_group(mesh: DeviceMesh) -> Group:
     """Return a group of all ranks of the mesh, in its order."""
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -98,20 +112,31 @@ def is_first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
     return not any(c and p.is_replicate() for c, p in zip(coordinate, tensor.placements, strict=True))
 
 
-def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Return the box of the global tensor that the rank at this coordinate of the mesh holds."""
+def boxes_at(tensor: DTensor, coordinate: Sequence[int]) -> list[Box]:
+    """Return the boxes of the global tensor that the rank at this coordinate of the mesh holds.
+
+    It is one, which may be empty, but for strided shards: the rows that they leave need not be neighbours.
+    """
     offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
     for index, num_ranks, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if placement.is_replicate():
             continue
-        if type(placement) is not Shard:
+        if not isinstance(placement, Shard):
             raise ValueError(
                 f"a DTensor placed {placement} has no shards; redistribute() it to Shard or Replicate first"
             )
+        if type(placement) is not Shard:
+            return _strided_boxes(tensor, coordinate)
         step, lengths = chunk_lengths(sizes[placement.dim], num_ranks)
         offsets[placement.dim] += step * index
         sizes[placement.dim] = lengths[index]
-    return Box(tuple(offsets), tuple(sizes))
+    return [Box(tuple(offsets), tuple(sizes))]
+
+
+def _strided_boxes(tensor: DTensor, coordinate: Sequence[int]) -> list[Box]:
+    spec = tensor._spec
+    ranges = [ranges_of(length, spec.shards(dim, coordinate)) for dim, length in enumerate(spec.shape)]
+    return [Box(tuple(start for start, _ in each), tuple(size for _, size in each)) for each in product(*ranges)]
 
 
 def run_as_dtensor(func: Any, args: Any, kwargs: Any, first: ShardedTensor) -> Any:

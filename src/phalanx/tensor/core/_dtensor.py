@@ -327,7 +327,7 @@ class DTensor(torch.Tensor, Spread):
         spec = self._spec
         if spec.is_partial:
             raise ValueError(
-                f"cannot {purpose} {spec!r} with torch.distributed.checkpoint: where it is partial, the values are "
+                f"cannot {purpose} {spec!r} in a checkpoint: where it is partial, the values are "
                 f"known only after a reduction. redistribute() it to Replicate() or Shard() first"
             )
         if purpose == "load":

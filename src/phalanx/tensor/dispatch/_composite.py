@@ -139,14 +139,14 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
             placements.append(p.on_dim(onto + 1))
     for d, n in enumerate(x.shape):
         shape += [n] if d not in reduced else [1] if keepdim else []
-    stacked = Spec.of(spec.mesh, placements, (count, *shape), local.dtype)
-    if count == 1:
-        outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in placements]
-        return wrap(local, Spec.of(spec.mesh, outer, shape, local.dtype))
     gathered = [REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in placements]
-    norms = redistribute_input(wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__)
     outer = [p.on_dim(p.dim - 1) if isinstance(p, Shard) else p for p in gathered]
-    return wrap(func(norms, order, 0), Spec.of(spec.mesh, outer, shape, local.dtype))
+    result = Spec.of(spec.mesh, outer, shape, local.dtype)
+    if count == 1:  # no axis cuts a reduced dim, or only axes of one rank
+        return wrap(local, result)
+    stacked = Spec.of(spec.mesh, placements, (count, *shape), local.dtype)
+    norms = redistribute_input(wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__)
+    return wrap(func(norms, order, 0), result)
 
 
 def _without_partial(x: DTensor, op: str) -> DTensor:

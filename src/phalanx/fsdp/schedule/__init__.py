@@ -1,0 +1,1 @@
+"""When units are gathered and reduced: hooks of modules and of autograd, prefetching."""

@@ -1,0 +1,101 @@
+"""StepContext: what the units of one model share while a step runs.
+
+Owns the order in which units ran forward (prefetching follows it backward, and forward from the second step on), the
+reductions that are under way, and the end of backward. One for each root module; ``share_comm_ctx`` lets several roots
+use one.
+
+Invariant: at the end of every backward pass no reduction is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from phalanx._torch_private import current_graph_task_id, execution_engine
+from phalanx.errors import CommError
+from phalanx.fsdp.unit._unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from phalanx.fsdp.schedule._module_state import ModuleState
+
+
+class StepContext:
+    """State of one model's step."""
+
+    def __init__(self) -> None:
+        self.states: list[ModuleState] = []
+        self.forward_root: ModuleState | None = None
+        self.is_last_backward = True
+        self.max_reductions = 1
+        self.order: list[Unit] = []
+        """Units in the order in which they ended forward, since the last backward."""
+        self.last_order: list[Unit] = []
+        """The order in which units began forward the last time."""
+        self.position = 0
+        self._reducing: deque[Unit] = deque()
+        self._backward = -1
+        """The backward pass at whose end ``_end_of_backward`` will run."""
+
+    # ---- backward
+
+    @property
+    def in_backward(self) -> bool:
+        return bool(current_graph_task_id() != -1)
+
+    def enter_backward(self) -> None:
+        """Ask autograd to tell when this backward pass ends; once for each."""
+        task = current_graph_task_id()
+        if self._backward == -1:
+            self._backward = task
+            execution_engine.queue_callback(self._end_of_backward)
+
+    def reducing(self, unit: Unit) -> None:
+        self._reducing.append(unit)
+
+    def finish_reductions(self, keep: int = 0) -> None:
+        """Wait for the oldest reductions until ``keep`` are left."""
+        while len(self._reducing) > keep:
+            self._reducing.popleft().finish_reduce()
+
+    def make_room(self, unit: Unit) -> None:
+        """Finish reductions until that of ``unit`` may start."""
+        self.finish_reductions(0 if unit in self._reducing else self.max_reductions - 1)
+
+    def _end_of_backward(self) -> None:
+        self._backward = -1
+        for state in reversed(self.states):
+            state.finish_backward()
+        self.finish_reductions()
+        if self.is_last_backward:
+            self.order.clear()
+            for state in self.states:
+                state.end_of_last_backward()
+
+    # ---- failures
+
+    def is_stale(self) -> bool:
+        """Return whether a forward or backward pass ended in an error and left its marks."""
+        return not self.in_backward and self._backward != -1
+
+    def reset(self, *, drop_gradients: bool) -> None:
+        """Go back to between two steps: all units sharded, nothing under way."""
+        for unit in self._reducing:
+            unit.drop_gradients()
+        self._reducing.clear()
+        self._backward = -1
+        self.forward_root = None
+        self.order.clear()
+        self.last_order.clear()
+        for state in self.states:
+            state.reset()
+            if state.unit is None:
+                continue
+            if drop_gradients:
+                state.unit.drop_gradients()
+            if state.unit.state is UnitState.ON_ITS_WAY:
+                try:
+                    state.unit.gather()  # peers have sent, or will: nobody may be left waiting for this rank's part
+                except CommError:
+                    pass  # the group is gone; whoever uses it next hears why
+            state.unit.forget_gathered()

@@ -1,0 +1,183 @@
+"""Reducing: from whole gradients on every rank to the sum's ranges on the ranks that hold them.
+
+Owns ``GradientSum``, one unit's (and dtype's) gradients between their arrival and the shards' ``.grad``. A gradient is
+copied, as soon as autograd has it, to its places in the packed parts of one reduce-scatter, cast to the dtype of the
+reduction; nothing else keeps it. Parts begin with a header: the bits of the unit's number, then for each parameter
+whether any rank had a gradient for it, so that one that nobody used keeps ``grad`` None.
+
+Phases: ``add`` (any number of times, over any number of backward passes), ``start``, ``finish``; ``drop`` forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group
+from phalanx.fsdp._policies import ReduceScatter
+from phalanx.fsdp.layout._packing import Strided, copies, longest_part
+from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, aligned
+from phalanx.fsdp.unit._unit_gather import runs
+from phalanx.fsdp.unit._unit_memory import BufferPool
+from phalanx.fsdp.unit._unit_order import TAG_BITS, check_reduced, write_bits
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """Where gradients of the trainable parameters go."""
+
+    header: int
+    part: int
+    moves: tuple[tuple[Strided, ...], ...]
+    """For each parameter, from its gradient to the packed parts."""
+    spans: tuple[Range, ...]
+    """For each parameter, where this rank's piece lies in what it receives, without the header."""
+
+
+def reduce_plan(layout: UnitLayout, rank: int, extents: Sequence[Range]) -> ReducePlan:
+    """Plan the reduction of the parameters at ``extents`` of the flat vector; other elements do not travel."""
+    reduced = layout.restricted(extents)
+    header = aligned(TAG_BITS + len(extents))
+    part = header + aligned(longest_part(reduced.held))
+    return ReducePlan(
+        header,
+        part,
+        tuple(copies(reduced.held, part, begin, end, header) for begin, end in extents),
+        tuple(reduced.local_span(rank, begin, end) for begin, end in extents),
+    )
+
+
+def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Split the division by ``factor`` into one before and one after the sum.
+
+    float16 overflows early, so half of it (a power of two, exact) comes before; the others divide what they received.
+
+    >>> divide_factors(8, torch.float16), divide_factors(8, torch.float32)
+    ((4.0, 2.0), (1.0, 8))
+    """
+    if dtype is not torch.float16:
+        return 1.0, factor
+    before = 1.0
+    while factor / before > before:
+        before *= 2
+    return before, factor / before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Whom a reduction is shared with, and how: what a unit's settings say at the moment."""
+
+    shard: Group
+    replicate: Group | None
+    factor: float
+    all_reduce: bool = True
+    comm: ReduceScatter | None = None
+    hook: Callable[[Tensor], None] | None = None
+
+
+class GradientSum:
+    """Gradients of one unit and dtype on their way."""
+
+    def __init__(
+        self, number: int, plan: ReducePlan, dtype: torch.dtype, device: torch.device, pool: BufferPool
+    ) -> None:
+        self.plan = plan
+        self._number, self._dtype, self._device, self._pool = number, dtype, device, pool
+        self._packed: Tensor | None = None
+        self._arrived: set[int] = set()
+        self._partial: Tensor | None = None
+        self._pending: tuple[Any, Tensor, Tensor, Destination] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return self._packed is None
+
+    def add(self, group: Group, index: int, grad: Tensor) -> None:
+        """Put a gradient in its places; the second of one parameter is added to the first."""
+        plan = self.plan
+        if self._packed is None:
+            self._packed = self._pool.acquire(group, group.size * plan.part, self._dtype, self._device)
+        source = grad.reshape(-1)
+        for move in plan.moves[index]:
+            there = runs(self._packed, move.packed, move.packed_stride, move)
+            if index in self._arrived:
+                there.add_(runs(source, move.flat, move.flat_stride, move))
+            else:
+                there.copy_(runs(source, move.flat, move.flat_stride, move))
+        self._arrived.add(index)
+
+    def start(self, to: Destination, *, async_op: bool) -> None:
+        """Send what has arrived; parameters without a gradient count as zeros."""
+        assert self._pending is None, "a reduction is under way"
+        plan, group = self.plan, to.shard
+        if self._packed is None:
+            self._packed = self._pool.acquire(group, group.size * plan.part, self._dtype, self._device)
+        packed = self._packed[: group.size * plan.part]
+        for index, moves in enumerate(plan.moves):
+            if index not in self._arrived:
+                for move in moves:
+                    runs(packed, move.packed, move.packed_stride, move).zero_()
+        before, _ = divide_factors(to.factor, self._dtype)
+        if before != 1:
+            packed.div_(before)
+        headers = packed.view(group.size, plan.part)[:, : plan.header]
+        headers.zero_()
+        write_bits(headers[0], self._number)
+        if self._arrived:
+            headers[0][TAG_BITS + torch.tensor(sorted(self._arrived))] = 1
+        headers[1:] = headers[0]
+        if to.comm is not None:
+            received = to.comm.allocate((plan.part,), dtype=self._dtype, device=self._device)
+            work = to.comm(received, packed, group, "sum", async_op)
+        else:
+            received = torch.empty(plan.part, dtype=self._dtype, device=self._device)
+            work = group.reduce_scatter_tensor(received, packed, async_op=async_op)
+        self._pending = (work, received, self._packed, to)
+        self._packed = None
+        self._arrived = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._pending is not None
+
+    def finish(self) -> list[Tensor | None] | None:
+        """Return each parameter's piece of the gradient (None: nobody used it); None if replicas are to come later."""
+        assert self._pending is not None, "no reduction is under way"
+        (work, received, sent, to), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        self._pool.release(sent)
+        num_ranks = to.shard.size
+        check_reduced(to.shard, self._number, received[:TAG_BITS].tolist(), num_ranks)
+        if self._partial is not None:
+            received[TAG_BITS:] += self._partial[TAG_BITS:]
+            self._partial = None
+        if to.replicate is not None:
+            if not to.all_reduce:
+                self._partial = received
+                return None
+            to.replicate.all_reduce(received)
+            num_ranks *= to.replicate.size
+            check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks)
+        return self._pieces(received, to)
+
+    def _pieces(self, received: Tensor, to: Destination) -> list[Tensor | None]:
+        plan = self.plan
+        data = received[plan.header :]
+        _, after = divide_factors(to.factor, self._dtype)
+        if after != 1:
+            data.div_(after)
+        if to.hook is not None:
+            to.hook(data)
+        used = received[TAG_BITS : TAG_BITS + len(plan.spans)].tolist()
+        return [data[a:b] if flag else None for (a, b), flag in zip(plan.spans, used, strict=True)]
+
+    def drop(self) -> None:
+        """Forget everything that has arrived. What is under way may still be written to: its buffer is not reused."""
+        self._packed = self._partial = self._pending = None
+        self._arrived.clear()

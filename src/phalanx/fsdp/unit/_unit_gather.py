@@ -1,0 +1,112 @@
+"""Gathering: from the ranges that each rank owns to the flat vector on every rank.
+
+Owns the interface that a unit sees (``Gather``) and the way that works with every transport (``CopyGather``): one
+all-gather of even parts, then strided copies to their places. ``fsdp/unit/_mapped.py`` has the way without copies.
+
+Phases of one gather: ``start`` (send; may return before the others have sent), ``finish`` (the flat vector is there,
+the unit's number was compared), ``release`` (its memory is given back). A gather that was started is finished.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx._torch_private import foreach_copy_
+from phalanx.comm import Group
+from phalanx.fsdp._policies import AllGather
+from phalanx.fsdp.layout._packing import Strided, copies, longest_part
+from phalanx.fsdp.layout._unit_layout import UnitLayout, aligned
+from phalanx.fsdp.unit._unit_memory import HEADER, BufferPool, GatheredMemory, ShardStorage
+from phalanx.fsdp.unit._unit_order import check_gathered, write_number
+
+
+def part_length(layout: UnitLayout) -> int:
+    """Return how many elements every rank's storage has room for, so that parts are even; without the header."""
+    return aligned(longest_part(layout.held))
+
+
+class Gather(ABC):
+    """Makes ``flat`` of all ranks' storages. One for each unit and dtype."""
+
+    flat: Tensor
+    """The flat vector; its memory is there between ``finish`` and ``release``."""
+
+    @abstractmethod
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None: ...
+
+    @abstractmethod
+    def release(self) -> None: ...
+
+
+class CopyGather(Gather):
+    """One all-gather and a copy; works everywhere."""
+
+    def __init__(self, group: Group, layout: UnitLayout, memory: GatheredMemory, pool: BufferPool) -> None:
+        self._group, self._layout, self._memory, self._pool = group, layout, memory, pool
+        self.flat = memory.flat
+        self._dtype, self._device = self.flat.dtype, self.flat.device
+        self._part = HEADER + aligned(longest_part(layout.owned))
+        self._moves = copies(layout.owned, self._part, 0, layout.length, HEADER)
+        self._pending: tuple[Any, Tensor, Tensor | None, int] | None = None
+        self.comm: AllGather | None = None
+
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
+        assert self._pending is None, "a gather is under way"
+        group = self._group
+        sent, borrowed = self._sent(storage)
+        write_number(sent[:HEADER], number)
+        count = group.size * self._part
+        if self.comm is not None:
+            received = self.comm.allocate((count,), dtype=self._dtype, device=self._device)
+            work = self.comm(received, sent, group, async_op)
+        else:
+            received = self._pool.acquire(group, count, self._dtype, self._device)
+            work = group.all_gather_into_tensor(received[:count], sent, async_op=async_op)
+        self._pending = (work, received, borrowed, number)
+
+    def _sent(self, storage: ShardStorage) -> tuple[Tensor, Tensor | None]:
+        """Return what this rank sends, and the buffer that it borrowed for that: its storage itself, if it fits."""
+        buffer = storage.buffer
+        if buffer.dtype == self._dtype and buffer.device == self._device and not self._layout.has_copies:
+            return buffer, None
+        borrowed = self._pool.acquire(self._group, self._part, self._dtype, self._device)
+        sent, at = borrowed[: self._part], HEADER
+        rank = self._group.rank
+        for begin, end in self._layout.owned[rank]:
+            start, stop = self._layout.local_span(rank, begin, end)
+            sent[at : at + stop - start].copy_(buffer[HEADER + start : HEADER + stop])
+            at += stop - start
+        return sent, borrowed
+
+    def finish(self) -> None:
+        assert self._pending is not None, "no gather is under way"
+        (work, received, borrowed, number), self._pending = self._pending, None
+        group, part = self._group, self._part
+        if work is not None:
+            work.wait()
+        parts = received[: group.size * part].view(group.size, part)
+        check_gathered(group, number, parts[:, :HEADER].view(torch.int64)[:, 0].tolist())
+        self._memory.take()
+        foreach_copy_(
+            [runs(self.flat, move.flat, move.flat_stride, move) for move in self._moves],
+            [runs(received, move.packed, move.packed_stride, move) for move in self._moves],
+        )
+        if self.comm is None:
+            self._pool.release(received)
+        if borrowed is not None:
+            self._pool.release(borrowed)
+
+    def release(self) -> None:
+        self._memory.give_back()
+
+
+def runs(memory: Tensor, start: int, stride: int, move: Strided) -> Tensor:
+    """Return the elements that one copy reads or writes, one run a row."""
+    return memory.as_strided((move.times, move.count), (stride, 1), memory.storage_offset() + start)

@@ -1,0 +1,94 @@
+"""Losses, gradients and weights of ``fully_shard`` against torch's own, in the same processes, over gloo and shm."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh as their_mesh
+
+from ddp.test_parity_torch import join_torch
+from fsdp.models import MODELS, assert_runs_close, build, train
+from phalanx import fsdp as ours
+from phalanx.comm import init_device_mesh as our_mesh
+from phalanx.comm import use_group
+from processes import run_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+BF16 = torch.bfloat16
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "keep": {"reshard_after_forward": False},
+    "free": {"reshard_after_forward": True},
+    "reduce float32": {"precision": {"param_dtype": BF16, "reduce_dtype": torch.float32}},
+    "bfloat16": {"precision": {"param_dtype": BF16, "output_dtype": torch.float32}},
+    "accumulate": {"accumulate": 3, "sync": "last"},
+    "accumulate in sync": {"accumulate": 2, "sync": "always"},
+    "clip": {"clip": 0.05},
+    "offload": {"offload": True},
+    "divide": {"divide": 3.0},
+}
+
+
+def sharded(api: Any, kind: str, mesh: Any, policy: dict[str, Any]) -> Any:
+    model = build(kind)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": api.MixedPrecisionPolicy(**policy.get("precision", {}))}
+    if "reshard_after_forward" in policy:
+        options["reshard_after_forward"] = policy["reshard_after_forward"]
+    if policy.get("offload"):
+        options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks():
+        api.fully_shard(block, **options)
+    api.fully_shard(model, **options)
+    if "divide" in policy:
+        for module in model.modules():
+            if isinstance(module, api.FSDPModule):
+                module.set_gradient_divide_factor(policy["divide"])
+                module.set_force_sum_reduction_for_comms(True)  # else torch asks gloo for what it cannot do
+    return model
+
+
+def run(api: Any, kind: str, mesh: Any, policy: dict[str, Any], worker: Any, steps: int) -> Any:
+    def sync(model: Any, last: bool) -> None:
+        if policy.get("sync") == "last":
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+
+    model = sharded(api, kind, mesh, policy)
+    options = {name: policy[name] for name in ("accumulate", "clip") if name in policy}
+    return train(model, rank=worker.rank, size=worker.size, steps=steps, before_backward=sync, **options)
+
+
+def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backends: list[str], steps: int) -> None:
+    warnings.simplefilter("ignore")  # torch's own warn about themselves
+    join_torch(worker)
+    groups = {backend: worker.group(backend=backend, generation=i) for i, backend in enumerate(backends)}
+    try:
+        for kind, name, shape in cases:
+            policy = POLICIES[name]
+            names = ("replicate", "shard")[-len(shape) :]
+            expected = run(theirs, kind, their_mesh("cpu", shape, mesh_dim_names=names), policy, worker, steps)
+            # bfloat16: sums of two roundings, in another order; gradients have 8 bits
+            loose = {"rtol": 5e-2, "atol": 2e-2} if "precision" in policy else {}
+            for backend, group in groups.items():
+                with use_group(group):
+                    found = run(ours, kind, our_mesh("cpu", shape, mesh_dim_names=names), policy, worker, steps)
+                assert_runs_close(found, expected, f"{kind}, {name}, {shape} on {backend}", **loose)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_train_as_with_torch():
+    cases = [(kind, "default", (2,)) for kind in MODELS]
+    cases += [("transformer" if i % 2 else "mlp", name, (2,)) for i, name in enumerate(POLICIES) if name != "default"]
+    run_processes(2, _compare, cases, ["gloo", "auto"], 10, timeout=280.0)
+
+
+def test_four_ranks_train_as_with_torch():
+    cases = [("mlp", "default", (4,)), ("tied", "free", (4,)), ("transformer", "accumulate", (2, 2))]
+    run_processes(4, _compare, cases, ["gloo", "auto"], 4, timeout=280.0)
