@@ -111,8 +111,8 @@ class Unit:
         self._shard_versions = self._versions()
         with self._named("gathering"):
             for section in self.sections:
-                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
                 self.settings_changed()
+                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
                 gather, storage = section.source(of_block=of_block)
                 gather.start(storage, self._block_number if of_block else self.number, async_op=async_op)
                 self._under_way.append(gather)
