@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
+from ddp.test_parity_torch import join_torch
 from fsdp.models import batch, build
 from fsdp.ranks import shard
 from fsdp.test_layouts import CPU, LAYOUTS, held_by
@@ -91,3 +101,34 @@ def test_a_lost_rank_and_shared_memory(backend):
     outcomes = run_processes(3, _main, backend, timeout=280.0, check=False)
     assert [(o.value, o.error) for o in outcomes if o.rank != 1] == [("heard", "")] * 2
     assert outcomes[1].exit_code == -signal.SIGKILL, outcomes[1].error
+
+
+def _checkpoints(worker: Any, folder: str) -> None:
+    join_torch(worker)
+    try:
+        with use_group(worker.group(backend="auto")):
+            mesh = init_device_mesh("cpu", (worker.size,))
+            model, fresh, other = (shard(build("tied"), mesh) for _ in range(3))
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(batch(0)).pow(2).mean().backward()
+            optimizer.step()
+            expected = model(batch(1)).detach()  # with grad: the root is gathered now
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+            loaded = {"model": get_model_state_dict(fresh)}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_model_state_dict(fresh, loaded["model"])
+            torch.testing.assert_close(fresh(batch(1)), expected)
+            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            assert not worker.rank or not full
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(other, full, options=options)
+            torch.testing.assert_close(other(batch(1)), expected)
+            with pytest.raises(NotImplementedError, match="to_local"):
+                save_file(state["model"], f"{folder}/shards.safetensors")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_checkpoints_and_state_dict_helpers(tmp_path):
+    run_processes(2, _checkpoints, str(tmp_path), timeout=200.0)
