@@ -77,7 +77,8 @@ SUBLAYERS: dict[str, list[str]] = {
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
     "fsdp": ["_policies", "layout", "unit", "schedule", "_summary", "_module", "_fully_shard"],
     "fsdp.unit": [
-        "_unit_memory", "_unit_order", "_mesh_axes", "_parameter", "_unit_gather", "_gradient_sum", "_section", "_unit",
+        "_unit_memory", "_unit_order", "_mesh_axes", "_parameter", "_unit_gather", "_mapped_gather",
+        "_gradient_sum", "_section", "_unit",
     ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [

@@ -102,7 +102,7 @@ def fully_shard(
             shard_device=kept,
             precision=mp_policy,
         )
-        unit = Unit(_class_names(modules), managed, place)
+        unit = Unit(_class_names(modules), modules[0], managed, place)
         for parameter, made in zip(found, managed, strict=True):
             made.register(made.sharded)
             parameter.__dict__[_TAKEN] = f"{unit.path}.{made.name}"

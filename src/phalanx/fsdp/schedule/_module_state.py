@@ -169,13 +169,14 @@ class ModuleState:
     def _end_of_forward(self) -> None:
         self._to_run.clear()
         if self.unit is not None:
-            self.context.order.append(self.unit)
+            self.context.order.append(self)
             if self._reshards_after_forward or not torch.is_grad_enabled():
                 # without grad no backward will come for it
                 self.unit.release(keep_part=torch.is_grad_enabled())
 
     def prefetch(self) -> None:
-        if self.unit is not None:
+        """Begin to gather, where that goes on by itself while this rank computes."""
+        if self.unit is not None and self.unit.group.size > 1:
             self.unit.start_gather(async_op=True)
 
     # ---- backward
@@ -187,12 +188,27 @@ class ModuleState:
         unit = self.unit
         if unit is None:
             return
+        first = False
         if not self._in_backward:
             self._in_backward = True
-            for state in self.backward_prefetch:
-                state.prefetch()
+            first = True
         if self.settings.gather_in_backward:
             unit.gather()
+        if first:
+            self._prefetch_for_backward()
+
+    def _prefetch_for_backward(self) -> None:
+        """Begin to gather what users named, or else what comes next in the reverse order of forward.
+
+        On one host a gather is this rank's own work: begun early it would end no earlier, and two units be in memory.
+        """
+        for state in self.backward_prefetch:
+            state.prefetch()
+        following = self.context.before(self)
+        if self.backward_prefetch or following is None or following.unit is None:
+            return
+        if following.settings.gather_in_backward and following.unit.group.backend != "shm":
+            following.prefetch()
 
     def _end_of_call(self) -> None:
         """Run when all gradients of one call's inputs are there."""

@@ -1,8 +1,7 @@
 """StepContext: what the units of one model share while a step runs.
 
-Owns the order in which units ran forward (prefetching follows it backward, and forward from the second step on), the
-reductions that are under way, and the end of backward. One for each root module; ``share_comm_ctx`` lets several roots
-use one.
+Owns the order in which units ran forward (backward prefetches along it), the reductions that are under way, and the end
+of backward. One for each root module; ``share_comm_ctx`` lets several roots use one.
 
 Invariant: at the end of every backward pass no reduction is under way.
 """
@@ -28,11 +27,8 @@ class StepContext:
         self.forward_root: ModuleState | None = None
         self.is_last_backward = True
         self.max_reductions = 1
-        self.order: list[Unit] = []
-        """Units in the order in which they ended forward, since the last backward."""
-        self.last_order: list[Unit] = []
-        """The order in which units began forward the last time."""
-        self.position = 0
+        self.order: list[ModuleState] = []
+        """States in the order in which they ended forward, since the last backward."""
         self._reducing: deque[Unit] = deque()
         self._backward = -1
         """The backward pass at whose end ``_end_of_backward`` will run."""
@@ -49,6 +45,13 @@ class StepContext:
         if self._backward == -1:
             self._backward = task
             execution_engine.queue_callback(self._end_of_backward)
+
+    def before(self, state: ModuleState) -> ModuleState | None:
+        """Return whose backward comes after that of ``state``, if it runs in the reverse order of forward."""
+        while self.order:
+            if self.order.pop() is state:
+                return self.order[-1] if self.order else None
+        return None
 
     def reducing(self, unit: Unit) -> None:
         self._reducing.append(unit)
@@ -86,7 +89,6 @@ class StepContext:
         self._backward = -1
         self.forward_root = None
         self.order.clear()
-        self.last_order.clear()
         for state in self.states:
             state.reset()
             if state.unit is None:

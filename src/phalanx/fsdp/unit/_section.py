@@ -16,6 +16,7 @@ from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy
 from phalanx.fsdp.layout._unit_layout import UnitLayout, cells, flat_starts, rows
 from phalanx.fsdp.unit._gradient_sum import Destination, GradientSum, ReducePlan, reduce_plan
+from phalanx.fsdp.unit._mapped_gather import MappedGather, MappedMemory
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._unit_gather import CopyGather, Gather, part_length
 from phalanx.fsdp.unit._unit_memory import BufferPool, GatheredMemory, ShardStorage
@@ -36,6 +37,17 @@ class UnitPlace:
     pool: BufferPool = field(default_factory=BufferPool)
 
 
+def gather_maker(
+    place: UnitPlace, length: int, dtype: torch.dtype, *, maps: bool
+) -> Callable[[Group, UnitLayout], Gather]:
+    """Return what makes gathers into one flat vector: by mapping where the ranks share memory, else by copying."""
+    if maps and place.group.backend == "shm" and place.device.type == "cpu" and length:
+        mapped = MappedMemory(length, dtype)
+        return lambda group, layout: MappedGather(group, layout, mapped)
+    memory = GatheredMemory(length, dtype, place.device)
+    return lambda group, layout: CopyGather(group, layout, memory, place.pool)
+
+
 class Section:
     """Parameters of one dtype of a unit."""
 
@@ -50,6 +62,7 @@ class Section:
         self.layout: UnitLayout = rows([p.shape for p in parameters], place.group.size, [p.dim for p in parameters])
         self.spans = [self.layout.local_span(place.group.rank, *extent) for extent in self.extents]
         self.storage: ShardStorage | None = None
+        self.comm: AllGather | None = None
         self.gather: Gather | None = None
         self._block: tuple[Gather, ShardStorage] | None = None
         self._reduction: tuple[tuple[int, ...], GradientSum] | None = None
@@ -92,19 +105,23 @@ class Section:
 
     def prepare_gather(self, arrived: Callable[[int], Callable[[Tensor], None]]) -> Gather:
         """Make the gathered parameters, once; ``arrived(i)`` is told of gradients of parameter i."""
+        if self.comm is not None and isinstance(self.gather, MappedGather):
+            self.gather = None  # users want to see the bytes that are sent
         if self.gather is None:
             place = self.place
-            memory = GatheredMemory(self.layout.length, self.gather_dtype, place.device)
-            self.gather = CopyGather(place.group, self.layout, memory, place.pool)
+            make = gather_maker(place, self.layout.length, self.gather_dtype, maps=self.comm is None)
+            self.gather = make(place.group, self.layout)
             if place.block is not None:
                 layout = cells(self.layout.length, [[rank] for rank in range(place.block.size)])
                 storage = ShardStorage(place.block, part_length(layout), self.gather_dtype, place.device)
-                self._block = (CopyGather(place.block, layout, memory, place.pool), storage)
+                self._block = (make(place.block, layout), storage)
             for index, (parameter, (start, _)) in enumerate(zip(self.parameters, self.extents, strict=True)):
                 parameter.make_whole(self.gather.flat, start)
                 if parameter.leaf.is_floating_point() or parameter.leaf.is_complex():
                     parameter.leaf.requires_grad_(True).register_post_accumulate_grad_hook(arrived(index))
                     parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
+        if isinstance(self.gather, CopyGather):
+            self.gather.comm = self.comm
         return self.gather
 
     def keep_part(self) -> None:
@@ -126,8 +143,8 @@ class Section:
         return self.gather, self.storage
 
     def use_comm(self, comm: AllGather | None) -> None:
-        if isinstance(self.gather, CopyGather):
-            self.gather.comm = comm
+        """Gather with ``comm`` from the next time on; None: with the group's own collective."""
+        self.comm = comm
 
     # ---- gradients
 

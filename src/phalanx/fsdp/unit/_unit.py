@@ -11,11 +11,12 @@ of its parameters is an error at the latest when it is released; all ranks of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx._torch_private import post_accumulate_grad_hooks, will_engine_execute_node
 from phalanx.comm import Group
@@ -25,6 +26,7 @@ from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._section import Section, UnitPlace
 from phalanx.fsdp.unit._unit_gather import Gather
 from phalanx.fsdp.unit._unit_order import numbers_of
+from phalanx.tensor.debug._attribution import acting_for
 
 
 class UnitState(Enum):
@@ -36,8 +38,9 @@ class UnitState(Enum):
 class Unit:
     """Parameters that are gathered in one go (one collective for each dtype among them)."""
 
-    def __init__(self, path: str, parameters: Sequence[ManagedParameter], place: UnitPlace) -> None:
+    def __init__(self, path: str, module: nn.Module, parameters: Sequence[ManagedParameter], place: UnitPlace) -> None:
         self.path = path
+        self.module = module
         self.parameters = list(parameters)
         self.place = place
         self.number = numbers_of(place.group).add(self)
@@ -111,8 +114,8 @@ class Unit:
         self._shard_versions = self._versions()
         with self._named("gathering"):
             for section in self.sections:
-                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
                 self.settings_changed()
+                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
                 gather, storage = section.source(of_block=of_block)
                 gather.start(storage, self._block_number if of_block else self.number, async_op=async_op)
                 self._under_way.append(gather)
@@ -232,19 +235,14 @@ class Unit:
         for section in self.sections:
             section.drop_gradients()
 
-    def _named(self, what: str) -> _Named:
-        return _Named(f"while {what} {self}, on rank {self.group.rank} of the group {list(self.group.ranks)}")
-
-
-class _Named:
-    """Tells of an error in a collective which unit it was about."""
-
-    def __init__(self, note: str) -> None:
-        self._note = note
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CommError) and error.args and " (while " not in str(error.args[0]):
-            error.args = (f"{error.args[0]} ({self._note})", *error.args[1:])
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Tell which unit the block sends for: debug tools, and whoever reads an error of its collectives."""
+        try:
+            with acting_for(self.module):
+                yield
+        except CommError as error:
+            if error.args and " (while " not in str(error.args[0]):
+                note = f"while {what} {self}, on rank {self.group.rank} of the group {list(self.group.ranks)}"
+                error.args = (f"{error.args[0]} ({note})", *error.args[1:])
+            raise

@@ -1,7 +1,7 @@
 """Gathering: from the ranges that each rank owns to the flat vector on every rank.
 
 Owns the interface that a unit sees (``Gather``) and the way that works with every transport (``CopyGather``): one
-all-gather of even parts, then strided copies to their places. ``fsdp/unit/_mapped.py`` has the way without copies.
+all-gather of even parts, then strided copies to their places. ``_mapped_gather.py`` has the way of ranks on one host.
 
 Phases of one gather: ``start`` (send; may return before the others have sent), ``finish`` (the flat vector is there,
 the unit's number was compared), ``release`` (its memory is given back). A gather that was started is finished.

@@ -14,7 +14,8 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,6 +42,23 @@ _NOT_USERS = (_OURS, _TORCHS)
 # A program's call passes through these: the methods of ``DTensor``, and a mode inside of this one.
 _PASSING_ON = (_TORCHS, "<", _operators.__file__, __file__)
 KEPT_SPANS = 1_000_000  # so that a mode left on for a whole training run stays bounded
+
+
+class _Acting(threading.local):
+    module: nn.Module | None = None
+
+
+_acting = _Acting()
+
+
+@contextmanager
+def acting_for(module: nn.Module) -> Iterator[None]:
+    """Say that what this thread sends in the block is for ``module``, whatever runs now."""
+    before, _acting.module = _acting.module, module
+    try:
+        yield
+    finally:
+        _acting.module = before
 
 
 class Span(NamedTuple):
@@ -150,6 +168,9 @@ class Attribution(TorchFunctionMode):
     def place(self) -> Place:
         """On whose behalf this thread communicates now."""
         task = current_graph_task_id()
+        if _acting.module is not None and _acting.module in self._names:
+            phase = "forward" if task == -1 else "backward"
+            return Place(self._names[_acting.module], phase, self._op, user_line())
         if task == -1:
             return Place(self._module(), "forward", self._op, user_line())
         if self._running and self._running[-1].task == task:  # a forward that backward runs again

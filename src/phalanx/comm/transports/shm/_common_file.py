@@ -1,0 +1,90 @@
+"""One file of anonymous memory that all ranks of a host have open, and windows of fixed address onto such files.
+
+Owns ``open_common_file`` (a collective) and ``FixedWindow``. A window shows a file *privately*: pages are the file's
+own until this process writes to one; then it has a copy, which nobody else sees and which is gone when the window is
+turned to something else. What other ranks write to pages that were not copied shows at once (Linux' page cache).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.transports.shm._segment import Mapping, new_file, open_file_of
+from phalanx.errors import CommError
+
+if TYPE_CHECKING:
+    from phalanx.comm.group._group import Group
+
+PAGE = mmap.PAGESIZE
+_FIXED, _ANONYMOUS, _NOTHING = 0x10, 0x20, 0  # MAP_FIXED, MAP_ANONYMOUS, PROT_NONE: alike on x86-64 and arm64
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class CommonFile:
+    """A file that every rank of a group has mapped for writing."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        mapping = Mapping(fd, nbytes)
+        self.bytes = torch.frombuffer(mapping.memory, dtype=torch.uint8)
+        weakref.finalize(self, os.close, fd)
+
+
+def open_common_file(group: Group, nbytes: int) -> CommonFile:
+    """Make one file for all ranks of ``group``, which are on one host; they all call this."""
+    size = -(-nbytes // PAGE) * PAGE
+    fd = new_file(size) if group.rank == 0 else -1
+    told = [os.getpid(), fd, os.fstat(fd).st_ino] if group.rank == 0 else None
+    pid, number, inode = group.broadcast_value(told)
+    error = ""
+    if group.rank:
+        try:
+            fd = open_file_of(pid, number)
+            if os.fstat(fd).st_ino != inode:
+                raise OSError(f"descriptor {number} is something else by now")
+        except OSError as found:
+            error = str(found)
+    failed = [(rank, text) for rank, text in enumerate(group.all_gather_values(error)) if text]
+    if failed:  # on every rank alike, so that none waits for another
+        raise CommError(f"rank {group.rank}: rank {failed[0][0]} cannot open rank 0's shared memory: {failed[0][1]}")
+    return CommonFile(fd, size)
+
+
+class FixedWindow:
+    """Addresses that stay, and show a file or nothing. Reading while nothing is shown ends the process."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
+        self._address = _checked(_mmap(None, self._nbytes, _NOTHING, mmap.MAP_PRIVATE | _ANONYMOUS, -1, 0))
+        self._memory = (ctypes.c_char * nbytes).from_address(self._address)
+        weakref.finalize(self._memory, _munmap, self._address, self._nbytes).atexit = False
+
+    def tensor(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return the window as a tensor; the addresses live as long as a tensor on them."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=count)
+
+    def show(self, file: CommonFile) -> None:
+        allowed = mmap.PROT_READ | mmap.PROT_WRITE
+        _checked(_mmap(self._address, self._nbytes, allowed, mmap.MAP_PRIVATE | _FIXED, file.fd, 0))
+
+    def hide(self) -> None:
+        flags = mmap.MAP_PRIVATE | _FIXED | _ANONYMOUS
+        _checked(_mmap(self._address, self._nbytes, _NOTHING, flags, -1, 0))
+
+
+def _checked(address: int | None) -> int:
+    if address is None or address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address)
