@@ -25,7 +25,7 @@ from phalanx.comm import DeviceMesh
 from phalanx.fsdp.context._attention import Attention, sequence_attention
 from phalanx.fsdp.context._sequence_layout import SequenceLayout
 from phalanx.tensor import DTensor, Replicate, Shard
-from phalanx.tensor.dispatch._inline_python import inlined, run_inlined
+from phalanx.tensor.dispatch._inline_python import inlined
 
 _REFUSED = frozenset(
     {
@@ -40,6 +40,10 @@ _REFUSED = frozenset(
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
     }
+)
+# Functions of torch that run attention, or code of the user that may (in backward: a checkpointed forward).
+_CALLING_BACK = frozenset(
+    {F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
 _HEADS, _POSITIONS, _WIDTH = -3, -2, -1  # dims of queries, keys and values
 
@@ -82,8 +86,8 @@ class AttentionMode(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # aten's are called ``name.default``
         if name == "scaled_dot_product_attention":
             return _attention(self.context, SdpaCall(*args, **(kwargs or {})))
-        if func is F.multi_head_attention_forward:
-            return self._multi_head_attention(func, args, kwargs or {})
+        if func in _CALLING_BACK:
+            return self._calling_back(func, types, args, kwargs or {})
         if name in _REFUSED:
             raise NotImplementedError(
                 f"rank {self.context.mesh.get_rank()}: {name} inside context_parallel would see the positions of this "
@@ -91,18 +95,18 @@ class AttentionMode(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def _multi_head_attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the body of ``nn.MultiheadAttention``'s function, in which attention is intercepted again."""
-        if kwargs.get("need_weights", True):
+    def _calling_back(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the body of a Python function, in which attention is intercepted again: a mode is left while it acts."""
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(
                 f"rank {self.context.mesh.get_rank()}: multi_head_attention_forward inside context_parallel with "
                 f"need_weights=True would make weights of this rank's positions only; pass need_weights=False"
             )
-        body = inlined(func)
-        assert body is not None, "it is written in Python and checks for overrides"
         with self:
-            if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
-                return run_inlined(body, func, args, kwargs)
+            if DTensor in types:
+                return DTensor.__torch_function__(func, types, args, kwargs)
+            body = inlined(func)
+            assert body is not None, "it is written in Python and checks for overrides"
             return body(*args, **kwargs)
 
 
