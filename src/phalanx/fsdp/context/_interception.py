@@ -211,7 +211,7 @@ def _local(context: SequenceContext, name: str, query: Tensor, tensor: Tensor) -
             fits = dim == _POSITIONS if of_context else dim < _POSITIONS
         if not fits:
             raise ValueError(
-                f"{where} got {name} as {tensor._spec!r}: {placement} on axis {axis}; expected "
+                f"{where} got {name} as {tensor._spec!r}: {placement!r} on axis {axis}; expected "
                 + (f"Shard({tensor.dim() - 2}), the positions" if of_context else "Shard on batch or heads, or Replicate")
                 + ". Redistribute it first"
             )
