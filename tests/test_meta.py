@@ -74,6 +74,10 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
+    "fsdp": ["context"],
+    "fsdp.context": [
+        "_sequence_layout", "_partial_attention", "_exchange", "_attention", "_interception", "_buffers", "_context",
+    ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
         "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",
@@ -353,7 +357,7 @@ def test_importing_phalanx_does_not_import_torch() -> None:
 def test_public_names() -> None:
     assert sorted(phalanx.__all__) == [
         "DTensor", "DeviceMesh", "DistributedDataParallel", "ElasticBatchSampler", "ElasticDistributedSampler",
-        "Group", "Job", "__version__", "init", "init_device_mesh", "simulate",
+        "Group", "Job", "__version__", "comm_contract", "init", "init_device_mesh", "simulate",
     ]  # fmt: skip
     for name in phalanx.__all__:
         assert getattr(phalanx, name) is not None

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from phalanx.fsdp import context
+
+__all__ = ["context"]

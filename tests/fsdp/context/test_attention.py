@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2, to
 
 
 @pytest.fixture(autouse=True)
-def the_default_method():
+def the_default_method() -> Iterator[None]:
     yield
     set_rotate_method("allgather")
 
@@ -119,8 +121,8 @@ def test_queries_without_heads_or_with_more_batch_dims() -> None:
         x = torch.randn(shape, generator=make)
         expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
-        def main(group: Group, x=x, expected=expected, dim=len(shape) - 2) -> None:
-            mesh, own = init_device_mesh("cpu", (2,)), x.clone()
+        def main(group: Group, x=x, expected=expected) -> None:
+            mesh, own, dim = init_device_mesh("cpu", (2,)), x.clone(), x.dim() - 2
             with context_parallel(mesh, buffers=[own], buffer_seq_dims=[dim]):
                 out = F.scaled_dot_product_attention(own, own, own, is_causal=True)
                 torch.testing.assert_close(context_parallel_unshard(mesh, [out], [dim])[0], expected)

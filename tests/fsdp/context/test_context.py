@@ -233,7 +233,10 @@ def test_meshes_that_do_not_fit() -> None:
             context_parallel(mesh, length=8),
         ):
             pytest.fail("entered")
-        with pytest.raises(TypeError, match="got a str; expected a phalanx.DeviceMesh"), context_parallel("cp", length=8):
+        with (
+            pytest.raises(TypeError, match="got a str; expected a"),
+            context_parallel("cp", length=8),
+        ):
             pytest.fail("entered")
         with (
             context_parallel(mesh["cp"], length=8),
@@ -253,14 +256,16 @@ def test_attention_that_would_be_wrong_is_refused() -> None:
     wrong = {
         "attn_mask of shape (4, 8); only is_causal=True or no mask": lambda: sdpa(x, x, x, attn_mask=torch.ones(4, 8)),
         "dropout_p=0.1; expected 0": lambda: sdpa(x, x, x, dropout_p=0.1),
-        "3 positions in key; expected 4, this rank's part of a sequence of 8": lambda: sdpa(x, x[:, :, 1:], x[:, :, 1:]),
+        "3 positions in key; expected 4, this rank's part of a sequence of 8": lambda: sdpa(
+            x, x[:, :, 1:], x[:, :, 1:]
+        ),
         "8 positions in query; expected 4": lambda: sdpa(torch.cat([x, x], 2), x, x),
         "4 heads of queries and 2 of keys with enable_gqa=False": lambda: sdpa(x, x[:, :2], x[:, :2]),
         "4 heads of queries and 3 of keys with enable_gqa=True": lambda: sdpa(x, x[:, :3], x[:, :3], enable_gqa=True),
         "query, key, value of torch.float32, torch.float32, torch.float64": lambda: sdpa(x, x, x.double()),
         "query (1, 4, 4, 6), key (1, 4, 4, 5)": lambda: sdpa(x, x[..., 1:], x),
         "query (1, 4, 4, 6), key (2, 4, 4, 6)": lambda: sdpa(x, x.expand(2, -1, -1, -1), x.expand(2, -1, -1, -1)),
-        "_scaled_dot_product_flash_attention_for_cpu inside context_parallel would see the positions of this rank only": (
+        "_flash_attention_for_cpu inside context_parallel would see the positions of this rank only": (
             lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)
         ),
     }
@@ -308,5 +313,5 @@ def test_a_rank_that_raises_inside_leaves_no_rank_waiting() -> None:
         with context_parallel(cp_mesh(group), buffers=[x], buffer_seq_dims=[2]):
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * (group.rank == 1))
 
-    with pytest.raises(RankFailed, match="rank 1 of 2 raised NotImplementedError: rank 1: .* dropout_p=0.5"):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 raised NotImplementedError: rank 1: .* dropout_p=0.5"):
         simulate(2).run(main)

@@ -83,8 +83,9 @@ def _nobody_waits_for_one_that_raised(worker):
 
 
 @pytest.mark.soak  # torch's own takes a minute of CPU on its first call
+@pytest.mark.timeout(900)
 def test_two_processes_hold_and_compute_what_torch_gives_them():
-    run_processes(2, _same_as_torch)
+    run_processes(2, _same_as_torch, timeout=800.0)
 
 
 @pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "auto")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,8 +42,7 @@ def test_parts_in_any_order_and_of_any_size_make_the_whole(rows: int, cuts: list
     query, key, value = qkv(rows, 9)
     bounds = [0, *sorted(cuts), 9]
     parts = [
-        naive_attend(query, key[:, :, a:b], value[:, :, a:b], causal=False, scale=0.4)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        naive_attend(query, key[:, :, a:b], value[:, :, a:b], causal=False, scale=0.4) for a, b in pairwise(bounds)
     ]
     order.shuffle(parts)  # type: ignore[attr-defined]  # a random.Random
     whole = naive_attend(query, key, value, causal=False, scale=0.4)
@@ -78,7 +79,8 @@ def test_the_naive_form_is_torchs_attention(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_fused_kernel_is_the_naive_form(dtype: torch.dtype, tolerance: float, causal: bool) -> None:

@@ -61,12 +61,13 @@ def pack(key: Tensor, value: Tensor) -> Tensor:
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, what: Attention) -> Tensor:
     """Return this rank's rows of the attention. Tensors have four dims: batch, heads, this rank's positions, width."""
-    result: Tensor = _SequenceAttention.apply(*map(_readable, (query, key, value)), what)
+    apply: Any = _SequenceAttention.apply
+    result: Tensor = apply(_readable(query), _readable(key), _readable(value), what)
     return result
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The kernel reads rows: transposed heads are fine, a transposed width is not."""
+    """Return it as the kernel reads it: transposed heads are fine, a transposed width is not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -96,7 +97,7 @@ class _SequenceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]  # torch's, untyped
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         what: Attention = ctx.what
         query, key, value, out, lse = ctx.saved_tensors

@@ -102,7 +102,7 @@ def _exchange_memory(tensor: Tensor, other: Tensor) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def agree(mesh: DeviceMesh, description: list[str], error: Exception | None) -> None:

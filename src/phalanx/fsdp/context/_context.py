@@ -47,7 +47,9 @@ def set_rotate_method(rotate_method: str) -> None:
     >>> set_rotate_method("allgather")
     """
     if rotate_method not in EXCHANGES:
-        raise NotImplementedError(f"set_rotate_method({rotate_method!r}): expected one of {', '.join(sorted(EXCHANGES))}")
+        raise NotImplementedError(
+            f"set_rotate_method({rotate_method!r}): expected one of {', '.join(sorted(EXCHANGES))}"
+        )
     _Rotation.method = rotate_method
 
 
@@ -136,8 +138,8 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Return the whole of tensors (outputs, for example) that hold this rank's positions in ``seq_dims``.
 
-    ``load_balance`` is that of the context, and need not be said inside of it. No gradient flows back. One all-gather for each tensor, and one for their
-    sizes, which need not be equal on all ranks.
+    ``load_balance`` is that of the context, and need not be said inside of it. No gradient flows back. One all-gather
+    for each tensor, and one for their sizes, which need not be equal on all ranks.
 
     >>> (logits,) = context_parallel_unshard(mesh["cp"], [logits], [1])      # doctest: +SKIP
     """

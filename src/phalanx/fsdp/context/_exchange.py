@@ -5,8 +5,8 @@ one and the other cost on W ranks, where one block (keys and values of one rank,
 
 - ``Ring``: forward W - 1 all-to-alls of n elements each, in which every rank sends to the next one only; backward
   W - 1 of the keys and values and W - 1 of their gradients. Two blocks are in memory.
-- ``Gather``: forward one all-gather of W n elements, backward the same and one reduce-scatter of W n elements. All blocks
-  are in memory.
+- ``Gather``: forward one all-gather of W n elements, backward the same and one reduce-scatter of W n elements. All
+  blocks are in memory.
 
 Both give the blocks in the same order (this rank's, then that of the rank before it, and so on), so what is computed
 from them has the same bits. The next block travels while the caller computes with this one. Gradients travel in the

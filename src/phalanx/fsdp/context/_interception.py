@@ -111,39 +111,43 @@ class AttentionMode(TorchFunctionMode):
 
 
 def _attention(context: SequenceContext, call: SdpaCall) -> Tensor:
-    if any(isinstance(tensor, DTensor) for tensor in call[:3]):
-        local = [_local(context, name, call.query, tensor) for name, tensor in zip(call._fields, call[:3], strict=False)]
-        result = scaled_dot_product_attention(context, *SdpaCall(*local, *call[3:]))
-        assert isinstance(call.query, DTensor), "checked with the others"
-        return DTensor.from_local(result, call.query.device_mesh, call.query.placements, run_check=False)
-    return scaled_dot_product_attention(context, *call)
+    query = call.query
+    if not any(isinstance(tensor, DTensor) for tensor in call[:3]):
+        return scaled_dot_product_attention(context, call)
+    local: dict[str, Any] = {name: _local(context, name, query, getattr(call, name)) for name in call._fields[:3]}
+    result = scaled_dot_product_attention(context, call._replace(**local))
+    assert isinstance(query, DTensor), "checked with the others"
+    return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
 
 
-def scaled_dot_product_attention(context: SequenceContext, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Any:
+def scaled_dot_product_attention(context: SequenceContext, call: SdpaCall) -> Tensor:
     """Compute attention on local tensors; modes around the context see a call by this name."""
-    tensors = (query, key, value)
-    if has_torch_function(tensors):
-        return handle_torch_function(scaled_dot_product_attention, tensors, context, *tensors, *more)
-    call = SdpaCall(*_autocast(tensors), *more)
+    if has_torch_function(call[:3]):
+        seen: Tensor = handle_torch_function(scaled_dot_product_attention, call[:3], context, call)
+        return seen
+    call = _autocast(call)
     check(context, call)
-    causal = Attention(
+    query, key, value = call[:3]
+    what = Attention(
         group=context.mesh.get_group(),
         layout=context.layout,
         method=context.method,
         causal=call.is_causal,
         scale=1 / math.sqrt(query.shape[_WIDTH]) if call.scale is None else call.scale,
     )
-    out = sequence_attention(*(_four_dims(tensor) for tensor in call[:3]), causal)
+    out = sequence_attention(_four_dims(query), _four_dims(key), _four_dims(value), what)
     return out.reshape(*query.shape[:_WIDTH], value.shape[_WIDTH])
 
 
-def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What autocast would do to the arguments of the function that is not called now."""
-    device = tensors[0].device.type
+def _autocast(call: SdpaCall) -> SdpaCall:
+    """Do what autocast would do to the arguments of the function that is not called now."""
+    device = call.query.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
+        return call
     dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) if tensor.dtype is not torch.float64 else tensor for tensor in tensors)
+    return call._replace(
+        **{name: t if (t := getattr(call, name)).dtype is torch.float64 else t.to(dtype) for name in call._fields[:3]}
+    )
 
 
 def _four_dims(tensor: Tensor) -> Tensor:
@@ -212,7 +216,11 @@ def _local(context: SequenceContext, name: str, query: Tensor, tensor: Tensor) -
         if not fits:
             raise ValueError(
                 f"{where} got {name} as {tensor._spec!r}: {placement!r} on axis {axis}; expected "
-                + (f"Shard({tensor.dim() - 2}), the positions" if of_context else "Shard on batch or heads, or Replicate")
+                + (
+                    f"Shard({tensor.dim() - 2}), the positions"
+                    if of_context
+                    else "Shard on batch or heads, or Replicate"
+                )
                 + ". Redistribute it first"
             )
     return tensor.to_local()

@@ -1,8 +1,8 @@
 """Attention of some queries on some keys, and how such parts become the whole: the math, without communication.
 
 Owns ``attend`` and ``attend_backward`` (one block, by torch's fused CPU kernel where it fits, else by ``naive_attend``
-and ``naive_attend_backward``, which say what is meant), and ``merge``. Queries are (batch, heads, rows, width), keys and
-values (batch, key heads, columns, width); a number of query heads that is a multiple of the key heads shares them.
+and ``naive_attend_backward``, which say what is meant), and ``merge``. Queries are (batch, heads, rows, width), keys
+and values (batch, key heads, columns, width); query heads that are a multiple of the key heads share them.
 
 A part is a pair: the softmax-weighted mean of the values seen, and the log-sum-exp of the scores seen, which is all
 that another part needs to know of it. Backward of a block needs of the whole only the output and the log-sum-exp, since
@@ -50,7 +50,7 @@ def attend_backward(
 
 
 def _fused(query: Tensor, value: Tensor) -> bool:
-    """The kernel is for the CPU, and for values as wide as queries."""
+    """Return whether the kernel can be used: it is for the CPU, and for values as wide as queries."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,8 +63,10 @@ class Running(NamedTuple):
 class Attribution(TorchFunctionMode):
     """Follows modules and torch functions of one thread while it is entered."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, names: Mapping[nn.Module, str] | None = None) -> None:
+        """Follow; ``names`` are of modules that go by them wherever they are called."""
         super().__init__()
+        self._fixed = names or {}
         self._record = record
         self._thread = threading.get_ident()
         self._running: list[Running] = []
@@ -110,7 +113,7 @@ class Attribution(TorchFunctionMode):
         Of several by one name the second is ``MLP#2``. Modules without parameters or buffers may be made anew at every
         call: they share the name.
         """
-        known = self._names.get(module)
+        known = self._fixed.get(module, self._names.get(module))
         if known is not None:
             return known
         kind = type(module).__name__
