@@ -76,7 +76,8 @@ SUBLAYERS: dict[str, list[str]] = {
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
     "fsdp": ["context"],
     "fsdp.context": [
-        "_sequence_layout", "_partial_attention", "_exchange", "_attention", "_interception", "_buffers", "_context",
+        "_sequence_layout", "_partial_attention", "_block_exchange", "_attention", "_interception", "_sequence_buffers",
+        "_context_parallel",
     ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [

@@ -1,4 +1,4 @@
-"""Communication contracts: how a ledger judges, what a breach says, and the textbook of each scheme."""
+"""Communication contracts: how a check judges, what a breach says, and the textbook of each scheme."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.tensor.debug import (
     comm_contract,
     contracts,
 )
-from phalanx.tensor.debug._contract import Ledger
+from phalanx.tensor.debug._contract import ContractCheck
 from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 ACTIVATION = 4 * 8 * 4  # rows, width, bytes of float32
@@ -56,7 +56,7 @@ def tensor_parallel(mesh: DeviceMesh):
     return model, lambda: model(x).sum().backward()
 
 
-# ---- the ledger, without a model
+# ---- the check, without a model
 
 
 def line(module: str = "", phase: str = "forward", collective: str = "all_reduce", count=1, nbytes=None) -> Allowance:
@@ -68,16 +68,16 @@ PATHS = ("", "layers", "layers.0", "layers.0.up", "layers.1", "layers.1.up")
 
 @pytest.mark.fast
 def test_each_module_pays_for_itself_and_the_nearest_line_counts() -> None:
-    ledger = Ledger(CommContract(line("layers.*", count=range(2)), line("layers.1.up"), line(count=2)), PATHS)
-    assert ledger.charge("layers.0.up", "forward", "all_reduce", 8) is None
-    assert ledger.charge("layers.1.up", "forward", "all_reduce", 8) is None, "its own"
-    assert ledger.charge("layers.1", "forward", "all_reduce", 8) is None
-    broken = ledger.charge("layers.0.up", "forward", "all_reduce", 8)
+    check = ContractCheck(CommContract(line("layers.*", count=range(2)), line("layers.1.up"), line(count=2)), PATHS)
+    assert check.charge("layers.0.up", "forward", "all_reduce", 8) is None
+    assert check.charge("layers.1.up", "forward", "all_reduce", 8) is None, "its own"
+    assert check.charge("layers.1", "forward", "all_reduce", 8) is None
+    broken = check.charge("layers.0.up", "forward", "all_reduce", 8)
     assert broken == "it is number 2, the contract says: layers.*, forward: at most 1 all_reduce"
-    assert ledger.charge("layers.0", "backward", "all_reduce", 8) == (
+    assert check.charge("layers.0", "backward", "all_reduce", 8) == (
         "it is number 1, the contract says: no all_reduce in backward"
     )
-    assert list(ledger.missing()) == [
+    assert list(check.missing()) == [
         "the model: only 0 (0 B) all_reduce in forward, the contract says: the model, forward: 2 all_reduce"
     ]
 
@@ -85,15 +85,15 @@ def test_each_module_pays_for_itself_and_the_nearest_line_counts() -> None:
 @pytest.mark.fast
 def test_bytes_are_limited_from_both_sides_and_kinds_have_one_name() -> None:
     contract = CommContract(line(collective="all_gather", count=range(1, 4), nbytes=range(100, 201)))
-    ledger = Ledger(contract, PATHS)
-    assert ledger.charge("", "forward", "all_gather_into_tensor", 60) is None
-    assert next(ledger.missing()) == (
+    check = ContractCheck(contract, PATHS)
+    assert check.charge("", "forward", "all_gather_into_tensor", 60) is None
+    assert next(check.missing()) == (
         "the model: only 1 (60 B) all_gather in forward, "
         "the contract says: the model, forward: 1 to 3 all_gather of 100 B to 200 B"
     )
-    assert ledger.charge("", "forward", "all_gather", 60) is None
-    assert not list(ledger.missing())
-    assert ledger.charge("", "forward", "all_gather", 90) == (
+    assert check.charge("", "forward", "all_gather", 60) is None
+    assert not list(check.missing())
+    assert check.charge("", "forward", "all_gather", 90) == (
         "with it there are 210 B, the contract says: the model, forward: 1 to 3 all_gather of 100 B to 200 B"
     )
     for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
@@ -112,8 +112,9 @@ def test_contracts_add_up_and_multiply() -> None:
         line(phase="sideways")
     with pytest.raises(ValueError, match="not empty"):
         line(count=range(0))
+    assert not line("*").covers(""), "a star is one name"
     with pytest.raises(ValueError, match=r"a line for 'layer.\*', but no module has such a path: layers, layers.0"):
-        Ledger(CommContract(line("layer.*")), PATHS)
+        ContractCheck(CommContract(line("layer.*")), PATHS)
 
 
 # ---- breaches
@@ -166,10 +167,10 @@ def test_a_run_can_be_warned_only_and_the_ledger_is_there_to_look_at() -> None:
         model, step = tensor_parallel(init_device_mesh("cpu", (2,)))
         with comm_contract(model, CommContract(), on_breach="warn"):
             step()
-        with comm_contract(model, contracts.column_row_pair("layers.*").times(2)) as ledger:
+        with comm_contract(model, contracts.column_row_pair("layers.*").times(2)) as check:
             step()
             step()
-        assert {key: spent.count for key, spent in ledger.spent.items()} == {
+        assert {key: spent.count for key, spent in check.spent.items()} == {
             (f"layers.{layer}", phase, "all_reduce"): 2 for layer in range(2) for phase in ("forward", "backward")
         }
         with comm_contract(model.layers[0], contracts.column_row_pair("", nbytes=ACTIVATION)):  # a part, in a whole

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm import CommEvent, Group, init_device_mesh, observe, simulate
 from phalanx.fsdp.context import context_parallel, context_parallel_unshard, set_rotate_method
-from phalanx.fsdp.context._exchange import Ring
+from phalanx.fsdp.context._block_exchange import Ring
 from phalanx.tensor import DTensor, Shard
 
 METHODS = ["alltoall", "allgather"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.fsdp.context._partial_attention import (
-    Part,
+    PartialAttention,
     attend,
     attend_backward,
     merge,
@@ -30,7 +30,7 @@ def qkv(
     return [torch.randn(shape, generator=make, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def joined(parts: list[Part]) -> Part:
+def joined(parts: list[PartialAttention]) -> PartialAttention:
     whole = parts[0]
     for part in parts[1:]:
         whole = merge(whole, part)
@@ -50,8 +50,8 @@ def test_parts_in_any_order_and_of_any_size_make_the_whole(rows: int, cuts: list
 
 
 def test_parts_that_saw_nothing_count_for_nothing() -> None:
-    empty = Part(torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
-    some = Part(torch.ones(1, 1, 2, 3), torch.full((1, 1, 2), 300.0))
+    empty = PartialAttention(torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
+    some = PartialAttention(torch.ones(1, 1, 2, 3), torch.full((1, 1, 2), 300.0))
     for merged in (merge(empty, some), merge(some, empty)):
         assert torch.equal(merged.out, some.out)
         assert torch.equal(merged.lse, some.lse)
@@ -61,7 +61,9 @@ def test_parts_that_saw_nothing_count_for_nothing() -> None:
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
-    low, high = (Part(torch.full((1, 1, 1, 1), v), torch.full((1, 1, 1), s)) for v, s in ((1.0, -1e4), (2.0, 1e4)))
+    low, high = (
+        PartialAttention(torch.full((1, 1, 1, 1), v), torch.full((1, 1, 1), s)) for v, s in ((1.0, -1e4), (2.0, 1e4))
+    )
     assert merge(low, high).out.item() == 2.0
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from phalanx.fsdp.context._context import context_parallel, context_parallel_unshard, set_rotate_method
+from phalanx.fsdp.context._context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 
 __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.comm import Group
-from phalanx.fsdp.context._exchange import EXCHANGES, BlockExchange
-from phalanx.fsdp.context._partial_attention import Part, attend, attend_backward, exact_dtype, merge
+from phalanx.fsdp.context._block_exchange import EXCHANGES, BlockExchange
+from phalanx.fsdp.context._partial_attention import PartialAttention, attend, attend_backward, exact_dtype, merge
 from phalanx.fsdp.context._sequence_layout import BlockWork, SequenceLayout, work_of
 
 
@@ -75,7 +75,7 @@ class _SequenceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, what: Attention) -> Tensor:
         exact = exact_dtype(query.dtype)
-        whole: Part | None = None
+        whole: PartialAttention | None = None
         for _, work, there_key, there_value in what.blocks(key, value):
             if work is None:
                 continue
@@ -83,11 +83,11 @@ class _SequenceAttention(torch.autograd.Function):
             found = attend(
                 query[:, :, rows], there_key[:, :, columns], there_value[:, :, columns], causal=causal, scale=what.scale
             )
-            part = Part(found.out.to(exact), found.lse.to(exact))
+            part = PartialAttention(found.out.to(exact), found.lse.to(exact))
             if whole is None:  # this rank's own block: all rows
-                whole = Part(part.out.contiguous(), part.lse.contiguous())
+                whole = PartialAttention(part.out.contiguous(), part.lse.contiguous())
                 continue
-            merged = merge(Part(whole.out[:, :, rows], whole.lse[:, :, rows]), part)
+            merged = merge(PartialAttention(whole.out[:, :, rows], whole.lse[:, :, rows]), part)
             whole.out[:, :, rows] = merged.out
             whole.lse[:, :, rows] = merged.lse
         assert whole is not None, "a rank's own block comes first, and its queries see it"
@@ -113,7 +113,7 @@ class _SequenceAttention(torch.autograd.Function):
                     query[:, :, rows],
                     there_key[:, :, columns],
                     there_value[:, :, columns],
-                    Part(out[:, :, rows], lse[:, :, rows]),
+                    PartialAttention(out[:, :, rows], lse[:, :, rows]),
                     causal=causal,
                     scale=what.scale,
                 )

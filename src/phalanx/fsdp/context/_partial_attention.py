@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx._torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """The attention of rows of queries on some of the keys."""
 
     out: Tensor  # (batch, heads, rows, width of values)
@@ -31,15 +31,15 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Part:
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PartialAttention:
     """Return the attention of one block."""
     if not _fused(query, value):
         return naive_attend(query, key, value, causal=causal, scale=scale)
-    return Part(*flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale))
+    return PartialAttention(*flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale))
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Part, *, causal: bool, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one block's queries, keys and values; ``whole`` is the attention on all keys."""
     if not _fused(query, value):
@@ -54,7 +54,7 @@ def _fused(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def merge(first: Part, second: Part) -> Part:
+def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Return the attention on the keys of both parts, which are of the same rows and share no key.
 
     A part that saw no key has a log-sum-exp of minus infinity and counts for nothing.
@@ -62,21 +62,21 @@ def merge(first: Part, second: Part) -> Part:
     lse = torch.logaddexp(first.lse, second.lse)
     seen = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
     weights = [torch.exp(part.lse - seen).unsqueeze(-1) for part in (first, second)]
-    return Part(first.out * weights[0] + second.out * weights[1], lse)
+    return PartialAttention(first.out * weights[0] + second.out * weights[1], lse)
 
 
 # ---- what is meant
 
 
-def naive_attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Part:
+def naive_attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PartialAttention:
     """``attend``, with all scores in memory."""
     scores, values = _scores(query, key, causal, scale), _shared(value, query)
     lse = torch.logsumexp(scores, -1)
-    return Part((_probabilities(scores, lse) @ values).to(query.dtype), lse)
+    return PartialAttention((_probabilities(scores, lse) @ values).to(query.dtype), lse)
 
 
 def naive_attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Part, *, causal: bool, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_backward``, with all scores in memory."""
     exact = exact_dtype(query.dtype)

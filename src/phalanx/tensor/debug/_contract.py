@@ -1,7 +1,7 @@
-"""What a model may communicate: a list of lines, and the ledger in which a step is held against them.
+"""What a model may communicate: a list of lines, and a step that is held against them.
 
-Owns ``Allowance``, ``CommContract`` and ``Ledger``: pure bookkeeping. Who communicates is ``_attribution.py``'s to say,
-what happens at a breach ``_enforce.py``'s; contracts of the known schemes are in ``contracts.py``.
+Owns ``Allowance``, ``CommContract`` and ``ContractCheck``: pure bookkeeping. Who communicates is ``_attribution.py``'s
+to say, what happens at a breach ``_enforce.py``'s; contracts of the known schemes are in ``contracts.py``.
 
 Rules: what a module communicates is charged to the nearest module, itself or above, that has a line for the phase and
 the kind of collective. What finds no line is a breach: a contract says all that is allowed. Each module that a line
@@ -55,6 +55,8 @@ class Allowance:
 
     def covers(self, path: str) -> bool:
         """Return whether a module of this path is one that the line names."""
+        if not path:  # the model itself, which no star stands for
+            return not self.module
         wanted, found = self.module.split("."), path.split(".")
         return len(wanted) == len(found) and all(map(fnmatchcase, found, wanted))
 
@@ -92,7 +94,7 @@ class CommContract:
 
 
 @dataclass
-class Ledger:
+class ContractCheck:
     """A step, held against a contract. ``modules`` are the paths below the model, which itself has the empty one."""
 
     contract: CommContract

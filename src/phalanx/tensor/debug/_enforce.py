@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.comm import CommEvent, DeviceMesh, Group, init_device_mesh, observe, simulate
 from phalanx.errors import PhalanxError, RankFailed
 from phalanx.tensor.debug._attribution import Attribution
-from phalanx.tensor.debug._contract import CommContract, Ledger
+from phalanx.tensor.debug._contract import CommContract, ContractCheck
 from phalanx.tensor.debug._report import origin
 from phalanx.tensor.debug._trace import PHASES, Record, Traffic, readable
 
@@ -33,7 +33,7 @@ class ContractWarning(UserWarning):
 @contextmanager
 def comm_contract(
     model: nn.Module, contract: CommContract, *, on_breach: Literal["raise", "warn"] = "raise"
-) -> Iterator[Ledger]:
+) -> Iterator[ContractCheck]:
     """Hold what ``model`` communicates inside the block, a step as a rule, against ``contract``.
 
     >>> with comm_contract(model, contracts.column_row_pair("layers.*.mlp", nbytes=4096)):    # doctest: +SKIP
@@ -42,13 +42,13 @@ def comm_contract(
     Raises ``ContractBreach`` before a collective starts that the contract does not allow, and at the end of the block
     for those that it promises and that did not run; with ``on_breach="warn"`` a ``ContractWarning`` is given instead.
     Every operation in the block is followed, which costs some microseconds for each: use it for some steps, or all
-    steps of a job that does not mind. The block gives the ledger of what was charged to whom.
+    steps of a job that does not mind. The block gives what was charged to whom (``spent``).
     """
     if on_breach not in ("raise", "warn"):
         raise ValueError(f"comm_contract(on_breach={on_breach!r}): expected raise or warn")
     names = {part: path for path, part in model.named_modules()}
-    ledger = Ledger(contract, tuple(names.values()))
-    known, rank = frozenset(ledger.modules), 0
+    check = ContractCheck(contract, tuple(names.values()))
+    known, rank = frozenset(check.modules), 0
     with ExitStack() as stack:
         following = stack.enter_context(Attribution(Record(), names))
 
@@ -56,14 +56,14 @@ def comm_contract(
             nonlocal rank
             rank, place = event.group.ranks[event.group.rank], following.place()
             path = _path_of(place.module, known)
-            broken = ledger.charge(path, place.phase, event.name, event.nbytes)
+            broken = check.charge(path, place.phase, event.name, event.nbytes)
             if broken is not None:
                 what = f"{event.name} of {readable(event.nbytes)} in {place.phase} of {path or 'the model'}"
                 _tell(f"rank {rank}: {what}, by {origin(place) or 'an unknown line'}: {broken}", on_breach)
 
         stack.enter_context(observe(note))
-        yield ledger
-    missing = [f"rank {rank}: {text}" for text in ledger.missing()]
+        yield check
+    missing = [f"rank {rank}: {text}" for text in check.missing()]
     if missing:
         _tell("\n".join(missing), on_breach)
 
@@ -132,9 +132,9 @@ def check_contract(
         for _ in range(warmup):
             step()
         for _ in range(steps):
-            with comm_contract(model, wanted) as ledger:
+            with comm_contract(model, wanted) as check:
                 step()
-            report = ContractReport(ledger.spent)
+            report = ContractReport(check.spent)
         return report
 
     try:

@@ -13,6 +13,16 @@ from torch import nn
 
 from phalanx.tensor.debug._contract import Allowance, CommContract, Limit
 
+__all__ = [
+    "column_row_pair",
+    "context_parallel",
+    "data_parallel",
+    "fully_shard",
+    "loss_parallel",
+    "no_communication",
+    "sequence_parallel_pair",
+]
+
 Phase = Literal["forward", "backward"]
 
 

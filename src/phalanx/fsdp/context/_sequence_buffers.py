@@ -1,9 +1,9 @@
 """The buffers of a context: are they the same on all ranks, and cutting them in place.
 
-Owns ``Buffers``. A buffer stays the same Python object, so that modules that hold it see this rank's part; its memory
-is exchanged, not overwritten: views of it elsewhere keep the whole, and restoring it copies nothing. Each exchange is
-noted by autograd (version counter), so that a backward that comes too late raises and is not computed with other
-positions.
+Owns ``SequenceBuffers``. A buffer stays the same Python object, so that modules that hold it see this rank's part; its
+memory is exchanged, not overwritten: views of it elsewhere keep the whole, and restoring it copies nothing. Each
+exchange is noted by autograd (version counter), so that a backward that comes too late raises and is not computed with
+other positions.
 
 Guarantee: ranks enter together or raise together. What a rank finds wrong by itself it tells the others, in the one
 collective (24 bytes per rank) in which digests are compared; only then the details are exchanged, for the message.
@@ -23,7 +23,7 @@ from phalanx.comm import DeviceMesh
 from phalanx.tensor import DTensor
 
 
-class Buffers:
+class SequenceBuffers:
     """Tensors of which each has its sequence in one dim."""
 
     def __init__(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """``context_parallel``: a block in which each rank holds a part of the sequence, and attention sees all of it.
 
-Owns the block, ``context_parallel_unshard`` and the rotate method. Inside: buffers are cut (``_buffers.py``), attention
-is intercepted (``_interception.py``). Everything else in a model works on single positions and needs nothing.
+Owns the block, ``context_parallel_unshard`` and the rotate method. Inside: buffers are cut (``_sequence_buffers.py``),
+attention is intercepted (``_interception.py``). Everything else in a model works on single positions and needs nothing.
 Gradients of parameters are those of this rank's positions; to add them up over the context's ranks is the work of
 whatever reduces gradients, on a mesh that includes them.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import DeviceMesh
-from phalanx.fsdp.context._buffers import Buffers, agree
-from phalanx.fsdp.context._exchange import EXCHANGES
+from phalanx.fsdp.context._block_exchange import EXCHANGES
 from phalanx.fsdp.context._interception import AttentionMode, SequenceContext
+from phalanx.fsdp.context._sequence_buffers import SequenceBuffers, agree
 from phalanx.fsdp.context._sequence_layout import SequenceLayout
 from phalanx.tensor.core._modes import settings
 
@@ -85,7 +85,7 @@ def context_parallel(
     if _entered.context is not None:
         raise RuntimeError(f"rank {mesh.get_rank()}: context_parallel inside context_parallel; expected one at a time")
     kept = no_restore_buffers or set()
-    cut = Buffers(buffers or (), buffer_seq_dims or ())
+    cut = SequenceBuffers(buffers or (), buffer_seq_dims or ())
     context = _agreed(mesh, cut, kept, length, load_balance)
     cut.cut(context.layout.positions(mesh.get_local_rank()))
 
@@ -117,7 +117,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _agreed(
-    mesh: DeviceMesh, buffers: Buffers, kept: set[Tensor], length: int | None, load_balance: bool
+    mesh: DeviceMesh, buffers: SequenceBuffers, kept: set[Tensor], length: int | None, load_balance: bool
 ) -> SequenceContext:
     """Return what all ranks are about to do; raises on all of them if one cannot."""
     method, description, layout = _Rotation.method, [], None
