@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from phalanx.comm import CommEvent, Group, init_device_mesh, observe, simulate
 from phalanx.fsdp.context import context_parallel, context_parallel_unshard, set_rotate_method
 from phalanx.fsdp.context._block_exchange import Ring
 from phalanx.tensor import DTensor, Shard
+from phalanx.tensor.debug import CommDebugMode
 
 METHODS = ["alltoall", "allgather"]
 # Absolute, for inputs of unit variance: what docs/context.md promises.
@@ -253,6 +256,39 @@ def test_backward_after_the_block_is_right_without_buffers() -> None:
         assert_exact(context_parallel_unshard(mesh, [out, *grads], [2] * 4, load_balance=False), expected)
 
     simulate(2).run(main)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    def main(group: Group) -> None:
+        x = torch.randn(1, 1, 4, 4, requires_grad=True)
+        with context_parallel(init_device_mesh("cpu", (2,)), length=8):
+            out = F.scaled_dot_product_attention(x, x, x)
+            with pytest.raises(NotImplementedError, match=r"rank \d: backward with create_graph=True of attention"):
+                torch.autograd.grad(out.sum(), x, create_graph=True)
+
+    simulate(2).run(main)
+
+
+def test_traces_name_the_operation_whether_they_begin_outside_or_inside() -> None:
+    tensors = inputs(8, key_heads=4)
+
+    def main(group: Group) -> list[str]:
+        mesh, told = init_device_mesh("cpu", (2,)), []
+        for outside in (True, False):
+            with ExitStack() as stack:
+                outer = stack.enter_context(CommDebugMode()) if outside else None
+                buffers = [tensor.clone() for tensor in tensors]
+                stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))
+                seen = outer or stack.enter_context(CommDebugMode())
+                qkv = [tensor.detach().clone().requires_grad_() for tensor in buffers[:3]]
+                F.scaled_dot_product_attention(*qkv, is_causal=True).backward(buffers[3])
+            told += [text for text in seen.generate_comm_debug_tracing_table(1).splitlines() if "*" in text]
+        return told
+
+    said = simulate(2).run(main)[0]
+    assert len(said) == 1 + 3 + 3
+    assert all(Path(__file__).name in text for text in said), said
+    assert all("scaled_dot_product_attention at " in text for text in said[1:]), said
 
 
 def test_multi_head_attention_of_torch_attends_to_all_positions() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 from fsdp.context import models
 from phalanx.comm import Group, init_device_mesh, observe, simulate
+from phalanx.ddp import DistributedDataParallel
 from phalanx.errors import RankFailed
 from phalanx.fsdp.context import context_parallel, context_parallel_unshard, set_rotate_method
 from phalanx.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -126,6 +129,73 @@ def test_training_a_decoder_with_tensor_parallel_heads() -> None:
             torch.testing.assert_close(full, grads[name], msg=lambda text, name=name: f"{name}: {text}")
 
     simulate(4).run(main)
+
+
+def test_training_with_ddp_over_data_and_context_ranks() -> None:
+    """(dp, cp): each pair of context ranks has a batch of its own; DDP averages over all four."""
+    model = models.Decoder(LENGTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        for seed in range(2):
+            ids, labels = models.batch(LENGTH, seed=10 * step + seed)
+            models.loss_of(model(ids), labels, 2 * labels.numel()).backward()
+        optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def main(group: Group) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model = models.Decoder(LENGTH)
+        wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            ids, labels = models.batch(LENGTH, seed=10 * step + mesh.get_local_rank("dp"))
+            num_tokens = labels.numel()
+            with context_parallel(mesh["cp"], buffers=[ids, labels, model.table], buffer_seq_dims=[1, 1, 1]):
+                # a mean over four ranks of what is to be summed over the two of a context
+                (2 * models.loss_of(wrapped(ids), labels, num_tokens)).backward()
+            optimizer.step()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+    simulate(4).run(main)
+
+
+def test_buffers_written_inside_the_block_are_told() -> None:
+    """Above all those of DDP, which gives the first rank's part of a rotary table to all."""
+
+    def main(group: Group) -> None:
+        model, (ids, labels) = models.Decoder(LENGTH), models.batch(LENGTH)
+        table, wrapped, mesh = model.table.clone(), DistributedDataParallel(model), cp_mesh(group)
+        message = rf"rank {group.rank}: .* buffers \[2\] were written inside the block.*forward_sync_buffers=False"
+        raising = pytest.raises(RuntimeError, match=message) if group.rank else nullcontext()
+        with (
+            raising,
+            context_parallel(mesh, buffers=[ids, labels, model.table], buffer_seq_dims=[1, 1, 1]),
+        ):
+            models.loss_of(wrapped(ids), labels, 2 * LENGTH).backward()
+        assert torch.equal(model.table, table)
+        kept = torch.arange(8)
+        with context_parallel(mesh, buffers=[kept], buffer_seq_dims=[0], no_restore_buffers={kept}):
+            kept += 1
+
+    simulate(2).run(main)
+
+
+def test_evaluation_in_inference_mode() -> None:
+    logits, _ = models.on_one_device(LENGTH)
+
+    def main(group: Group) -> None:
+        mesh, model = cp_mesh(group), models.Decoder(LENGTH).eval()
+        with torch.inference_mode():
+            ids = models.batch(LENGTH)[0].clone()  # an inference tensor; the table is not
+            with context_parallel(mesh, buffers=[ids, model.table], buffer_seq_dims=[1, 1]):
+                (whole,) = context_parallel_unshard(mesh, [model(ids)], [1])
+            assert (ids.shape[1], model.table.shape[1]) == (LENGTH, LENGTH)
+        torch.testing.assert_close(whole, logits)
+
+    simulate(2).run(main)
 
 
 def test_a_sequence_that_is_not_balanced_is_put_together_as_it_was_cut() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from phalanx.comm import Group
 from phalanx.fsdp.context._block_exchange import EXCHANGES, BlockExchange
@@ -97,9 +96,13 @@ class _SequenceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         what: Attention = ctx.what
+        if torch.is_grad_enabled():  # what follows is not recorded, so a second derivative would be silently zero
+            raise NotImplementedError(
+                f"rank {what.group.rank}: backward with create_graph=True of attention inside context_parallel; "
+                f"its second derivative is not written"
+            )
         query, key, value, out, lse = ctx.saved_tensors
         exact, grad = exact_dtype(query.dtype), _readable(grad)
         d_query = torch.zeros(query.shape, dtype=exact, device=query.device)

@@ -79,7 +79,7 @@ def context_parallel(
     ...     loss.backward()
 
     Raises ``ValueError`` or ``TypeError`` on all ranks of the mesh for buffers that cannot be cut or are not the same
-    everywhere.
+    everywhere; ``RuntimeError`` at the end if a buffer was written to that is restored.
     """
     _check_mesh(mesh)
     if _entered.context is not None:
@@ -98,12 +98,20 @@ def context_parallel(
 
     checks, settings.before_recompute = settings.before_recompute, (*settings.before_recompute, refuse_recompute)
     _entered.context = context
+    written: list[int] = []
     try:
         with AttentionMode(context):
             yield
+        written = cut.written(kept)
     finally:
         _entered.context, settings.before_recompute = None, checks
         cut.restore(kept)
+    if written:
+        raise RuntimeError(
+            f"rank {mesh.get_rank()}: context_parallel: buffers {written} were written inside the block. What was "
+            f"written is lost, and may have been another rank's part: DDP that synchronises buffers gives rank 0's to "
+            f"all (pass forward_sync_buffers=False). Buffers that are to be kept so belong into no_restore_buffers"
+        )
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class SequenceBuffers:
         self._tensors = list(tensors)
         self._dims = list(dims)
         self._wholes: list[Tensor] = []
+        self._positions = torch.empty(0, dtype=torch.int64)
 
     def check(self, length: int | None, kept: Collection[Tensor]) -> int:
         """Return the length of the sequence; an error for what cannot be cut."""
@@ -78,14 +79,23 @@ class SequenceBuffers:
 
     def cut(self, positions: Tensor) -> None:
         """Replace each by its part at ``positions``."""
-        with torch.no_grad():
-            parts = [
-                tensor.index_select(dim, positions.to(tensor.device))
-                for tensor, dim in zip(self._tensors, self._dims, strict=True)
-            ]
         self._wholes = [tensor.data for tensor in self._tensors]
-        for tensor, part in zip(self._tensors, parts, strict=True):
+        self._positions = positions
+        for tensor, part in zip(self._tensors, self._parts(), strict=True):
             _exchange_memory(tensor, part)
+
+    def _parts(self) -> Iterator[Tensor]:
+        for whole, dim in zip(self._wholes, self._dims, strict=True):
+            yield whole.index_select(dim, self._positions.to(whole.device))
+
+    def written(self, kept: Collection[Tensor]) -> list[int]:
+        """Return which of those that are to be restored are not what they were when they were cut."""
+        return [
+            index
+            for index, (tensor, part) in enumerate(zip(self._tensors, self._parts(), strict=True))
+            if not any(tensor is one for one in kept)
+            and (tensor.shape != part.shape or _checksum(tensor) != _checksum(part))
+        ]
 
     def restore(self, kept: Collection[Tensor]) -> None:
         """Give back what was cut, but for those that are to be ``kept`` as they are."""

@@ -9,6 +9,7 @@ Nodes that were made before the mode began belong to nobody and count for the ro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.patches import _operators
 
 _OURS, _TORCHS = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
-_NOT_USERS = (_OURS, _TORCHS)
+_NOT_USERS = (_OURS, _TORCHS, contextlib.__file__)
 # A program's call passes through these: the methods of ``DTensor``, and a mode inside of this one.
 _PASSING_ON = (_TORCHS, "<", _operators.__file__, __file__)
 KEPT_SPANS = 1_000_000  # so that a mode left on for a whole training run stays bounded
