@@ -52,6 +52,24 @@ def comm(names: Names, group: Any) -> Iterator[None]:
     yield
 
 
+def context(names: Names, group: Any) -> Iterator[None]:
+    tokens = torch.arange(26).view(2, 13)
+    model = nn.Sequential(nn.Embedding(26, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Linear(4, 26))
+    model.register_buffer("table", torch.zeros(1, 12))
+    names |= {"F": nn.functional, "ids": tokens[:, :-1], "labels": tokens[:, 1:], "model": model.eval()}
+    yield
+    assert names["whole"].shape == (2, 12, 26)
+    assert names["ids"].shape == (2, 12)
+
+
+def contracts(names: Names, group: Any) -> Iterator[None]:
+    yield
+    assert str(names["report"]) in (ROOT / "docs" / "contracts.md").read_text()
+    made = names["MLP"]()
+    names |= {"model": made, "contract": names["contracts"].no_communication(), "x": torch.ones(4, 8)}
+    yield
+
+
 def data(names: Names, group: Any) -> Iterator[None]:
     from phalanx.data import ElasticBatchSampler, WithWeights
 
@@ -232,6 +250,8 @@ def transport(names: Names, group: Any) -> Iterator[None]:
 READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "README.md": (1, readme),
     "docs/comm.md": (2, comm),
+    "docs/context.md": (4, context),
+    "docs/contracts.md": (1, contracts),
     "docs/data.md": (4, data),
     "docs/ddp.md": (2, ddp),
     "docs/elastic.md": (1, elastic),

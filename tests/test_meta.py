@@ -75,10 +75,14 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "shard": ["layout", "files", "exchange", "tensor", "ops", "checkpoint", "plan"],
     "ddp": ["buckets", "hooks", "reducer", "wrapper"],
-    "fsdp": ["_policies", "layout", "unit", "schedule", "_summary", "_module", "_fully_shard"],
+    "fsdp": ["context", "_policies", "layout", "unit", "schedule", "_summary", "_module", "_fully_shard"],
     "fsdp.unit": [
         "_unit_memory", "_unit_order", "_mesh_axes", "_parameter", "_unit_gather", "_mapped_gather",
         "_gradient_sum", "_section", "_unit",
+    ],
+    "fsdp.context": [
+        "_sequence_layout", "_partial_attention", "_block_exchange", "_attention", "_interception", "_sequence_buffers",
+        "_context_parallel",
     ],
     "elastic": ["_options", "_rng", "tools", "reduce", "checkpoint", "membership"],
     "protocol": [
@@ -362,7 +366,7 @@ def test_importing_phalanx_does_not_import_torch() -> None:
 def test_public_names() -> None:
     assert sorted(phalanx.__all__) == [
         "DTensor", "DeviceMesh", "DistributedDataParallel", "ElasticBatchSampler", "ElasticDistributedSampler",
-        "Group", "Job", "__version__", "init", "init_device_mesh", "simulate",
+        "Group", "Job", "__version__", "comm_contract", "init", "init_device_mesh", "simulate",
     ]  # fmt: skip
     for name in phalanx.__all__:
         assert getattr(phalanx, name) is not None

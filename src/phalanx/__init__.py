@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
     from phalanx.elastic import Job as Job
     from phalanx.tensor import DTensor as DTensor
+    from phalanx.tensor.debug import comm_contract as comm_contract
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOMES = {
     "ElasticDistributedSampler": "phalanx.data",
     "Group": "phalanx.comm",
     "Job": "phalanx.elastic",
+    "comm_contract": "phalanx.tensor.debug",
     "init": "phalanx.comm",
     "init_device_mesh": "phalanx.comm",
     "simulate": "phalanx.comm",

@@ -128,6 +128,15 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.utils.checkpoint._CheckpointFrame",
         "activation checkpointing keeps the wrapper of a DTensor and loses its data",
     ),
+    # ---- attention in parts
+    "flash_attention_for_cpu": (
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "context parallel attention on CPU is several times slower, and holds all scores in memory",
+    ),
+    "flash_attention_for_cpu_backward": (
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "context parallel attention on CPU is several times slower, and holds all scores in memory",
+    ),
     # ---- nested arguments
     "tree_flatten": ("torch.utils._pytree.tree_flatten", "tensors inside lists of arguments are not found"),
     "tree_leaves": ("torch.utils._pytree.tree_leaves", "tensors inside lists of arguments are not found"),

@@ -21,7 +21,9 @@ def test_public_names() -> None:
         "set_rng_state", "zeros",
     ]  # fmt: skip
     assert sorted(phalanx.tensor.debug.__all__) == [
-        "CommDebugMode", "layout_summary", "sharding_png", "sharding_svg", "visualize_sharding",
+        "Allowance", "CommContract", "CommDebugMode", "ContractBreach", "ContractReport", "ContractWarning",
+        "check_contract", "comm_contract", "contracts", "layout_summary", "sharding_png", "sharding_svg",
+        "visualize_sharding",
     ]  # fmt: skip
     assert sorted(phalanx.tensor.experimental.__all__) == [
         "implicit_replication",

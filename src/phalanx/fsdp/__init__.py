@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.fsdp import context
 from phalanx.fsdp._fully_shard import fully_shard
 from phalanx.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from phalanx.fsdp._policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -14,6 +15,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "context",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

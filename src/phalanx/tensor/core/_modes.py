@@ -37,6 +37,8 @@ class _Settings(threading.local):
     comm: CommMode = "auto"
     fallback: FallbackPolicy = "auto"
     implicit_replication: bool = False
+    before_recompute: tuple[Callable[[], None], ...] = ()
+    """Called before a checkpointed forward of now runs again; what they raise is raised out of backward."""
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
@@ -87,8 +89,11 @@ def implicit_replication() -> Iterator[None]:
 def under_these_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` run, whenever and on whichever thread it is called, under the modes that hold now."""
     modes = (settings.comm, settings.fallback, settings.implicit_replication)
+    checks = settings.before_recompute
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        for check in checks:
+            check()
         previous = (settings.comm, settings.fallback, settings.implicit_replication)
         settings.comm, settings.fallback, settings.implicit_replication = modes
         try:

@@ -9,12 +9,13 @@ Nodes that were made before the mode began belong to nobody and count for the ro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.patches import _operators
 
 _OURS, _TORCHS = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
-_NOT_USERS = (_OURS, _TORCHS)
+_NOT_USERS = (_OURS, _TORCHS, contextlib.__file__)
 # A program's call passes through these: the methods of ``DTensor``, and a mode inside of this one.
 _PASSING_ON = (_TORCHS, "<", _operators.__file__, __file__)
 KEPT_SPANS = 1_000_000  # so that a mode left on for a whole training run stays bounded
@@ -80,8 +81,10 @@ class Running(NamedTuple):
 class Attribution(TorchFunctionMode):
     """Follows modules and torch functions of one thread while it is entered."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, names: Mapping[nn.Module, str] | None = None) -> None:
+        """Follow; ``names`` are of modules that go by them wherever they are called."""
         super().__init__()
+        self._fixed = names or {}
         self._record = record
         self._thread = threading.get_ident()
         self._running: list[Running] = []
@@ -128,7 +131,7 @@ class Attribution(TorchFunctionMode):
         Of several by one name the second is ``MLP#2``. Modules without parameters or buffers may be made anew at every
         call: they share the name.
         """
-        known = self._names.get(module)
+        known = self._fixed.get(module, self._names.get(module))
         if known is not None:
             return known
         kind = type(module).__name__
