@@ -35,7 +35,7 @@ class BucketPlan:
         aliasing_allowed: bool,
     ) -> None:
         self.members = list(members)
-        self.params = [member.param for member in members]
+        self.params = [member.part for member in members]
         self.infos = [member.info for member in members]
         self.caps = caps
         self.order = complete_order(order or [], len(members))

@@ -47,6 +47,8 @@ class BackwardPass:
     buffers: list[FlatBuffer] = field(default_factory=list)
     last_arrival: list[int] = field(init=False)
     in_buffer: set[int] = field(default_factory=set)
+    # Autograd reached these without a gradient for them: a function's backward returned None.
+    undefined: set[int] = field(default_factory=set)
     # Per bucket, if it has small dense gradients only: the tensors that autograd made, in the order of arrival. Held
     # so that reading ``.grad`` again finds the same Python objects, which is several times cheaper.
     own: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -73,9 +75,12 @@ class BackwardPass:
         """Return the memory that gradients set aside lie in."""
         return {storage_address(grad.untyped_storage()) for grad in self.stash.values() if not grad.is_sparse}
 
-    def used_here(self) -> bytearray:
+    def used_here(self, *, undefined_is_unused: bool) -> bytearray:
         """Return a byte per parameter: 1 if this rank has something to contribute for it."""
         used = bytearray(self.arrived)
+        if undefined_is_unused:
+            for index in self.undefined:
+                used[index] = 0
         for index in self.local & self.stash.keys():
             used[index] = 1
         return used
@@ -127,6 +132,8 @@ class BackwardPass:
     def fill(self, param: nn.Parameter, index: int, view: Tensor) -> None:
         """Copy one parameter's contribution into its view; zeros if it has none."""
         new, old = param.grad, self.earlier(index)
+        if new is None and self.arrived[index]:
+            self.undefined.add(index)
         if new is None and old is None:
             view.zero_()
             return

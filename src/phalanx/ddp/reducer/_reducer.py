@@ -64,6 +64,9 @@ class Reducer:
         self.after_pass: list[Callable[[], None]] = []
         self.step_weight: float | None = None
         self.wants_regroup = False
+        # Whether a parameter that autograd reached without a gradient on all ranks keeps the gradient it had; otherwise
+        # it gets zeros. PyTorch's class decides it by find_unused_parameters and static_graph, and so does the wrapper.
+        self.undefined_is_unused = False
         self.totals: StepTotals | None = None
         self._pass: BackwardPass | None = None
         self._lock = threading.RLock()
@@ -139,11 +142,11 @@ class Reducer:
 
     def propose(self, members: Sequence[NamedParameter]) -> None:
         """Take note that the module's parameters changed here; the next pass asks all ranks to agree."""
-        current = {id(member.param) for member in members}
+        current = {id(member.part) for member in members}
         known = self.plan.index_by_identity()
         self._proposed = list(members)
         self._dropped = frozenset(index for key, index in known.items() if key not in current)
-        self._watch.also([member.param for member in members if id(member.param) not in known])
+        self._watch.also([member.part for member in members if id(member.part) not in known])
 
     def stop(self) -> None:
         """Take all hooks off the parameters and never begin a pass again."""
@@ -296,6 +299,7 @@ class Reducer:
         """Send the next bucket."""
         if not current.next_launch:
             self.stats.current.first_launch = self.stats.now()
+        current.fill_pending(self.params, current.next_launch, self.plan.place_of)
         last = current.next_launch == self.plan.num_buckets - 1
         metadata = self._metadata(current) if last and self._metadata_rides else None
         with self.exchange.logged():
@@ -319,7 +323,9 @@ class Reducer:
         if current.mirrors:
             return StepMetadata(bytearray(len(self.params)), 0.0, contributes=False)
         weight = 1.0 if self.step_weight is None else self.step_weight
-        return StepMetadata(current.used_here(), weight, self.wants_regroup, self._proposed is not None)
+        current.undefined.update(i for i in self.plan.sparse if current.arrived[i] and self.params[i].grad is None)
+        used = current.used_here(undefined_is_unused=self.undefined_is_unused)
+        return StepMetadata(used, weight, self.wants_regroup, self._proposed is not None)
 
     @torch.no_grad()
     def _end_of_backward(self, current: BackwardPass) -> None:

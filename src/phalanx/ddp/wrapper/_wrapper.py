@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx import comm
 from phalanx.ddp.buckets._assignment import Caps
+from phalanx.ddp.buckets._local_parts import local_part
 from phalanx.ddp.buckets._parameters import NamedParameter, ParameterScanner
 from phalanx.ddp.hooks import mixed_precision as mixed_precision_hooks
 from phalanx.ddp.hooks._hook_signature import check_comm_hook
@@ -50,8 +51,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     >>> loss.backward()                        # gradients are means over the ranks  # doctest: +SKIP
 
     The arguments up to ``forward_sync_buffers`` are those of PyTorch's class. Parameters that a rank does not use just
-    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` are accepted and cost
-    nothing. Further, keyword-only:
+    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` cost nothing; with one of
+    the first two a parameter whose gradient is undefined on all ranks keeps the one it had, as there. A parameter may be
+    a DTensor: this rank's part is what is shared, with the ranks of ``process_group`` or ``device_mesh``. Further,
+    keyword-only:
 
     ``reduce``: ``"mean"``, ``"sum"``, or ``"weighted"`` (see ``set_step_weight``).
     ``fingerprint_every``: compare the replicas every so many synchronised steps; ``ReplicaDrift`` names who differs.
@@ -120,7 +123,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._log = CollectiveLog() if keep_log else None
         self._lazy_init_ran = False
         scanner = self._make_scanner()
-        arguments.check_module(module, [m.param for m in scanner.members], has_delayed=bool(delayed))
+        arguments.check_module(module, [*scanner.members, *self._delayed], self.parameters_to_ignore)
         everything = [m.param for m in (*scanner.members, *self._delayed)]
         devices = arguments.check_devices(everything, device_ids, output_device)
         arguments.check_sync_batch_norm(module, devices.type)
@@ -175,6 +178,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
         for reducer in self._reducers:
             reducer.exchange.log = self._log
+            reducer.undefined_is_unused = self.find_unused_parameters or self.static_graph
         for hook, state in self._comm_hooks:
             self._reducers[0].use_hook(hook, state)
 
@@ -276,7 +280,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         tensors = [tensor for tensor in values.find_tensors(output) if tensor.grad_fn is not None]
         for reducer in self._reducers:
             for tensor in tensors:
-                register: Any = tensor.register_hook  # untyped in torch
+                register: Any = local_part(tensor).register_hook  # untyped in torch
                 register(reducer.on_output_grad)
             if not tensors:
                 reducer.arm()
