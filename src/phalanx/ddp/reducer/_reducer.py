@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_private import current_graph_task_id, execution_engine, will_engine_execute_node
 from phalanx.ddp.buckets._assignment import Caps
+from phalanx.ddp.buckets._local_parts import local_part
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
 from phalanx.ddp.reducer._arrivals import ArrivalWatch
@@ -161,6 +162,18 @@ class Reducer:
         self._watch.run_last()
         if self._pass is None:
             self._note_local()
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Let the backward pass through these be a synchronised one: it begins when it reaches one of them.
+
+        Without one that has a graph, the first gradient must do. PyTorch's pipeline stages call this by its name.
+        """
+        with_graph = [output for output in outputs if output.grad_fn is not None]
+        for output in with_graph:
+            register: Any = local_part(output).register_hook  # untyped in torch
+            register(self.on_output_grad)
+        if not with_graph:
+            self.arm()
 
     def arm(self) -> None:
         """A synchronised forward returned nothing to hang a hook on: take the next arrival for the beginning."""

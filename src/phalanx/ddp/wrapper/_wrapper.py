@@ -20,7 +20,6 @@ from torch import nn
 
 from phalanx import comm
 from phalanx.ddp.buckets._assignment import Caps
-from phalanx.ddp.buckets._local_parts import local_part
 from phalanx.ddp.buckets._parameters import NamedParameter, ParameterScanner
 from phalanx.ddp.hooks import mixed_precision as mixed_precision_hooks
 from phalanx.ddp.hooks._hook_signature import check_comm_hook
@@ -36,6 +35,7 @@ from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp.wrapper._logging import log_environment, logging_data
 from phalanx.ddp.wrapper._mixed import cast_buffers, cast_parameters
 from phalanx.ddp.wrapper._replicas import CollectiveLog, compare_replicas, desync_report, verify_replicas
+from phalanx.ddp.wrapper._torch_class import register_as_virtual_subclass
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -276,14 +276,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _register_output_hooks(self, output: Any) -> None:
-        """Backward begins when it reaches an output. Without one that has a graph, the first gradient must do."""
-        tensors = [tensor for tensor in values.find_tensors(output) if tensor.grad_fn is not None]
+        tensors = list(values.find_tensors(output))
         for reducer in self._reducers:
-            for tensor in tensors:
-                register: Any = local_part(tensor).register_hook  # untyped in torch
-                register(reducer.on_output_grad)
-            if not tensors:
-                reducer.arm()
+            reducer.prepare_for_backward(tensors)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -489,3 +484,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     _update_process_group = torch_names.update_process_group
     _get_ddp_logging_data = logging_data
     _set_ddp_runtime_logging_sample_rate = torch_names.set_ddp_runtime_logging_sample_rate
+
+
+register_as_virtual_subclass(DistributedDataParallel)
