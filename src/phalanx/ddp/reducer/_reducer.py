@@ -210,6 +210,9 @@ class Reducer:
         for pool in plan.pools:
             current.buffers.append(pool.writable(busy))
         current.missing = list(plan.member_counts)
+        if self.options.gradient_as_bucket_view and not (current.stash or self._dropped or self.undefined_is_unused):
+            for bucket in plan.all_small if self._passes >= TUNE_AFTER else ():
+                current.lend(plan.params, plan.layout[bucket], bucket)
         self._pass = current
         execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
