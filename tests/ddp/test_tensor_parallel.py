@@ -97,7 +97,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_trained_alike(model: nn.Module, expected: nn.Module) -> None:
     for (name, actual), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(whole(actual), other.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            whole(actual), other.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
+        )
 
 
 @pytest.mark.fast
@@ -111,13 +113,17 @@ def test_two_replicas_of_two_parts_train_as_one_device(view: bool, accumulate: b
         replica = mesh.get_coordinate()[0]
         # Replicas begin differently: the wrapper gives all the parts of the first.
         model = DistributedDataParallel(
-            tensor_parallel(mesh, seed=replica), device_mesh=mesh["dp"], gradient_as_bucket_view=view, fingerprint_every=2
+            tensor_parallel(mesh, seed=replica),
+            device_mesh=mesh["dp"],
+            gradient_as_bucket_view=view,
+            fingerprint_every=2,
         )
         norms = train(model, replica, accumulate=accumulate)
         torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=1e-5)
         weight = model.module.up.weight
-        assert isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-        assert isinstance(weight.grad, DTensor) and weight.grad.placements == (Shard(0),)
+        for distributed in (weight, weight.grad):
+            assert isinstance(distributed, DTensor)
+            assert distributed.placements == (Shard(0),)
         assert weight.grad is weight.grad, "asked twice, it is one object, as of any parameter"
         if not accumulate:
             storage = weight.grad.to_local().untyped_storage()
@@ -151,7 +157,7 @@ def _on_processes(worker, folder) -> None:
         torch.testing.assert_close(train(model, replica), expected_norms, rtol=1e-4, atol=1e-5)
         assert_trained_alike(model.module, expected)
     state = get_model_state_dict(model)
-    assert "up.weight" in state and isinstance(state["up.weight"], DTensor)
+    assert isinstance(state["up.weight"], DTensor)
     dcp.save(state, checkpoint_id=folder)
     alone = block(seed=7)
     plain = get_model_state_dict(alone)
@@ -277,9 +283,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
         mesh = mesh_of_four()
         with pytest.raises(ReplicaMismatch, match=r"'up.weight' has part \[0\] of \[tp:S\(0\)\], shape \(4096, 8\)"):
             DistributedDataParallel(tensor_parallel(mesh), device_mesh=mesh["tp"])
+        module = nn.Linear(8, 8)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0), Replicate()]))
         with pytest.raises(ReplicaMismatch, match="part"):  # cut along the axis of the replicas
-            module = nn.Linear(8, 8)
-            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0), Replicate()]))
             DistributedDataParallel(module, device_mesh=mesh["dp"])
         module = nn.Linear(8, 8)
         module.weight = nn.Parameter(

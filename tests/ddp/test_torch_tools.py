@@ -37,10 +37,11 @@ def test_the_wrapper_counts_as_torchs_class_and_is_none() -> None:
     def main(group):
         module = nn.Linear(2, 2)
         model = DistributedDataParallel(module)
-        assert isinstance(model, TorchDDP) and issubclass(DistributedDataParallel, TorchDDP)
+        assert issubclass(DistributedDataParallel, TorchDDP)
         assert isinstance(model, (nn.DataParallel, TorchDDP)), "as a choice of several, as most ask"
         unwrapped = model.module if isinstance(model, TorchDDP) else model
-        assert unwrapped is module and not isinstance(module, TorchDDP)
+        assert unwrapped is module
+        assert not isinstance(module, TorchDDP)
         assert TorchDDP not in DistributedDataParallel.__mro__, "nothing is inherited"
 
     simulate(1).run(main)
@@ -64,7 +65,11 @@ def _checkpoints(worker, folder) -> None:
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     for number, (source, target) in enumerate(
-        [(TorchDDP, DistributedDataParallel), (DistributedDataParallel, TorchDDP), (DistributedDataParallel, _no_wrapper)]
+        [
+            (TorchDDP, DistributedDataParallel),
+            (DistributedDataParallel, TorchDDP),
+            (DistributedDataParallel, _no_wrapper),
+        ]
     ):
         model, optimizer = made(source, 0)
         step(model, optimizer, 0, worker.rank)
@@ -154,7 +159,9 @@ def _hooks(worker) -> None:
             assert left.isfinite().all()
             # Buckets are cut alike here (one), but members lie in them in another order in the first step.
             if "SGD" not in hook.__name__:
-                torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3, msg=lambda t, n=name: f"{hook} {n}: {t}")
+                torch.testing.assert_close(
+                    left, right, rtol=1e-3, atol=1e-3, msg=lambda t, n=name, h=hook: f"{h} {n}: {t}"
+                )
 
 
 # ---- optimizers

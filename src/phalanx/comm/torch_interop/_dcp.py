@@ -1,7 +1,8 @@
 """Answers what ``torch.distributed.checkpoint`` (DCP) asks of a tensor whose data is spread over ranks.
 
 Owns ``Spread``, which such tensors inherit: DCP's protocol (write items, chunks, one chunk's tensor) in terms of boxes
-of the global tensor; and what data parallelism asks, which trains this rank's part. The only file that imports DCP, and only when DCP itself asks. How torch's helpers for state
+of the global tensor; and what data parallelism asks, which trains this rank's part.
+The only file that imports DCP, and only when DCP itself asks. How torch's helpers for state
 dicts come to treat our tensors as distributed ones is in ``_dcp_state_dicts``.
 
 Invariants: the boxes of all ranks cover the tensor; two boxes are the same or do not overlap, so that DCP, which writes

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from phalanx.ddp.buckets._local_parts import described_part, local_part
 class NamedParameter:
     """One parameter that takes part. Tied parameters appear once, under their first name.
 
-    ``param`` is the module's; ``part`` is what of it this rank trains: itself, or its local tensor if it is distributed.
+    ``param`` is the module's; ``part`` is what of it this rank trains: itself, or a distributed one's local tensor.
     """
 
     name: str
@@ -34,7 +33,7 @@ class NamedParameter:
 
     @property
     def part(self) -> nn.Parameter:
-        part: Any = local_part(self.param)
+        part: nn.Parameter = local_part(self.param)  # type: ignore[assignment]  # a leaf, which is all that is asked of it
         return part
 
     @property

@@ -46,9 +46,10 @@ def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tens
 
 @torch.no_grad()
 def broadcast_coalesced(group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES) -> None:
-    """Make ``tensors`` (this rank's parts of distributed ones) equal to those of rank ``src``, in one collective per dtype and ``limit`` bytes.
+    """Make ``tensors`` equal to those of rank ``src``, in one collective per dtype and ``limit`` bytes.
 
-    In place, without autograd noticing: version counters stay, since a forward may still hold these tensors.
+    Of distributed ones, this rank's parts. In place, without autograd noticing: version counters stay, since a forward
+    may still hold these tensors.
     """
     if group.size == 1:
         return

@@ -11,9 +11,10 @@ module, register a hook on every output so that backward's beginning is known.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -43,6 +44,13 @@ if TYPE_CHECKING:
 DelayedParams = Sequence[tuple[str, nn.Parameter]]
 
 
+class _Running(threading.local):
+    ddp: DistributedDataParallel | None = None
+
+
+_running = _Running()
+
+
 class DistributedDataParallel(nn.Module, Joinable):
     """Wrap ``module`` so that every backward pass leaves the same gradients on all ranks.
 
@@ -51,10 +59,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     >>> loss.backward()                        # gradients are means over the ranks  # doctest: +SKIP
 
     The arguments up to ``forward_sync_buffers`` are those of PyTorch's class. Parameters that a rank does not use just
-    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` cost nothing; with one of
-    the first two a parameter whose gradient is undefined on all ranks keeps the one it had, as there. A parameter may be
-    a DTensor: this rank's part is what is shared, with the ranks of ``process_group`` or ``device_mesh``. Further,
-    keyword-only:
+    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` cost nothing; with one
+    of the first two a parameter whose gradient is undefined on all ranks keeps the one it had, as there. A parameter
+    may be a DTensor: this rank's part is what is shared, with the ranks of ``process_group`` or ``device_mesh``.
+    Further, keyword-only:
 
     ``reduce``: ``"mean"``, ``"sum"``, or ``"weighted"`` (see ``set_step_weight``).
     ``fingerprint_every``: compare the replicas every so many synchronised steps; ``ReplicaDrift`` names who differs.
@@ -282,17 +290,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Say which wrapper is running its forward (compilers ask); nests."""
-        previous = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
+        """Say which wrapper is running its forward (compilers ask); nests, and each thread has its own."""
+        previous, _running.ddp = _running.ddp, self
         try:
             yield
         finally:
-            DistributedDataParallel._active_ddp_module = previous
+            _running.ddp = previous
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return DistributedDataParallel._active_ddp_module
+        return _running.ddp
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -439,7 +446,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ---- methods that are functions of other modules -----------------------------------------------------------
 
-    _active_ddp_module: ClassVar[Any] = None
     broadcast_bucket_size = buffers.BROADCAST_BYTES
     use_side_stream_for_tensor_copies = False
     _divide_by_initial_world_size = True

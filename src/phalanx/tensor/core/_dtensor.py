@@ -336,7 +336,9 @@ class DTensor(torch.Tensor, Spread):
 
     def _trained_part(self) -> TrainedPart:
         spec = self._spec
-        cut = [coordinate for coordinate, p in zip(spec.coordinate, spec.placements, strict=True) if not p.is_replicate()]
+        cut = [
+            coordinate for coordinate, p in zip(spec.coordinate, spec.placements, strict=True) if not p.is_replicate()
+        ]
         return TrainedPart(self._local, f"{cut} of {spec.layout}, shape {tuple(spec.shape)}")
 
     def _whole(self) -> Tensor:
