@@ -28,7 +28,7 @@ class HeldBox(NamedTuple):
     tensor: Tensor
 
 
-class TrainedPart(NamedTuple):
+class TrainedShard(NamedTuple):
     """This rank's part of a parameter, as autograd sees it."""
 
     tensor: Tensor
@@ -60,7 +60,7 @@ class Spread:
         """Collective: one like this, with the values of the first rank's ``whole``."""
         raise NotImplementedError
 
-    def _trained_part(self) -> TrainedPart:
+    def _trained_part(self) -> TrainedShard:
         """Return what data parallelism trains of it on this rank; raises ``TypeError`` if autograd has no such part."""
         raise TypeError(f"a {type(self).__name__} has no local tensor that autograd accumulates a gradient for")
 

@@ -17,7 +17,7 @@ from torch import nn
 from phalanx._torch_private import module_children, module_parameters
 from phalanx.comm.torch_interop._dcp import Spread
 from phalanx.ddp.buckets._assignment import ParamInfo
-from phalanx.ddp.buckets._local_parts import described_part, local_part
+from phalanx.ddp.buckets._local_tensors import described_part, local_part
 
 
 @dataclass(frozen=True)

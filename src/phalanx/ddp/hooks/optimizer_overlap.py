@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_faults import check_fused
 from phalanx.ddp.buckets._bucket import GradBucket
-from phalanx.ddp.buckets._local_parts import local_part
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.hooks.default import Hook, allreduce_hook
 
 ATTACHED = "_in_backward_optimizers"

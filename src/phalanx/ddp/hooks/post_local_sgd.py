@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_faults import check_fused
 from phalanx.ddp.buckets._bucket import GradBucket
-from phalanx.ddp.buckets._local_parts import described_part, local_part
+from phalanx.ddp.buckets._local_tensors import described_part, local_part
 from phalanx.ddp.hooks._future import finished
 from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import mean_over

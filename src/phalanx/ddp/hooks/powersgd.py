@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ddp.buckets._bucket import GradBucket
-from phalanx.ddp.buckets._local_parts import local_part
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.hooks._future import LazyFuture, finished
 from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import mean_over

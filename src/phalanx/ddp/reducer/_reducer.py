@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_private import current_graph_task_id, execution_engine, will_engine_execute_node
 from phalanx.ddp.buckets._assignment import Caps
-from phalanx.ddp.buckets._local_parts import local_part
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
 from phalanx.ddp.reducer._arrivals import ArrivalWatch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.ddp.buckets._local_parts import check_trainable
+from phalanx.ddp.buckets._local_tensors import check_trainable
 from phalanx.ddp.buckets._parameters import NamedParameter
 
 REDUCTIONS = ("mean", "sum", "weighted")

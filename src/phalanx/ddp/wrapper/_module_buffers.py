@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._torch_private import preserve_version_counter
-from phalanx.ddp.buckets._local_parts import local_part
+from phalanx.ddp.buckets._local_tensors import local_part
 
 if TYPE_CHECKING:
     from phalanx.comm import Group

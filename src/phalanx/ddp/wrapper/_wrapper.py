@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 DelayedParams = Sequence[tuple[str, nn.Parameter]]
 
 
-class _Running(threading.local):
+class _CurrentForward(threading.local):
     ddp: DistributedDataParallel | None = None
 
 
-_running = _Running()
+_current_forward = _CurrentForward()
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -291,15 +291,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
         """Say which wrapper is running its forward (compilers ask); nests, and each thread has its own."""
-        previous, _running.ddp = _running.ddp, self
+        previous, _current_forward.ddp = _current_forward.ddp, self
         try:
             yield
         finally:
-            _running.ddp = previous
+            _current_forward.ddp = previous
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return _running.ddp
+        return _current_forward.ddp
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -450,6 +450,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     use_side_stream_for_tensor_copies = False
     _divide_by_initial_world_size = True
     _has_sink_clone = True
+    _active_ddp_module = property(lambda _: _current_forward.ddp)
 
     named_module_buffers = property(buffers.named_module_buffers)
     modules_buffers = property(buffers.modules_buffers)

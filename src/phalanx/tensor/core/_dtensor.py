@@ -25,7 +25,7 @@ from phalanx._torch_private import (
     num_dispatch_modes,
 )
 from phalanx.comm import DeviceMesh
-from phalanx.comm.torch_interop._dcp import HeldBox, Spread, TrainedPart
+from phalanx.comm.torch_interop._dcp import HeldBox, Spread, TrainedShard
 from phalanx.tensor.core._checkpoint_boxes import held_boxes, slices
 from phalanx.tensor.core._copied_views import (
     check_up_to_date,
@@ -334,12 +334,12 @@ class DTensor(torch.Tensor, Spread):
             check_writable(self, "loading a checkpoint", anywhere=False)
         return held_boxes(spec, checked_local(self).detach())
 
-    def _trained_part(self) -> TrainedPart:
+    def _trained_part(self) -> TrainedShard:
         spec = self._spec
         cut = [
             coordinate for coordinate, p in zip(spec.coordinate, spec.placements, strict=True) if not p.is_replicate()
         ]
-        return TrainedPart(self._local, f"{cut} of {spec.layout}, shape {tuple(spec.shape)}")
+        return TrainedShard(self._local, f"{cut} of {spec.layout}, shape {tuple(spec.shape)}")
 
     def _whole(self) -> Tensor:
         with torch.no_grad():
