@@ -32,7 +32,6 @@ class GradBucket:
         is_last: bool,
         members: Sequence[int] = (),
         space_for_copy: Callable[[torch.dtype], Tensor] | None = None,
-        is_divided: bool = False,
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -40,14 +39,13 @@ class GradBucket:
         self._is_last = is_last
         self._members = tuple(members)
         self._space_for_copy = space_for_copy
-        self.is_divided = is_divided
 
     def index(self) -> int:
         """Place in the launch order, from 0; stable between steps once buckets have been rebuilt."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the flat gradients; not divided by the number of ranks, unless ``is_divided`` (see ``DIVIDED``)."""
+        """Return the flat gradients; not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:

@@ -18,10 +18,10 @@ from phalanx.ddp.hooks._hook_group import resolve
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 
 
-def mean_over(process_group: Any, tensor: Tensor, *, is_divided: bool = False) -> torch.futures.Future[Tensor]:
-    """``tensor`` becomes its mean over the group; divided first (or before), so that small floats do not overflow."""
+def mean_over(process_group: Any, tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """``tensor`` becomes its mean over the group; divided first, so that small floats do not overflow."""
     group = resolve(process_group)
-    return future_of(group.all_reduce(tensor if is_divided else tensor.div_(group.size), async_op=True), tensor)
+    return future_of(group.all_reduce(tensor.div_(group.size), async_op=True), tensor)
 
 
 def allreduce_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -29,12 +29,12 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Futu
 
     >>> ddp.register_comm_hook(None, allreduce_hook)      # doctest: +SKIP
     """
-    return mean_over(process_group, bucket.buffer(), is_divided=bucket.is_divided)
+    return mean_over(process_group, bucket.buffer())
 
 
 def _compressed(dtype: torch.dtype, process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
-    half = mean_over(process_group, bucket.as_dtype(dtype), is_divided=bucket.is_divided)
+    half = mean_over(process_group, bucket.as_dtype(dtype))
     return half.then(lambda future: buffer.copy_(future.value()))
 
 
@@ -46,16 +46,6 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> torch.futures.
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """All-reduce in bfloat16: half the bytes, the range of float32."""
     return _compressed(torch.bfloat16, process_group, bucket)
-
-
-# Hooks that take a bucket which was divided by the number of ranks on its way in: that costs nothing there, and a pass
-# over the bucket here. Hooks that call these in turn are not among them.
-DIVIDED: tuple[Hook, ...] = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
-
-
-def takes_divided(hook: Any, process_group: Any, size: int) -> bool:
-    """Return whether the reducer may divide by ``size`` for ``hook``: only powers of two, which change no bit."""
-    return any(hook is one for one in DIVIDED) and size & (size - 1) == 0 and resolve(process_group).size == size
 
 
 def _around(dtype: torch.dtype, hook: Hook, name: str) -> Hook:

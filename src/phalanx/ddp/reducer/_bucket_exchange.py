@@ -23,7 +23,6 @@ from torch import Tensor
 from phalanx import comm
 from phalanx.ddp.buckets._bucket import GradBucket
 from phalanx.ddp.hooks._future import LazyFuture
-from phalanx.ddp.hooks.default import takes_divided
 from phalanx.ddp.reducer._bucket_plan import BucketPlan
 from phalanx.ddp.reducer._pass import BackwardPass
 from phalanx.ddp.reducer._sparse import SparseReduction
@@ -107,11 +106,7 @@ class BucketExchange:
 
     def prescale(self, weight: float | None) -> float | None:
         """Factor for gradients on their way into a bucket; None leaves them as they are."""
-        if self.comm_hook is not None:
-            hook, state = self.comm_hook
-            size, over = self.group.size, self.group if state is None else state
-            return 1.0 / size if takes_divided(hook, over, size) else None
-        if self.reduce == "sum":
+        if self.comm_hook is not None or self.reduce == "sum":
             return None
         if self.reduce == "weighted":
             if weight is None:
@@ -137,15 +132,7 @@ class BucketExchange:
             members = plan.layout[bucket]
             params = [plan.members[index].param for index in members]
             last, space = bucket == plan.num_buckets - 1, plan.pools[bucket].space_for_copy
-            seen = GradBucket(
-                bucket,
-                buffer.grads,
-                params,
-                is_last=last,
-                members=members,
-                space_for_copy=space,
-                is_divided=current.prescale is not None,
-            )
+            seen = GradBucket(bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space)
             with comm.use_group(self.group):  # what a hook without a group in its state reduces over
                 self._handles.append(hook(state, seen))
         elif metadata is not None:
