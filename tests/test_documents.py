@@ -100,6 +100,7 @@ def ddp(names: Names, group: Any) -> Iterator[None]:
 
     names |= {"module": nn.Linear(3, 1), "batch": torch.ones(2, 3)}
     yield
+    yield  # with tensor parallelism
     names |= {"loss": names["model"](names["batch"]).sum(), "PeerLost": PeerLost}
     yield
 

@@ -33,7 +33,26 @@ class Listed(NamedTuple):
 
 
 GROUPS = "Device mesh and groups"
+DDP = "Distributed data parallel"
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 LISTED = [
+    Listed("torch.nn.parallel.distributed", DDP),
+    Listed("torch.nn.parallel.DistributedDataParallel", DDP, beyond="torch.nn.Module"),
+    Listed("torch.distributed.algorithms.join", DDP),
+    Listed("torch.distributed.algorithms.join.Join", DDP, prefix="Join."),
+    Listed("torch.distributed.algorithms.join.Joinable", DDP, prefix="Joinable."),
+    Listed("torch.distributed.algorithms.join.JoinHook", DDP, prefix="JoinHook."),
+    Listed("torch.distributed.GradBucket", DDP, prefix="GradBucket."),
+    Listed(HOOKS, DDP),
+    # Not ddp_zero_hook, whose import warns: its two functions have a row all the same.
+    Listed(f"{HOOKS}.debugging_hooks", DDP),
+    Listed(f"{HOOKS}.default_hooks", DDP),
+    Listed(f"{HOOKS}.post_localSGD_hook", DDP),
+    Listed(f"{HOOKS}.powerSGD_hook", DDP),
+    Listed(f"{HOOKS}.quantization_hooks", DDP),
+    Listed("torch.distributed.algorithms.model_averaging.averagers", DDP),
+    Listed("torch.distributed.algorithms.model_averaging.hierarchical_model_averager", DDP),
+    Listed("torch.distributed.algorithms.model_averaging.utils", DDP),
     Listed("torch.distributed.device_mesh", GROUPS),
     Listed("torch.distributed.device_mesh.DeviceMesh", GROUPS, prefix="DeviceMesh."),
 ]

@@ -1,7 +1,8 @@
 """Answers what ``torch.distributed.checkpoint`` (DCP) asks of a tensor whose data is spread over ranks.
 
 Owns ``Spread``, which such tensors inherit: DCP's protocol (write items, chunks, one chunk's tensor) in terms of boxes
-of the global tensor. The only file that imports DCP, and only when DCP itself asks. How torch's helpers for state
+of the global tensor; and what data parallelism asks, which trains this rank's part.
+The only file that imports DCP, and only when DCP itself asks. How torch's helpers for state
 dicts come to treat our tensors as distributed ones is in ``_dcp_state_dicts``.
 
 Invariants: the boxes of all ranks cover the tensor; two boxes are the same or do not overlap, so that DCP, which writes
@@ -27,6 +28,15 @@ class HeldBox(NamedTuple):
     tensor: Tensor
 
 
+class TrainedShard(NamedTuple):
+    """This rank's part of a parameter, as autograd sees it."""
+
+    tensor: Tensor
+    """The plain tensor that gets the gradient."""
+    where: str
+    """Which part of which layout it is: equal on ranks that hold replicas of each other."""
+
+
 class Spread:
     """Abstract: a tensor subclass whose ranks hold boxes of it."""
 
@@ -49,6 +59,10 @@ class Spread:
     def _distributed_from(self, whole: Tensor) -> Tensor:
         """Collective: one like this, with the values of the first rank's ``whole``."""
         raise NotImplementedError
+
+    def _trained_part(self) -> TrainedShard:
+        """Return what data parallelism trains of it on this rank; raises ``TypeError`` if autograd has no such part."""
+        raise TypeError(f"a {type(self).__name__} has no local tensor that autograd accumulates a gradient for")
 
     def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the same layout over ``function`` of each local tensor."""

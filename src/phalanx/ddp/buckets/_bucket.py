@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.ddp.buckets._flat_buffer import view_like
+from phalanx.ddp.buckets._local_tensors import local_part
 
 
 class GradBucket:
@@ -59,11 +60,11 @@ class GradBucket:
         return self._space_for_copy(dtype).copy_(self._buffer)
 
     def gradients(self) -> list[Tensor]:
-        """Return one view of the buffer per parameter."""
+        """Return one view of the buffer per parameter; of this rank's part of it, if it is distributed."""
         views, offset = [], 0
-        for param in self._params:
-            views.append(view_like(self._buffer, param, offset))
-            offset += param.numel()
+        for part in map(local_part, self._params):
+            views.append(view_like(self._buffer, part, offset))
+            offset += part.numel()
         return views
 
     def parameters(self) -> list[nn.Parameter]:

@@ -15,25 +15,36 @@ import torch
 from torch import nn
 
 from phalanx._torch_private import module_children, module_parameters
+from phalanx.comm.torch_interop._dcp import Spread
 from phalanx.ddp.buckets._assignment import ParamInfo
+from phalanx.ddp.buckets._local_tensors import described_part, local_part
 
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """One parameter that takes part. Tied parameters appear once, under their first name."""
+    """One parameter that takes part. Tied parameters appear once, under their first name.
+
+    ``param`` is the module's; ``part`` is what of it this rank trains: itself, or a distributed one's local tensor.
+    """
 
     name: str
     param: nn.Parameter
     sparse: bool
 
     @property
+    def part(self) -> nn.Parameter:
+        part: nn.Parameter = local_part(self.param)  # type: ignore[assignment]  # a leaf, which is all that is asked of it
+        return part
+
+    @property
     def info(self) -> ParamInfo:
-        return ParamInfo(self.param.numel(), self.param.dtype, self.param.device, self.sparse)
+        part = self.part
+        return ParamInfo(part.numel(), part.dtype, part.device, self.sparse)
 
     def describe(self) -> list[object]:
         """Return what must be equal on all ranks, as JSON."""
-        param = self.param
-        return [self.name, list(param.shape), str(param.dtype), list(param.stride()), self.sparse]
+        part, where = self.part, described_part(self.param)
+        return [self.name, list(part.shape), str(part.dtype), list(part.stride()), self.sparse, where]
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str]) -> Iterator[NamedParameter]:
@@ -70,15 +81,16 @@ class ParameterScanner:
     def refresh(self) -> None:
         self._members = list(trained_parameters(self._module, self._ignored))
         self._modules = list(self._module.modules())
+        self._any_parts = any(isinstance(member.param, Spread) for member in self._members)
         self._signature = self._current_signature()
 
     def changed(self) -> bool:
         """Return whether the trainable parameters differ from the last look; if so, ``members`` is the new list."""
         if self._current_signature() == self._signature:
             return False
-        before = [id(member.param) for member in self._members]
+        before = [id(member.part) for member in self._members]
         self.refresh()
-        return before != [id(member.param) for member in self._members]
+        return before != [id(member.part) for member in self._members]
 
     def _current_signature(self) -> list[int | bool]:
         signature: list[int | bool] = []
@@ -89,6 +101,8 @@ class ParameterScanner:
                 signature.extend(map(id, children.values()))
             if own:
                 parameters.extend(param for param in own.values() if param is not None)
+        if self._any_parts:
+            parameters = [local_part(param) for param in parameters]
         signature.extend(map(id, parameters))
         signature.extend(map(attrgetter("requires_grad"), parameters))
         return signature

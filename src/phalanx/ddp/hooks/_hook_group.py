@@ -1,4 +1,8 @@
-"""Finds the group that a hook reduces over: ours, PyTorch's, or None for the current one as its state."""
+"""Finds the group that a hook reduces over: ours, PyTorch's, or None for the current one as its state.
+
+While a wrapper runs its hook, the current group is the wrapper's: with a subgroup (one axis of a mesh, say) the whole
+group would mix replicas with other parts of the model.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reduces plainly or in half precision, and wraps any hook with such compression.
 
-The state of these hooks is the group to reduce over; None is the current one.
+The state of these hooks is the group to reduce over; None is the wrapper's.
 """
 
 from __future__ import annotations

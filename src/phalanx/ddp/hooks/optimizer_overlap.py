@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_faults import check_fused
 from phalanx.ddp.buckets._bucket import GradBucket
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.hooks.default import Hook, allreduce_hook
 
 ATTACHED = "_in_backward_optimizers"
@@ -60,11 +61,12 @@ class PerParameterOptimizer:
 
 
 def _step_with(optimizer: torch.optim.Optimizer, param: nn.Parameter, gradient: Tensor) -> None:
-    before, param.grad = param.grad, gradient.to(param.dtype)
+    part = local_part(param)
+    before, part.grad = part.grad, gradient.to(part.dtype)
     try:
         optimizer.step()
     finally:
-        param.grad = before
+        part.grad = before
 
 
 def fused_optimizer_hook(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_faults import check_fused
 from phalanx.ddp.buckets._bucket import GradBucket
+from phalanx.ddp.buckets._local_tensors import described_part, local_part
 from phalanx.ddp.hooks._future import finished
 from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import mean_over
@@ -110,8 +111,14 @@ class PeriodicModelAverager:
 def average_parameters(params: Iterable[nn.Parameter], process_group: Any = None) -> None:
     """Replace each parameter by its mean over the group, in one collective per dtype."""
     group = resolve(process_group)
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for param in params:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    params = list(params)
+    if process_group is None and any(described_part(param) for param in params):
+        raise ValueError(
+            f"rank {group.rank}: averaging parameters that are distributed needs the group of their replicas: give "
+            "process_group, e.g. mesh['dp'].get_group(); other ranks hold other parts"
+        )
+    for param in map(local_part, params):
         by_dtype.setdefault(param.dtype, []).append(param)
     for same in by_dtype.values():
         flat = torch.cat([param.detach().reshape(-1) for param in same]).div_(group.size)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ddp.buckets._bucket import GradBucket
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.hooks._future import LazyFuture, finished
 from phalanx.ddp.hooks._hook_group import resolve
 from phalanx.ddp.hooks.default import mean_over
@@ -222,7 +223,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
     to_compress: list[Tensor] = []
     others: list[Tensor] = []
-    params = bucket.parameters()
+    params = [local_part(param) for param in bucket.parameters()]
     # Parts of the buffer as they lie in memory: rows are what the parameter's first dimension counts.
     for param, piece in zip(params, torch.split(buffer, [param.numel() for param in params]), strict=True):
         matrix = piece.view(param.shape[0] if param.dim() and param.numel() else 1, -1)

@@ -127,14 +127,14 @@ class BucketExchange:
         """Send the next bucket; the last one takes the step's metadata along, if there is any to take."""
         bucket = current.next_launch
         buffer = current.buffers[bucket]
-        current.fill_pending(plan.params, bucket, plan.place_of)
         if self.comm_hook is not None:
             hook, state = self.comm_hook
             members = plan.layout[bucket]
-            params = [plan.params[index] for index in members]
+            params = [plan.members[index].param for index in members]
             last, space = bucket == plan.num_buckets - 1, plan.pools[bucket].space_for_copy
             seen = GradBucket(bucket, buffer.grads, params, is_last=last, members=members, space_for_copy=space)
-            self._handles.append(hook(state, seen))
+            with comm.use_group(self.group):  # what a hook without a group in its state reduces over
+                self._handles.append(hook(state, seen))
         elif metadata is not None:
             metadata.write(buffer.tail)
             self._handles.append(self.group.all_reduce(buffer.flat, async_op=True))

@@ -35,7 +35,7 @@ class BucketPlan:
         aliasing_allowed: bool,
     ) -> None:
         self.members = list(members)
-        self.params = [member.param for member in members]
+        self.params = [member.part for member in members]
         self.infos = [member.info for member in members]
         self.caps = caps
         self.order = complete_order(order or [], len(members))
@@ -43,6 +43,7 @@ class BucketPlan:
         self.num_buckets = len(self.layout)
         self.sparse = [index for index, info in enumerate(self.infos) if info.sparse]
         self.large = [not info.sparse and info.nbytes >= LARGE_BYTES for info in self.infos]
+        self.all_small = [b for b, members in enumerate(self.layout) if not any(self.large[i] for i in members)]
         self.bucket_of, self.place_of = [-1] * len(members), [0] * len(members)
         for bucket, indices in enumerate(self.layout):
             for place, index in enumerate(indices):

@@ -47,9 +47,13 @@ class BackwardPass:
     buffers: list[FlatBuffer] = field(default_factory=list)
     last_arrival: list[int] = field(init=False)
     in_buffer: set[int] = field(default_factory=set)
+    # Autograd reached these without a gradient for them: a function's backward returned None.
+    undefined: set[int] = field(default_factory=set)
     # Per bucket, if it has small dense gradients only: the tensors that autograd made, in the order of arrival. Held
     # so that reading ``.grad`` again finds the same Python objects, which is several times cheaper.
     own: dict[int, list[Tensor]] = field(default_factory=dict)
+    # Buckets whose views are the gradients from the beginning: autograd adds into them; see ``lend``.
+    lent: set[int] = field(default_factory=set)
     next_launch: int = 0
     # Whether it is known that parameters get gradients; if not, a pass without any is none.
     certain: bool = True
@@ -73,9 +77,12 @@ class BackwardPass:
         """Return the memory that gradients set aside lie in."""
         return {storage_address(grad.untyped_storage()) for grad in self.stash.values() if not grad.is_sparse}
 
-    def used_here(self) -> bytearray:
+    def used_here(self, *, undefined_is_unused: bool) -> bytearray:
         """Return a byte per parameter: 1 if this rank has something to contribute for it."""
         used = bytearray(self.arrived)
+        if undefined_is_unused:
+            for index in self.undefined:
+                used[index] = 0
         for index in self.local & self.stash.keys():
             used[index] = 1
         return used
@@ -124,9 +131,23 @@ class BackwardPass:
         self.last_arrival[bucket] = arrivals[-1]
         return True
 
+    def lend(self, params: Sequence[nn.Parameter], members: Sequence[int], bucket: int) -> None:
+        """Make the views of a bucket of small gradients the gradients, zeros yet, that autograd adds to.
+
+        For 2,000 small ones that takes half of the time of copying and replacing what autograd made. It hides which
+        ones autograd reached without a gradient, so it is for passes that need not know.
+        """
+        buffer = self.buffers[bucket]
+        buffer.grads.zero_()
+        for index, view in zip(members, buffer.views, strict=True):
+            params[index].grad = view
+        self.lent.add(bucket)
+
     def fill(self, param: nn.Parameter, index: int, view: Tensor) -> None:
         """Copy one parameter's contribution into its view; zeros if it has none."""
         new, old = param.grad, self.earlier(index)
+        if new is None and self.arrived[index]:
+            self.undefined.add(index)
         if new is None and old is None:
             view.zero_()
             return
@@ -168,18 +189,24 @@ class BackwardPass:
         buffer, pending = self.buffers[bucket], self.pending[bucket]
         grads: list[Tensor] = [params[index].grad for index in pending]  # type: ignore[misc]  # None is handled below
         views = [buffer.views[place_of[index]] for index in pending]
-        if self.stash or not _copy_all(views, grads):
+        if bucket in self.lent and _are_the_same(grads, views):
+            self._scale(buffer, views)
+        elif self.stash or not _copy_all(views, grads):
             for index, view in zip(pending, views, strict=True):
                 self.fill(params[index], index, view)
         elif views:
             if not any(map(_requires_grad, grads)):
                 self.own[bucket] = grads
-            if self.prescale is not None:
-                if len(views) == len(buffer.views):  # one pass over the flat memory
-                    buffer.grads.mul_(self.prescale)
-                else:
-                    foreach_mul_(views, self.prescale)
+            self._scale(buffer, views)
         self.pending[bucket] = []
+
+    def _scale(self, buffer: FlatBuffer, views: list[Tensor]) -> None:
+        if self.prescale is None or not views:
+            return
+        if len(views) == len(buffer.views):  # one pass over the flat memory
+            buffer.grads.mul_(self.prescale)
+        else:
+            foreach_mul_(views, self.prescale)
 
     def fill_rest(
         self,
@@ -253,6 +280,8 @@ class BackwardPass:
         """
         buffer = self.buffers[bucket]
         if as_views and not self.stash and not skip and all(used):
+            if bucket in self.lent and _are_the_same([params[index].grad for index in members], buffer.views):
+                return
             for index, view in zip(members, buffer.views, strict=True):
                 params[index].grad = view
             return

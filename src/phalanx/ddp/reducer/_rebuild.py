@@ -111,7 +111,7 @@ def agree_on_change(
             "unfreeze, add or remove parameters on all ranks in the same step"
         )
     known = plan.index_by_identity()
-    late = [member for member in members if id(member.param) not in known]
+    late = [member for member in members if id(member.part) not in known]
     return Agreement(members, caps, None, _reduce_late(group, late, factor, weight))
 
 
@@ -128,7 +128,7 @@ def first_difference(described: Sequence[Sequence[Sequence[object]]]) -> str | N
             if row[0] != other_row[0]:
                 return f"where rank 0 has parameter {row[0]!r}, rank {rank} has {other_row[0]!r} (order differs)"
             for label, value, other_value in zip(
-                ("shape", "dtype", "strides", "sparse gradient"), row[1:], other_row[1:], strict=True
+                ("shape", "dtype", "strides", "sparse gradient", "part"), row[1:], other_row[1:], strict=True
             ):
                 if value != other_value:
                     return f"parameter {row[0]!r} has {label} {value} on rank 0 but {other_value} on rank {rank}"
@@ -145,7 +145,7 @@ def _reduce_late(
     """
     reduced: list[tuple[nn.Parameter, Tensor]] = []
     for member in members:
-        param = member.param
+        param = member.part
         grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
         total = (grad.to_dense() if grad.is_sparse else grad).contiguous() * (1.0 if weight is None else weight)
         flag = torch.tensor([float(param.grad is not None)], device=param.device)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_private import current_graph_task_id, execution_engine, will_engine_execute_node
 from phalanx.ddp.buckets._assignment import Caps
+from phalanx.ddp.buckets._local_tensors import local_part
 from phalanx.ddp.buckets._parameters import NamedParameter
 from phalanx.ddp.reducer import _rebuild as rebuild
 from phalanx.ddp.reducer._arrivals import ArrivalWatch
@@ -64,6 +65,9 @@ class Reducer:
         self.after_pass: list[Callable[[], None]] = []
         self.step_weight: float | None = None
         self.wants_regroup = False
+        # Whether a parameter that autograd reached without a gradient on all ranks keeps the gradient it had; otherwise
+        # it gets zeros. PyTorch's class decides it by find_unused_parameters and static_graph, and so does the wrapper.
+        self.undefined_is_unused = False
         self.totals: StepTotals | None = None
         self._pass: BackwardPass | None = None
         self._lock = threading.RLock()
@@ -139,11 +143,11 @@ class Reducer:
 
     def propose(self, members: Sequence[NamedParameter]) -> None:
         """Take note that the module's parameters changed here; the next pass asks all ranks to agree."""
-        current = {id(member.param) for member in members}
+        current = {id(member.part) for member in members}
         known = self.plan.index_by_identity()
         self._proposed = list(members)
         self._dropped = frozenset(index for key, index in known.items() if key not in current)
-        self._watch.also([member.param for member in members if id(member.param) not in known])
+        self._watch.also([member.part for member in members if id(member.part) not in known])
 
     def stop(self) -> None:
         """Take all hooks off the parameters and never begin a pass again."""
@@ -158,6 +162,18 @@ class Reducer:
         self._watch.run_last()
         if self._pass is None:
             self._note_local()
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Let the backward pass through these be a synchronised one: it begins when it reaches one of them.
+
+        Without one that has a graph, the first gradient must do. PyTorch's pipeline stages call this by its name.
+        """
+        with_graph = [output for output in outputs if output.grad_fn is not None]
+        for output in with_graph:
+            register: Any = local_part(output).register_hook  # untyped in torch
+            register(self.on_output_grad)
+        if not with_graph:
+            self.arm()
 
     def arm(self) -> None:
         """A synchronised forward returned nothing to hang a hook on: take the next arrival for the beginning."""
@@ -194,6 +210,9 @@ class Reducer:
         for pool in plan.pools:
             current.buffers.append(pool.writable(busy))
         current.missing = list(plan.member_counts)
+        if self.options.gradient_as_bucket_view and not (current.stash or self._dropped or self.undefined_is_unused):
+            for bucket in plan.all_small if self._passes >= TUNE_AFTER else ():
+                current.lend(plan.params, plan.layout[bucket], bucket)
         self._pass = current
         execution_engine.queue_callback(partial(self._end_of_backward, current))
         return current
@@ -296,6 +315,7 @@ class Reducer:
         """Send the next bucket."""
         if not current.next_launch:
             self.stats.current.first_launch = self.stats.now()
+        current.fill_pending(self.params, current.next_launch, self.plan.place_of)
         last = current.next_launch == self.plan.num_buckets - 1
         metadata = self._metadata(current) if last and self._metadata_rides else None
         with self.exchange.logged():
@@ -319,7 +339,9 @@ class Reducer:
         if current.mirrors:
             return StepMetadata(bytearray(len(self.params)), 0.0, contributes=False)
         weight = 1.0 if self.step_weight is None else self.step_weight
-        return StepMetadata(current.used_here(), weight, self.wants_regroup, self._proposed is not None)
+        current.undefined.update(i for i in self.plan.sparse if current.arrived[i] and self.params[i].grad is None)
+        used = current.used_here(undefined_is_unused=self.undefined_is_unused)
+        return StepMetadata(used, weight, self.wants_regroup, self._proposed is not None)
 
     @torch.no_grad()
     def _end_of_backward(self, current: BackwardPass) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from phalanx.ddp.buckets._local_tensors import check_trainable
+from phalanx.ddp.buckets._parameters import NamedParameter
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -33,16 +36,19 @@ class Devices:
     output: int | None
 
 
-def check_module(module: nn.Module, params: Sequence[nn.Parameter], *, has_delayed: bool) -> None:
-    """Check that the module has something to train, all of it initialised."""
+def check_module(module: nn.Module, members: Sequence[NamedParameter], ignored: Collection[str]) -> None:
+    """Check that the module has something to train, all of it initialised, of kinds that can be trained."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise RuntimeError(
             "the module has lazy parameters that are not initialised yet; run one forward pass before wrapping it"
         )
-    if not params and not has_delayed:
+    if not members:
         raise RuntimeError(
             "the module has no parameter that requires a gradient, so there is nothing to reduce; use it unwrapped"
         )
+    for name, param in module.named_parameters():
+        if name not in ignored:
+            check_trainable(name, param)
 
 
 def check_devices(

@@ -71,7 +71,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
 
 
 def _named(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    return [] if ddp.reducer is None else [(m.name, m.param) for m in ddp.reducer.members]
+    return [] if ddp.reducer is None else [(m.name, m.part) for m in ddp.reducer.members]
 
 
 def dump_environment() -> str:

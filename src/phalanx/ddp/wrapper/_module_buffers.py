@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._torch_private import preserve_version_counter
+from phalanx.ddp.buckets._local_tensors import local_part
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -47,11 +48,12 @@ def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tens
 def broadcast_coalesced(group: Group, tensors: Sequence[Tensor], src: int, limit: int = BROADCAST_BYTES) -> None:
     """Make ``tensors`` equal to those of rank ``src``, in one collective per dtype and ``limit`` bytes.
 
-    In place, without autograd noticing: version counters stay, since a forward may still hold these tensors.
+    Of distributed ones, this rank's parts. In place, without autograd noticing: version counters stay, since a forward
+    may still hold these tensors.
     """
     if group.size == 1:
         return
-    for chunk in _chunks(tensors, limit):
+    for chunk in _chunks([local_part(tensor) for tensor in tensors], limit):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
         group.broadcast(flat, src)
         if group.rank == src:
@@ -81,11 +83,11 @@ def sync_module_states(
     group: Group, module: nn.Module, ignored: Collection[str], *, src: int = 0, buffers: bool = True
 ) -> None:
     """Give every rank the parameters, and buffers if asked, of rank ``src``."""
-    states = [
-        param.detach() for name, param in module.named_parameters() if name not in ignored and f".{name}" not in ignored
+    states: list[Tensor] = [
+        param for name, param in module.named_parameters() if name not in ignored and f".{name}" not in ignored
     ]
     if buffers:
-        states.extend(buffer.detach() for buffer in named_buffers(module, ignored).values())
+        states.extend(named_buffers(module, ignored).values())
     broadcast_coalesced(group, states, src)
 
 

@@ -82,7 +82,7 @@ def compare_replicas(ddp: DistributedDataParallel, active: int, *, counted: bool
             "joinables: only the first learns how many ranks still have data"
         )
     if active == group.size and steps and steps % every == 0:
-        check_drift(group, [(member.name, member.param) for member in ddp._scanner.members])
+        check_drift(group, [(member.name, member.part) for member in ddp._scanner.members])
 
 
 class CollectiveLog:

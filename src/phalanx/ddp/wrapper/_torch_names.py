@@ -142,8 +142,10 @@ def setup_in_backward_optimizers(ddp: DistributedDataParallel) -> None:
 
 
 def set_static_graph(ddp: DistributedDataParallel) -> None:
-    """Accept it from trainers that call it: nothing depends on the graph being static."""
+    """Do what ``static_graph=True`` does: undefined gradients stay None."""
     ddp.static_graph = True
+    for reducer in ddp._reducers:
+        reducer.undefined_is_unused = True
 
 
 def set_sparse_metadata(ddp: DistributedDataParallel, global_unique_ids: dict[str, Tensor]) -> None:

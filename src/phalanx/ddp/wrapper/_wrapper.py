@@ -11,9 +11,10 @@ module, register a hook on every output so that backward's beginning is known.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,11 +36,19 @@ from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp.wrapper._logging import log_environment, logging_data
 from phalanx.ddp.wrapper._mixed import cast_buffers, cast_parameters
 from phalanx.ddp.wrapper._replicas import CollectiveLog, compare_replicas, desync_report, verify_replicas
+from phalanx.ddp.wrapper._torch_class import register_as_virtual_subclass
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
 
 DelayedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+class _CurrentForward(threading.local):
+    ddp: DistributedDataParallel | None = None
+
+
+_current_forward = _CurrentForward()
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -50,8 +59,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     >>> loss.backward()                        # gradients are means over the ranks  # doctest: +SKIP
 
     The arguments up to ``forward_sync_buffers`` are those of PyTorch's class. Parameters that a rank does not use just
-    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` are accepted and cost
-    nothing. Further, keyword-only:
+    work, so ``find_unused_parameters``, ``static_graph`` and ``skip_all_reduce_unused_params`` cost nothing; with one
+    of the first two a parameter whose gradient is undefined on all ranks keeps the one it had, as there. A parameter
+    may be a DTensor: this rank's part is what is shared, with the ranks of ``process_group`` or ``device_mesh``.
+    Further, keyword-only:
 
     ``reduce``: ``"mean"``, ``"sum"``, or ``"weighted"`` (see ``set_step_weight``).
     ``fingerprint_every``: compare the replicas every so many synchronised steps; ``ReplicaDrift`` names who differs.
@@ -120,7 +131,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._log = CollectiveLog() if keep_log else None
         self._lazy_init_ran = False
         scanner = self._make_scanner()
-        arguments.check_module(module, [m.param for m in scanner.members], has_delayed=bool(delayed))
+        arguments.check_module(module, [*scanner.members, *self._delayed], self.parameters_to_ignore)
         everything = [m.param for m in (*scanner.members, *self._delayed)]
         devices = arguments.check_devices(everything, device_ids, output_device)
         arguments.check_sync_batch_norm(module, devices.type)
@@ -175,6 +186,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducers.append(Reducer(self.group, self._delayed, options, Stats()))
         for reducer in self._reducers:
             reducer.exchange.log = self._log
+            reducer.undefined_is_unused = self.find_unused_parameters or self.static_graph
         for hook, state in self._comm_hooks:
             self._reducers[0].use_hook(hook, state)
 
@@ -272,28 +284,22 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _register_output_hooks(self, output: Any) -> None:
-        """Backward begins when it reaches an output. Without one that has a graph, the first gradient must do."""
-        tensors = [tensor for tensor in values.find_tensors(output) if tensor.grad_fn is not None]
+        tensors = list(values.find_tensors(output))
         for reducer in self._reducers:
-            for tensor in tensors:
-                register: Any = tensor.register_hook  # untyped in torch
-                register(reducer.on_output_grad)
-            if not tensors:
-                reducer.arm()
+            reducer.prepare_for_backward(tensors)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Say which wrapper is running its forward (compilers ask); nests."""
-        previous = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
+        """Say which wrapper is running its forward (compilers ask); nests, and each thread has its own."""
+        previous, _current_forward.ddp = _current_forward.ddp, self
         try:
             yield
         finally:
-            DistributedDataParallel._active_ddp_module = previous
+            _current_forward.ddp = previous
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return DistributedDataParallel._active_ddp_module
+        return _current_forward.ddp
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -440,11 +446,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ---- methods that are functions of other modules -----------------------------------------------------------
 
-    _active_ddp_module: ClassVar[Any] = None
     broadcast_bucket_size = buffers.BROADCAST_BYTES
     use_side_stream_for_tensor_copies = False
     _divide_by_initial_world_size = True
     _has_sink_clone = True
+    _active_ddp_module = property(lambda _: _current_forward.ddp)
 
     named_module_buffers = property(buffers.named_module_buffers)
     modules_buffers = property(buffers.modules_buffers)
@@ -485,3 +491,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     _update_process_group = torch_names.update_process_group
     _get_ddp_logging_data = logging_data
     _set_ddp_runtime_logging_sample_rate = torch_names.set_ddp_runtime_logging_sample_rate
+
+
+register_as_virtual_subclass(DistributedDataParallel)

@@ -25,7 +25,7 @@ from phalanx._torch_private import (
     num_dispatch_modes,
 )
 from phalanx.comm import DeviceMesh
-from phalanx.comm.torch_interop._dcp import HeldBox, Spread
+from phalanx.comm.torch_interop._dcp import HeldBox, Spread, TrainedShard
 from phalanx.tensor.core._checkpoint_boxes import held_boxes, slices
 from phalanx.tensor.core._copied_views import (
     check_up_to_date,
@@ -321,7 +321,7 @@ class DTensor(torch.Tensor, Spread):
         self._spec = value._spec
         self._alias = None  # it would keep the memory of before
 
-    # ---- what ``torch.distributed.checkpoint`` asks, by way of ``phalanx.comm``
+    # ---- what ``torch.distributed.checkpoint`` and data parallelism ask, by way of ``phalanx.comm``
 
     def _held_boxes(self, purpose: str) -> list[HeldBox]:
         spec = self._spec
@@ -333,6 +333,13 @@ class DTensor(torch.Tensor, Spread):
         if purpose == "load":
             check_writable(self, "loading a checkpoint", anywhere=False)
         return held_boxes(spec, checked_local(self).detach())
+
+    def _trained_part(self) -> TrainedShard:
+        spec = self._spec
+        cut = [
+            coordinate for coordinate, p in zip(spec.coordinate, spec.placements, strict=True) if not p.is_replicate()
+        ]
+        return TrainedShard(self._local, f"{cut} of {spec.layout}, shape {tuple(spec.shape)}")
 
     def _whole(self) -> Tensor:
         with torch.no_grad():
