@@ -42,10 +42,10 @@ from phalanx.launch.recovery import _policy
 from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
+    GenerationHandler,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
 )
@@ -70,7 +70,7 @@ class Agent:
     def __init__(
         self,
         config: LaunchConfig,
-        handler: RendezvousHandler,
+        handler: GenerationHandler,
         pool: WorkerPool,
         sources: Sources,
         observer: Observer,
@@ -445,9 +445,11 @@ class Agent:
             self._hang.answer(self._generation.info, request.stacks)
         self._note_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
-        if self.is_in_exit_barrier:
+        if held := self._hang.held(time.monotonic()):
+            self._end_generation(_policy.on_failure(self._situation(), reason=held, is_incurable=True))
+        elif self.is_in_exit_barrier:
             return
-        if request.wish is not None and request.wish != self._wish:
+        elif request.wish is not None and request.wish != self._wish:
             self._wish = request.wish
             if request.wish != self._worker_ids.size:
                 self._resize(request.wish)
