@@ -14,6 +14,7 @@ import tempfile
 from phalanx.launch.agent._agent import Agent
 from phalanx.launch.agent._observer import Observer
 from phalanx.launch.agent._sources import Exited, Signalled, Sources
+from phalanx.launch.agent._status import count_run
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._worker_spec import RunResult, Worker
 from phalanx.launch.rendezvous._adapted import AdaptedHandler
@@ -74,6 +75,7 @@ class NodeAgent:
                 self.pool.open(folder.path if folder else "", {ENV_TIMER_FILE: timers.path} if timers else {})
                 self._start_health_check()
                 result = self.agent.run()
+                self._count(result)
                 return result
         finally:
             if timers:
@@ -87,6 +89,12 @@ class NodeAgent:
                 self.config.logs_specs.close(keep=result is not None and result.is_failed())
             if folder is not None:
                 folder.remove()
+
+    def _count(self, result: RunResult) -> None:
+        """Count the run in torch's words, for handlers that this process was given."""
+        restarts = self.agent.current.restarts if self.agent.current else 0
+        limit = self.config.max_restarts
+        count_run(self.config.role, is_failed=result.is_failed(), restarts=min(restarts, limit), max_restarts=limit)
 
     def _open_folder(self) -> OwnedFolder | None:
         """Make this agent's own folder, with the job's name in it; also remove those of agents that were killed."""
@@ -116,8 +124,8 @@ class NodeAgent:
     def _on_timer(self, event: str, request: FileTimerRequest | None) -> None:
         """Note, before a worker is killed because its timer has expired, that this is why."""
         for worker in self.pool.running:
-            if request is not None and worker.process.pid == request.worker_pid:
-                worker.note = f"{event}: {request.scope_id}"
+            if request is not None and request.signal > 0 and worker.process.pid == request.worker_pid:
+                worker.note = f"its timer has expired: {request.scope_id}"
 
     def _events_path(self) -> str | None:
         specs = self.config.logs_specs

@@ -35,7 +35,7 @@ def status_event(
             "state": state,
             "rdzv_backend": spec.rdzv_handler.get_backend(),
             "metadata": json.dumps(about),
-            **more,
+            "raw_error": None, "duration_ms": None, **more,
         },
     )
 

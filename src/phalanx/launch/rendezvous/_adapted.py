@@ -61,6 +61,7 @@ class AdaptedHandler(GenerationHandler):
         self._inner: StoreRendezvousHandler | None = None
         self._round = _Round(-1, 0)
         self._local: tuple[int, tuple[str, ...], str] = (1, (), "")
+        self._told_port: int | None = None
         self._port: int | None = None
 
     def get_backend(self) -> str:
@@ -68,10 +69,6 @@ class AdaptedHandler(GenerationHandler):
 
     def get_run_id(self) -> str:
         return self._handler.get_run_id()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return bool(getattr(self._handler, "use_agent_store", False))
 
     @property
     def store_url(self) -> str:
@@ -89,7 +86,7 @@ class AdaptedHandler(GenerationHandler):
         self._local = (local_size, worker_ids, role)
 
     def set_bootstrap_port(self, port: int | None) -> None:
-        self._port = port
+        self._told_port = port
 
     @property
     def has_fixed_port(self) -> bool:
@@ -102,8 +99,11 @@ class AdaptedHandler(GenerationHandler):
             raise _ours(error) from error
         inner = self._meet(store, rank, world_size, bootstrap)
         inner.set_local_size(*self._local)
-        if bootstrap is not None:
-            self._port = bootstrap.master_port
+        if getattr(self._handler, "use_agent_store", False):
+            # A store that the handler itself serves is the same for all restarts: living workers would read the keys of
+            # dead ones. The agent serves a new one instead, at the same address.
+            bootstrap = None
+        self._port = bootstrap.master_port if bootstrap else self._told_port
         inner.set_bootstrap_port(self._port)
         info = inner.next_rendezvous()
         return info if bootstrap is None else replace(info, bootstrap_store_info=bootstrap)
