@@ -35,7 +35,9 @@ def status_event(
             "state": state,
             "rdzv_backend": spec.rdzv_handler.get_backend(),
             "metadata": json.dumps(about),
-            "raw_error": None, "duration_ms": None, **more,
+            "raw_error": None,
+            "duration_ms": None,
+            **more,
         },
     )
 
