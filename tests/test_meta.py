@@ -66,7 +66,8 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "launch.rendezvous": [
         "_interface", "_torch_settings", "_backend_store", "_settings", "_store_records", "_runs", "_own_secret",
-        "_rank_order", "_decide", "_waiting", "_leader", "_participant", "_handler", "_backends", "_adapted", "_registry",
+        "_rank_order", "_decide", "_waiting", "_leader", "_participant", "_handler", "_backends", "_adapted",
+        "_registry",
     ],
     "tensor": [
         "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",

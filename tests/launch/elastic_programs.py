@@ -1,7 +1,7 @@
 """Programs of the kind that torch's documentation of Distributed Elastic shows, for torch's modules and for ours.
 
-``python elastic_programs.py torch.distributed.elastic`` and ``... phalanx.launch`` differ in that one word. Each program
-returns what its user would see; all are printed as one line of JSON.
+``python elastic_programs.py torch.distributed.elastic`` and ``... phalanx.launch`` differ in that one word. Each
+program returns what its user would see; all are printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def processes_with_logs(folder: Path) -> Any:
     context = mp.start_processes("refusals", refuse, {0: (0,), 1: (7,)}, {0: {}, 1: {}}, specs, start_method="fork")
     failures = context.wait(period=0.05).failures
     data = failures[1].error_file_data["message"]
-    found.append([sorted(failures), failures[1].exitcode, data["message"], "refuse" in data["extraInfo"]["py_callstack"]])
+    found.append(
+        [sorted(failures), failures[1].exitcode, data["message"], "refuse" in data["extraInfo"]["py_callstack"]]
+    )
     found.append([failures[1].signal_name(), Path(failures[1].error_file).name, failures[1].local_rank])
     specs = mp.DefaultLogsSpecs(str(folder / "command"), redirects={0: mp.Std.OUT})
     args = {0: ("-c", "echo $WORD; exit 3"), 1: ("-c", "sleep 60")}
@@ -250,7 +252,9 @@ def recorded_errors(folder: Path) -> Any:
         nanny()
     except errors.ChildFailedError as error:
         copied = json.loads(path.read_text())["message"]
-        found.append([first, error.get_first_failure()[0], copied["message"], copied["errorCode"], "train.py" in str(error)])
+        found.append(
+            [first, error.get_first_failure()[0], copied["message"], copied["errorCode"], "train.py" in str(error)]
+        )
     return found
 
 

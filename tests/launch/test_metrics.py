@@ -64,6 +64,20 @@ def test_prof_counts_and_times_successes_and_failures(process: Collect) -> None:
     ]
 
 
+def test_the_deprecated_names_still_count(process: Collect) -> None:
+    with pytest.warns(FutureWarning, match="use put_metric"):
+        metrics.publish_metric("g", "a", 1)
+    with pytest.warns(FutureWarning, match="use prof"):
+
+        @metrics.profile("g")
+        def works() -> int:
+            return 1
+
+    assert works() == 1
+    names = [(d.group_name, d.name) for d in process.seen]
+    assert names == [("g", "a"), ("g", "works.success"), ("g", "works.duration.ms")]
+
+
 def test_a_group_can_have_its_own_handler() -> None:
     default, special = Collect(), Collect()
     m = Metrics(default)

@@ -201,7 +201,7 @@ class _Watch(GenerationWatch):
         while not self._is_closed.is_set():
             left = until - time.monotonic()
             end = self._inner.wait(max(0.0, min(left, INTERVAL)))
-            if end is not None or left <= 0:
+            if end is not None:
                 return end
             try:
                 count = self._handler.num_nodes_waiting()
@@ -209,6 +209,8 @@ class _Watch(GenerationWatch):
                 return GenerationEnd(kind="lost", reason=f"the rendezvous does not answer: {error!r}")
             if count > 0:
                 return GenerationEnd(kind="wanted", reason=f"{count} node(s) wait to be admitted")
+            if left <= 0:
+                break
         return None
 
     def close(self) -> None:
