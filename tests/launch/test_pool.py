@@ -25,10 +25,11 @@ from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
 from phalanx.launch.workers import _pool
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import ProgressReport
 
 pytestmark = pytest.mark.fast
@@ -296,6 +297,7 @@ def test_what_stands_by_is_forked_while_nobody_waits(tmp_path):
     worker, spare, successor = (StuckProcess(pid, signal.SIGTERM) for pid in (1, 2, 3))
     pool, _ = pool_of(tmp_path, worker)
     pool.config.standby = 1
+    pool._started_at -= _pool.SETTLED
     pool._zygotes = PretendZygote(spare, successor)
     pool.prepare(0)
     assert not pool._parked, "nothing is forked beside what is needed now"

@@ -105,6 +105,7 @@ def test_a_node_that_dies_is_missed_by_a_backend_of_ones_own() -> None:
     assert end is not None
     assert "lost its lease" in end.reason
     assert alive.next_rendezvous().world_size == 1
+    dies._members._release_port()
     alive.shutdown()
 
 

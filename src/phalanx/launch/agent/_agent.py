@@ -50,21 +50,14 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousStateError,
 )
 from phalanx.launch.system._signals import SignalException
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import Action, Broken, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
 FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
-
-SETTLED = 0.5
-"""Seconds since a generation formed after which its workers have started and a fork disturbs nobody."""
-
-STARTS_ANEW = (
-    "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
-    "cannot), so all workers start anew; so it will be at every failure, without this line"
-)
 
 
 class Agent:
@@ -89,7 +82,6 @@ class Agent:
         self._observer = observer
         self._heals = config.on_failure == "heal"
         self._is_joining = False
-        self._formed_at = 0.0
         self._size = config.nproc_per_node
         """How many workers this node starts with when all start anew."""
         self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", config.nproc_per_node)
@@ -111,7 +103,7 @@ class Agent:
                 event = self._sources.next(self.config.monitor_interval)
                 if event is not None:
                     self._take(event)
-                elif not self._is_joining and time.monotonic() - self._formed_at > SETTLED:
+                elif not self._is_joining:
                     self._pool.refill()
             return self._result
         except StoreLost as error:  # this node read or wrote a record before the rendezvous noticed
@@ -165,7 +157,7 @@ class Agent:
         self._pool.prepare(sum(worker_id not in self._pool.workers for worker_id in self._worker_ids.ids))
 
     def _on_formed(self, info: RendezvousInfo) -> None:
-        self._is_joining, self._formed_at = False, time.monotonic()
+        self._is_joining = False
         if self.current:
             self.current.close()
         self.current = generation = Generation(self.config, info, self._handler, self._sources.lasting)
@@ -322,7 +314,7 @@ class Agent:
         else:
             if self._heals and not self._has_told_anew:
                 self._has_told_anew = True
-                log.warning(STARTS_ANEW)
+                log.warning(_policy.STARTS_ANEW)
             self._stop_all()
             self._results.values.clear()
             self._worker_ids.renew(self._size)

@@ -23,8 +23,8 @@ from phalanx.launch.recovery._streak import Death
 from phalanx.launch.rendezvous._interface import GenerationHandler, RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.system._listen_address import bind_address
-from phalanx.launch.workers._pool import WorkerHandle
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import Broken, LostContact, Recovery, Streak, timeouts
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from phalanx.comm.stores._complaints import Complaints
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, GenerationHandler, RendezvousInfo
-from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from phalanx.launch.hang._kernel_watch import KernelWatch
 from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import timeouts
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,11 @@ from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.multiprocessing._interface import PContext, RunProcsResult, check_ranks
 from phalanx.launch.numa import NumaOptions
 from phalanx.launch.telemetry._logs import LogsSpecs
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._processes import Zygote
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import RankAssignment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.launch.workers._zygotes import Zygotes, make_zygote
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from phalanx._fields import load_json
 from phalanx.comm.stores._counter import counter_value
@@ -23,9 +23,6 @@ from phalanx.comm.stores._namespace import NamespacedStore
 from phalanx.comm.stores._polling import wait_for_keys
 from phalanx.errors import StoreError, StoreLost
 from phalanx.launch.rendezvous._torch_settings import RendezvousBackend
-
-if TYPE_CHECKING:
-    from torch.distributed import Store as C10dStore  # torch.distributed's, with its stub
 
 R = TypeVar("R")
 
@@ -188,7 +185,7 @@ class BackendStore(Store):
         other._lock = self._lock  # a backend need not be ready for two threads at once
         return other
 
-    def as_c10d(self, prefix: str = "") -> C10dStore:
+    def as_c10d(self, prefix: str = "") -> Any:
         from phalanx.comm.stores._for_torch import for_torch  # start-up: it imports torch
 
         return for_torch(self, prefix)

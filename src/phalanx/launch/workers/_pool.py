@@ -15,9 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from string import Template
-from typing import Any
 
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import TAIL_LINES, ProcessFailure
@@ -28,6 +26,7 @@ from phalanx.launch.workers._call import open_anonymous, read_result
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment, worker_environment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.launch.workers._zygotes import Zygotes
 
 log = logging.getLogger(__name__)
@@ -35,53 +34,8 @@ log = logging.getLogger(__name__)
 KILL_PATIENCE = 20.0
 """Seconds after SIGKILL before a worker counts as stuck in the kernel."""
 
-
-@dataclass(kw_only=True)
-class WorkerHandle:
-    """Stands for one started worker. ``assignment`` is the newest; a surviving worker keeps its process and files."""
-
-    assignment: RankAssignment
-    process: WorkerProcess
-    stderr_path: str = ""
-    stderr_sinks: Sinks | None = None
-    error_file: str = ""
-    stacks_file: str = ""
-    result_fd: int = -1
-    started_at: float = 0.0
-    born: int = 0
-    """The generation that it was started for."""
-    is_told: bool = False
-    """Whether its end has been passed on."""
-    is_judged: bool = False
-    """Whether the agent has dealt with its end."""
-    is_asked_to_leave: bool = False
-    has_done_its_part: bool = False
-    """Whether its script had ended well before the process was ended otherwise."""
-    is_killed: bool = False
-    """Whether it was killed here because it did not stop."""
-    note: str = ""
-    value: Any = None
-    """What a function worker returned, once ``fetch_value`` has read it."""
-    problem: str = ""
-    """Why it has failed although it ended with 0."""
-
-    @property
-    def id(self) -> str:
-        return self.assignment.worker_id
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.exit_code is None
-
-    @property
-    def has_succeeded(self) -> bool:
-        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
-        return is_well and not self.problem
-
-    @property
-    def wants_successor(self) -> bool:
-        """Whether it ended although it should not have."""
-        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
+SETTLED = 0.5
+"""Seconds after which workers have started, or gone on, and a fork disturbs nobody."""
 
 
 class WorkerPool:
@@ -106,6 +60,7 @@ class WorkerPool:
         self._hurry = threading.Event()
         self._scratch = ""
         self._env: dict[str, str] = {}
+        self._started_at = -SETTLED
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -117,7 +72,11 @@ class WorkerPool:
 
     def refill(self) -> None:
         """Fork what is to stand by, while nobody waits: a fork takes a core for as long as a whole regroup."""
-        if len(self._parked) < (self.config.standby or 0) and self._zygotes.is_idle:
+        if (
+            len(self._parked) < (self.config.standby or 0)
+            and self._zygotes.is_idle
+            and time.monotonic() - self._started_at > SETTLED
+        ):
             self._parked.append(self._zygotes.park())
 
     def open(self, scratch: str = "", env: Mapping[str, str] | None = None) -> None:
@@ -131,6 +90,7 @@ class WorkerPool:
     def start(self, assignments: Sequence[RankAssignment], job: JobFacts) -> list[WorkerHandle]:
         """Start a worker on each of the assignments."""
         self.prepare(len(assignments))
+        self._started_at = time.monotonic()
         envs = {
             assignment.local_rank: worker_environment(assignment, job, self.config, os.environ) | self._env
             for assignment in assignments
