@@ -22,7 +22,7 @@ from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.launch.workers._zygotes import Zygotes, make_zygote
 
 
-class _Pool(WorkerPool):
+class _ContextPool(WorkerPool):
     """A pool whose lines on the console begin as each process was told."""
 
     prefixes: Mapping[int, str] = {}
@@ -38,7 +38,7 @@ class _PoolContext(PContext):
     def __init__(self, *args: Any, numa_options: NumaOptions | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._numa_options = numa_options
-        self._pool: _Pool | None = None
+        self._pool: _ContextPool | None = None
         self._pids: dict[int, int] = {}
         self._result: RunProcsResult | None = None
         self._num_running = 0
@@ -67,7 +67,7 @@ class _PoolContext(PContext):
             zygotes = Zygotes(Zygote.fork(table), is_warm=True)
         else:
             zygotes = Zygotes.of(config, any_start, make_zygote(config, any_start))
-        self._pool = pool = _Pool(config, any_start, zygotes, lambda worker: None)
+        self._pool = pool = _ContextPool(config, any_start, zygotes, lambda worker: None)
         pool.prefixes = self.log_line_prefixes
         pool.open()
         pool.prepare(self.nprocs)

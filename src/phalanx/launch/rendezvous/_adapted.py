@@ -45,7 +45,7 @@ def adapted(handler: RendezvousHandler) -> GenerationHandler:
 
 
 @dataclass(frozen=True)
-class _Round:
+class _AgreedPlace:
     """What the handler has agreed on, as far as it decides which store the job uses."""
 
     rank: int
@@ -59,7 +59,7 @@ class AdaptedHandler(GenerationHandler):
     def __init__(self, handler: RendezvousHandler) -> None:
         self._handler = handler
         self._inner: StoreRendezvousHandler | None = None
-        self._round = _Round(-1, 0)
+        self._round = _AgreedPlace(-1, 0)
         self._local: tuple[int, tuple[str, ...], str] = (1, (), "")
         self._told_port: int | None = None
         self._port: int | None = None
@@ -136,7 +136,7 @@ class AdaptedHandler(GenerationHandler):
                 self.get_backend(), endpoint, self.get_run_id(), world_size, world_size, address if rank == 0 else None
             )
             self._inner = make_handler(params, opened, loopback=host in LOOPBACK, fixed_rank=rank)
-            self._round = _Round(rank, world_size, endpoint)
+            self._round = _AgreedPlace(rank, world_size, endpoint)
         return self._inner
 
     def _endpoint_of_first(self, store: Any, rank: int) -> str:
@@ -170,7 +170,7 @@ class AdaptedHandler(GenerationHandler):
         self._formed.want_generation(generation, cause)
 
     def watch_generation(self, generation: int) -> GenerationWatch:
-        return _Watch(self, self._formed.watch_generation(generation))
+        return _AdaptedWatch(self, self._formed.watch_generation(generation))
 
     @property
     def _formed(self) -> StoreRendezvousHandler:
@@ -188,7 +188,7 @@ class AdaptedHandler(GenerationHandler):
         return self._handler.shutdown() is not False
 
 
-class _Watch(GenerationWatch):
+class _AdaptedWatch(GenerationWatch):
     """Watches a generation of the inner handler, and whether nodes wait at the outer one."""
 
     def __init__(self, handler: AdaptedHandler, inner: GenerationWatch) -> None:

@@ -33,7 +33,7 @@ Values = dict[str, list[str]]
 """Key: its value (base64), the lease that it is bound to, if any, and a stamp that no two writes share."""
 
 
-class _Record:
+class _BackendRecord:
     """The record as one client has read it."""
 
     def __init__(self, data: bytes | None) -> None:
@@ -70,12 +70,12 @@ class BackendStore(Store):
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    def _read(self) -> tuple[_Record, Any]:
+    def _read(self) -> tuple[_BackendRecord, Any]:
         with self._lock:
             if self._is_closed:
                 raise StoreLost(f"store {self.address} was closed by this client", address=self.address)
             found = self._call(self._backend.get_state)
-            return _Record(found[0] if found else None), found[1] if found else None
+            return _BackendRecord(found[0] if found else None), found[1] if found else None
 
     def _call(self, method: Callable[..., R], *args: Any) -> R:
         try:
@@ -83,7 +83,7 @@ class BackendStore(Store):
         except Exception as error:  # whatever the backend raises
             raise StoreLost(f"the rendezvous backend does not answer: {error!r}", address=self.address) from error
 
-    def _write(self, change: Callable[[_Record], R]) -> R:
+    def _write(self, change: Callable[[_BackendRecord], R]) -> R:
         with self._lock:
             while True:
                 record, token = self._read()
@@ -93,7 +93,7 @@ class BackendStore(Store):
                 if done is not None and done[2]:
                     return result
 
-    def _drop_expired(self, record: _Record) -> bool:
+    def _drop_expired(self, record: _BackendRecord) -> bool:
         now = time.monotonic()
         self._seen = {
             lease: seen if (seen := self._seen.get(lease, (-1.0, now)))[0] == beat else (beat, now)
@@ -104,7 +104,7 @@ class BackendStore(Store):
             record.drop_lease(lease)
         return bool(over)
 
-    def _look(self) -> _Record:
+    def _look(self) -> _BackendRecord:
         """Read the record, and remove what has run out."""
         with self._lock:
             record, _ = self._read()
@@ -129,7 +129,7 @@ class BackendStore(Store):
             raise TypeError(f"the lease of {key!r} was not made by the store {self.address}")
         name = lease.name
 
-        def bind(record: _Record) -> bool:
+        def bind(record: _BackendRecord) -> bool:
             if name in record.leases:
                 record.put(key, value, name)
             return name in record.leases
@@ -138,7 +138,7 @@ class BackendStore(Store):
             raise StoreError(f"{self.address}: the lease for {key!r} has run out")
 
     def add(self, key: str, amount: int = 1) -> int:
-        def change(record: _Record) -> int:
+        def change(record: _BackendRecord) -> int:
             total = counter_value(key, record.get(key), self.address) + amount
             record.put(key, b"%d" % total)
             return total
@@ -149,7 +149,7 @@ class BackendStore(Store):
         if self.get(key) != expected:
             return False
 
-        def change(record: _Record) -> bool:
+        def change(record: _BackendRecord) -> bool:
             is_it = record.get(key) == expected
             if is_it:
                 record.put(key, value)
@@ -204,7 +204,7 @@ class _BackendLease(Lease):
         store._write(lambda record: record.leases.update({self.name: [0, ttl]}))
 
     def refresh(self) -> bool:
-        def beat(record: _Record) -> bool:
+        def beat(record: _BackendRecord) -> bool:
             if self.name in record.leases:
                 record.leases[self.name][0] += 1
             return self.name in record.leases

@@ -19,8 +19,8 @@ from phalanx.launch.timer._api import (
     configure,
     expires,
 )
-from phalanx.launch.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
-from phalanx.launch.timer._local import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
+from phalanx.launch.timer._pipe_timers import FileTimerClient, FileTimerRequest, FileTimerServer
+from phalanx.launch.timer._queue_timers import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
 
 __all__ = [
     "FileTimerClient",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.timer._api import RequestQueue, TimerClient, TimerRequest
-from phalanx.launch.timer._local import ProcessTimerServer, kill
+from phalanx.launch.timer._queue_timers import ProcessTimerServer, kill
 
 log = logging.getLogger(__name__)
 
