@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ import phalanx
 from documents import DOCUMENTS, ROOT, blocks, commands, inline_code, prose, wrong_calls
 from phalanx.__main__ import COMMANDS, main
 from phalanx.comm import simulate
-from phalanx.launch.cli._flags import parse
+from phalanx.launch import timer
+from phalanx.launch.cli._flags import USE_ENV, parse
+from phalanx.launch.timer import FileTimerServer
 
 pytestmark = pytest.mark.fast
 
@@ -127,6 +130,13 @@ def launch(names: Names, group: Any) -> Iterator[None]:
     names["train"] = abs
     yield
     assert names["values"] == dict.fromkeys(range(4), 0.1)
+    served = FileTimerServer(os.path.abspath("timers"), "job", max_interval=0.01)
+    served.start()
+    names.update(os=os, timer=timer, exchange=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_TIMER_FILE", served.path)
+        yield
+    served.stop()
 
 
 class Recommender(nn.Module):
@@ -352,7 +362,7 @@ FOREIGN = {"--client-cert-auth", "--lr"}
 
 
 def test_flags_in_text_exist() -> None:
-    known = set().union(*(flags_of(command) for command in COMMANDS)) | FOREIGN
+    known = set().union(*(flags_of(command) for command in COMMANDS)) | FOREIGN | {f"--{USE_ENV.name}"}
     for path in (ROOT / folder for folder in ("benchmarks", "examples", "tests", "tools", "src")):
         for file in path.rglob("*.py"):
             known |= set(re.findall(r"add_argument\(\s*\"(--[a-z][a-z-]*)\"", file.read_text()))

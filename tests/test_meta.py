@@ -62,12 +62,13 @@ SUBLAYERS: dict[str, list[str]] = {
         "_sampler_state", "_ranks", "_batches", "_sampler",
     ],
     "launch": [
-        "system", "numa", "events", "metrics", "failures", "telemetry", "rendezvous", "config",
-        "workers", "recovery", "hang", "agent", "cli",
+        "system", "numa", "events", "metrics", "failures", "telemetry", "timer", "rendezvous", "config",
+        "workers", "multiprocessing", "recovery", "hang", "agent", "cli",
     ],
     "launch.rendezvous": [
-        "_interface", "_settings", "_store_records", "_runs", "_own_secret", "_rank_order", "_decide",
-        "_waiting", "_leader", "_participant", "_handler", "_backends", "_registry",
+        "_interface", "_torch_settings", "_backend_store", "_settings", "_store_records", "_runs", "_own_secret",
+        "_rank_order", "_decide", "_waiting", "_leader", "_participant", "_handler", "_backends", "_adapted",
+        "_registry",
     ],
     "tensor": [
         "layout", "redistribute", "ops", "core", "dispatch", "random", "_factories", "patches",

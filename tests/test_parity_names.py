@@ -35,6 +35,7 @@ class Listed(NamedTuple):
 GROUPS = "Device mesh and groups"
 DDP = "Distributed data parallel"
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+LAUNCHER = "Launcher"
 LISTED = [
     Listed("torch.nn.parallel.distributed", DDP),
     Listed("torch.nn.parallel.DistributedDataParallel", DDP, beyond="torch.nn.Module"),
@@ -55,6 +56,38 @@ LISTED = [
     Listed("torch.distributed.algorithms.model_averaging.utils", DDP),
     Listed("torch.distributed.device_mesh", GROUPS),
     Listed("torch.distributed.device_mesh.DeviceMesh", GROUPS, prefix="DeviceMesh."),
+    Listed("torch.distributed.elastic.agent.server.api", LAUNCHER),
+    Listed("torch.distributed.elastic.agent.server.local_elastic_agent", LAUNCHER),
+    Listed("torch.distributed.elastic.agent.server.health_check_server", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.api", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.errors", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.redirects", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.tail_log", LAUNCHER),
+    Listed("torch.distributed.elastic.multiprocessing.subprocess_handler", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.registry", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.dynamic_rendezvous", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.etcd_server", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.static_tcp_rendezvous", LAUNCHER),
+    Listed("torch.distributed.elastic.rendezvous.utils", LAUNCHER),
+    Listed("torch.distributed.elastic.timer.api", LAUNCHER, prefix="timer."),
+    Listed("torch.distributed.elastic.timer.local_timer", LAUNCHER, prefix="timer."),
+    Listed("torch.distributed.elastic.timer.file_based_local_timer", LAUNCHER, prefix="timer."),
+    Listed("torch.distributed.elastic.timer.debug_info_logging", LAUNCHER, prefix="timer."),
+    Listed("torch.distributed.elastic.events", LAUNCHER, prefix="events."),
+    Listed("torch.distributed.elastic.events.api", LAUNCHER, prefix="events."),
+    Listed("torch.distributed.elastic.events.handlers", LAUNCHER, prefix="events."),
+    Listed("torch.distributed.elastic.metrics", LAUNCHER, prefix="metrics."),
+    Listed("torch.distributed.elastic.metrics.api", LAUNCHER, prefix="metrics."),
+    Listed("torch.distributed.elastic.control_plane", LAUNCHER, prefix="control_plane."),
+    Listed("torch.distributed.elastic.utils.store", LAUNCHER, prefix="utils."),
+    Listed("torch.distributed.elastic.utils.distributed", LAUNCHER, prefix="utils."),
+    Listed("torch.distributed.elastic.utils.logging", LAUNCHER, prefix="utils."),
+    Listed("torch.distributed.launcher.api", LAUNCHER),
+    Listed("torch.distributed.run", LAUNCHER, prefix="run."),
+    Listed("torch.distributed.launch", LAUNCHER, prefix="launch."),
 ]
 
 

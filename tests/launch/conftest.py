@@ -90,6 +90,10 @@ class Launcher:
         """
         return self._start("phalanx", True, ["run", *_resolved(words)], cold=cold, options=options, **env)
 
+    def launch(self, *words: object) -> AgentProcess:
+        """``python -m phalanx.launch`` with these words."""
+        return self._start("phalanx.launch", True, _resolved(words))
+
     def script(self, name: str, *words: object) -> AgentProcess:
         """A script of ``workers`` that is an agent itself."""
         return self._start(str(WORKERS / name), False, _resolved(words))

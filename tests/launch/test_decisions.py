@@ -418,10 +418,10 @@ def test_wishes_that_make_no_sense_are_no_wishes():
 def test_report_shows_what_is_known(tmp_path):
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}}))
-    failure = ProcessFailure.observe(
+    failure = ProcessFailure(
         exitcode=1,
         error_file=str(path),
-        ended_at=9.0,
+        timestamp=9.0,
         local_rank=0,
         pid=1,
         rank=0,
@@ -431,11 +431,11 @@ def test_report_shows_what_is_known(tmp_path):
     text = ChildFailedError("train.py", {0: failure}).format_msg()
     for expected in ("train.py FAILED", "E: x", "last words", "exitcode  : 1"):
         assert expected in text
-    bare = ProcessFailure.observe(exitcode=-11, error_file="", ended_at=9.0, local_rank=0, pid=1)
+    bare = ProcessFailure(exitcode=-11, error_file="", timestamp=9.0, local_rank=0, pid=1)
     assert (bare.signal_name(), bare.timestamp) == ("SIGSEGV", 9.0)
     assert "SIGSEGV" in bare.message
     path.write_text("{half a rec")
-    torn = ProcessFailure.observe(exitcode=3, error_file=str(path), ended_at=9.0, local_rank=0, pid=1)
+    torn = ProcessFailure(exitcode=3, error_file=str(path), timestamp=9.0, local_rank=0, pid=1)
     assert torn.message == "exit code 3"
 
 

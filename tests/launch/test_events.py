@@ -107,5 +107,5 @@ def test_handlers(capsys: pytest.CaptureFixture[str]) -> None:
     EventLog(None, events.get_event_handler("console")).write(end)
     assert json.loads(capsys.readouterr().err)["reason"] == "SIGTERM"
     assert events.get_event_handler("null") is None
-    with pytest.raises(ValueError, match=r"there are \['console', 'null'\]"):
+    with pytest.raises(ValueError, match=r"there are \['console', 'dynamic_rendezvous', 'null'\]"):
         events.get_event_handler("kafka")

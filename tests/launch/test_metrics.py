@@ -37,7 +37,7 @@ def test_values_counts_and_streams(process: Collect) -> None:
     metrics.count("b", 2, "group")
     metrics.getStream("other").add_value("c", 1)
     assert [(d.group_name, d.name, d.value, d.kind) for d in process.seen] == [
-        ("phalanx", "a", 3, "gauge"),
+        ("torchelastic", "a", 3, "gauge"),
         ("group", "b", 2, "counter"),
         ("other", "c", 1, "gauge"),
     ]
@@ -52,16 +52,30 @@ def test_prof_counts_and_times_successes_and_failures(process: Collect) -> None:
     def breaks() -> None:
         raise KeyError("x")
 
-    assert works(1) == 2  # type: ignore[call-arg, arg-type]
+    assert works(1) == 2
     with pytest.raises(KeyError):
-        breaks()  # type: ignore[call-arg]
+        breaks()
     names = [(d.group_name, d.name.rpartition("<locals>.")[2]) for d in process.seen]
     assert names == [
-        ("phalanx", "works.success"),
-        ("phalanx", "works.duration.ms"),
+        ("torchelastic", "works.success"),
+        ("torchelastic", "works.duration.ms"),
         ("g", "breaks.failure"),
         ("g", "breaks.duration.ms"),
     ]
+
+
+def test_the_deprecated_names_still_count(process: Collect) -> None:
+    with pytest.warns(FutureWarning, match="use put_metric"):
+        metrics.publish_metric("g", "a", 1)
+    with pytest.warns(FutureWarning, match="use prof"):
+
+        @metrics.profile("g")
+        def works() -> int:
+            return 1
+
+    assert works() == 1
+    names = [(d.group_name, d.name) for d in process.seen]
+    assert names == [("g", "a"), ("g", "works.success"), ("g", "works.duration.ms")]
 
 
 def test_a_group_can_have_its_own_handler() -> None:

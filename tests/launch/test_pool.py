@@ -25,10 +25,11 @@ from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.system import _linux
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
 from phalanx.launch.workers import _pool
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import ProgressReport
 
 pytestmark = pytest.mark.fast

@@ -26,10 +26,11 @@ def test_public_names():
 
 def test_public_names_of_rendezvous():
     assert sorted(rendezvous.__all__) == [
-        "GenerationEnd", "GenerationWatch", "NodeInfo", "RendezvousClosedError", "RendezvousConnectionError",
-        "RendezvousError", "RendezvousGracefulExitError", "RendezvousHandler", "RendezvousHandlerRegistry",
-        "RendezvousInfo", "RendezvousParameters", "RendezvousStateError", "RendezvousStoreInfo",
-        "RendezvousTimeoutError", "get_rendezvous_handler", "rendezvous_handler_registry",
+        "GenerationEnd", "GenerationHandler", "GenerationWatch", "NodeInfo", "RendezvousClosedError",
+        "RendezvousConnectionError", "RendezvousError", "RendezvousGracefulExitError", "RendezvousHandler",
+        "RendezvousHandlerCreator", "RendezvousHandlerRegistry", "RendezvousInfo", "RendezvousParameters",
+        "RendezvousStateError", "RendezvousStoreInfo", "RendezvousTimeoutError", "get_rendezvous_handler",
+        "rendezvous_handler_registry",
     ]  # fmt: skip
     for name in rendezvous.__all__:
         assert getattr(rendezvous, name) is not None

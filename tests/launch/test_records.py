@@ -110,7 +110,7 @@ def test_events_come_back_as_they_were_and_torn_lines_are_skipped(tmp_path) -> N
 def test_an_error_file_never_breaks_the_report(tmp_path_factory, value) -> None:
     path = tmp_path_factory.getbasetemp() / "error.json"
     path.write_text(json.dumps(value))
-    failure = ProcessFailure.observe(exitcode=1, error_file=str(path), ended_at=1.0, local_rank=0, pid=1, rank=0)
+    failure = ProcessFailure(exitcode=1, error_file=str(path), timestamp=1.0, local_rank=0, pid=1, rank=0)
     assert ChildFailedError("train.py", {0: failure}).format_msg()
 
 

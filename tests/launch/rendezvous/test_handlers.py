@@ -593,7 +593,7 @@ def test_the_registry_takes_third_party_backends_and_names_the_nearest() -> None
     with pytest.raises(TypeError, match="no RendezvousHandler"):
         registry.create_handler(RendezvousParameters("mine", "", "x", 1, 1))
     assert len(made) == 1
-    assert rendezvous_handler_registry.names() == ["c10d", "etcd", "file", "static"]
+    assert rendezvous_handler_registry.names() == ["c10d", "etcd", "etcd-v2", "file", "static"]
     with pytest.raises(ValueError, match="did you mean 'c10d'"):
         get_rendezvous_handler(RendezvousParameters("c10", "", "x", 1, 1))
 

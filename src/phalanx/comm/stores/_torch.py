@@ -43,6 +43,11 @@ def wrap_c10d_store(native: C10dStore) -> Store:
     return TorchStore(link())
 
 
+def prefixed(native: C10dStore, prefix: str) -> C10dStore:
+    """Return a store of torch with every key under ``prefix``."""
+    return PrefixStore(prefix, native)
+
+
 class TorchStore(Store):
     """All operations over one ``Link``."""
 

@@ -42,26 +42,22 @@ from phalanx.launch.recovery import _policy
 from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
+    GenerationHandler,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
 )
 from phalanx.launch.system._signals import SignalException
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import Action, Broken, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
 
 FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
-
-STARTS_ANEW = (
-    "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
-    "cannot), so all workers start anew; so it will be at every failure, without this line"
-)
 
 
 class Agent:
@@ -70,7 +66,7 @@ class Agent:
     def __init__(
         self,
         config: LaunchConfig,
-        handler: RendezvousHandler,
+        handler: GenerationHandler,
         pool: WorkerPool,
         sources: Sources,
         observer: Observer,
@@ -318,7 +314,7 @@ class Agent:
         else:
             if self._heals and not self._has_told_anew:
                 self._has_told_anew = True
-                log.warning(STARTS_ANEW)
+                log.warning(_policy.STARTS_ANEW)
             self._stop_all()
             self._results.values.clear()
             self._worker_ids.renew(self._size)
@@ -447,9 +443,11 @@ class Agent:
             self._hang.answer(self._generation.info, request.stacks)
         self._note_setbacks(request.setbacks)
         self._kill_who_hangs(request.progress)
-        if self.is_in_exit_barrier:
+        if held := self._hang.held(time.monotonic()):
+            self._end_generation(_policy.on_failure(self._situation(), reason=held, is_incurable=True))
+        elif self.is_in_exit_barrier:
             return
-        if request.wish is not None and request.wish != self._wish:
+        elif request.wish is not None and request.wish != self._wish:
             self._wish = request.wish
             if request.wish != self._worker_ids.size:
                 self._resize(request.wish)

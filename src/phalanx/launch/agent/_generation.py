@@ -20,11 +20,11 @@ from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.recovery._contact import Judgement, judge
 from phalanx.launch.recovery._policy import Situation, all_can_regroup
 from phalanx.launch.recovery._streak import Death
-from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousInfo
+from phalanx.launch.rendezvous._interface import GenerationHandler, RendezvousInfo
 from phalanx.launch.system import _linux
 from phalanx.launch.system._listen_address import bind_address
-from phalanx.launch.workers._pool import WorkerHandle
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import Broken, LostContact, Recovery, Streak, timeouts
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Generation:
         self,
         config: LaunchConfig,
         info: RendezvousInfo,
-        handler: RendezvousHandler,
+        handler: GenerationHandler,
         lasting: dict[str, bytes],
     ) -> None:
         self.config = config

@@ -15,9 +15,10 @@ from phalanx.launch.config._config import LaunchConfig, static_address
 from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.failures._process_failure import ChildFailedError
 from phalanx.launch.rendezvous import get_rendezvous_handler
+from phalanx.launch.rendezvous._adapted import adapted
 from phalanx.launch.rendezvous._interface import (
+    GenerationHandler,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousParameters,
 )
 from phalanx.launch.telemetry._health import HealthCheckServer
@@ -80,9 +81,9 @@ def run_node(
 ) -> dict[int, Any]:
     """Run this node's part of a job by a resolved configuration; return values of its workers by global rank."""
     zygote = zygote or make_zygote(config, start)
-    handler: RendezvousHandler | None = None
+    handler: GenerationHandler | None = None
     try:
-        handler = get_rendezvous_handler(_rendezvous_parameters(config))
+        handler = adapted(get_rendezvous_handler(_rendezvous_parameters(config)))
         result = NodeAgent(config, start, handler, health=health, zygote=zygote).run()
     except RendezvousGracefulExitError as reason:
         log.warning("%s; this node computes nothing", reason)

@@ -7,16 +7,25 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from phalanx.launch.agent._node import NodeAgent
+from phalanx.launch.agent._simple_agent import ElasticAgent
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._worker_spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
-from phalanx.launch.telemetry._health import HealthCheckServer
+from phalanx.launch.hang._kernel_watch import ENV_TIMEOUT
+from phalanx.launch.rendezvous._adapted import AdaptedHandler, adapted
+from phalanx.launch.telemetry._health import ENV_HEALTH_PORT, HealthCheckServer
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs
+from phalanx.launch.timer._served import ENV_ENABLE_TIMER, ENV_TIMER_FILE
 from phalanx.launch.workers._processes import Zygote
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.protocol import timeouts
 
+TORCHELASTIC_ENABLE_FILE_TIMER = ENV_ENABLE_TIMER
+TORCHELASTIC_TIMER_FILE = ENV_TIMER_FILE
+TORCHELASTIC_HEALTH_CHECK_PORT = ENV_HEALTH_PORT
+TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = ENV_TIMEOUT
 
-class LocalElasticAgent:
+
+class LocalElasticAgent(ElasticAgent):
     """Runs the workers of one node.
 
     >>> agent = LocalElasticAgent(spec, DefaultLogsSpecs())          # doctest: +SKIP
@@ -34,6 +43,7 @@ class LocalElasticAgent:
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float = timeouts.SHUTDOWN,
         health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
         *,
         options: AgentOptions | None = None,
         preload: Sequence[str] = (),
@@ -42,7 +52,11 @@ class LocalElasticAgent:
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,
     ) -> None:
-        options = options or AgentOptions(shutdown_timeout=shutdown_timeout, exit_barrier_timeout=exit_barrier_timeout)
+        options = options or AgentOptions(
+            shutdown_timeout=shutdown_timeout,
+            exit_barrier_timeout=exit_barrier_timeout,
+            uninterruptible_state_timeout=uninterruptible_state_timeout,
+        )
         config = LaunchConfig(
             **asdict(options),
             **_settings_of(spec),
@@ -55,17 +69,24 @@ class LocalElasticAgent:
             signals_to_handle=signals or "",
         )
         self._spec = spec
+        assert spec.entrypoint is not None, "a spec has one"
         start = WorkerStart.choose(spec.entrypoint, spec.args, start_method)
-        self._node = NodeAgent(config, start, spec.rdzv_handler, health=health_check_server, zygote=zygote)
+        self._handler = adapted(spec.rdzv_handler)
+        self._node = NodeAgent(config, start, self._handler, health=health_check_server, zygote=zygote)
 
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; the values or failures of this node's workers. Once per agent."""
-        return self._node.run()
+        try:
+            result = self._node.run()
+        finally:
+            if isinstance(self._handler, AdaptedHandler):
+                self._handler.release()
+        return result
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """Return a snapshot of the workers and their state."""
         agent = self._node.agent
-        group = WorkerGroup(spec=self._spec, workers=[], state=agent.state)
+        group = WorkerGroup(self._spec, state=agent.state)
         if agent.current is None:
             return group
         info = agent.current.info

@@ -9,17 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 
 from phalanx.launch.agent._agent import Agent
 from phalanx.launch.agent._observer import Observer
 from phalanx.launch.agent._sources import Exited, Signalled, Sources
+from phalanx.launch.agent._status import count_run
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._worker_spec import RunResult, Worker
-from phalanx.launch.rendezvous._interface import RendezvousHandler
+from phalanx.launch.rendezvous._adapted import AdaptedHandler
+from phalanx.launch.rendezvous._interface import GenerationHandler
 from phalanx.launch.system._folders import OwnedFolder, RunningJob, open_agent_folder, register_job, sweep
 from phalanx.launch.system._signals import choose_signals, handled
 from phalanx.launch.telemetry._health import HealthCheckServer, health_server_from
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs
+from phalanx.launch.timer._pipe_timers import FileTimerRequest, FileTimerServer
+from phalanx.launch.timer._served import ENV_TIMER_FILE, timer_server_from
 from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._processes import Zygote
 from phalanx.launch.workers._start import WorkerStart
@@ -35,11 +40,16 @@ class NodeAgent:
         self,
         config: LaunchConfig,
         start: WorkerStart,
-        handler: RendezvousHandler,
+        handler: GenerationHandler,
         *,
         health: HealthCheckServer | None = None,
         zygote: Zygote | None = None,
     ) -> None:
+        if config.on_failure == "heal" and isinstance(handler, AdaptedHandler):
+            raise ValueError(
+                f"on_failure is 'heal', but the rendezvous {handler.get_backend()!r} is not one of ours: survivors "
+                "would not find the next generation; expected 'restart'"
+            )
         self.config = config
         self._handler = handler
         self._signals = choose_signals(config.signals_to_handle, os.environ)
@@ -56,14 +66,20 @@ class NodeAgent:
         """Run to the end; the values or failures of this node's workers. Once per node."""
         result: RunResult | None = None
         folder: OwnedFolder | None = None
+        timers: FileTimerServer | None = None
         try:
             with handled(self._signals, self._on_signal):
                 folder = self._open_folder()
-                self.pool.open(folder.path if folder else "")
+                home = folder.path if folder else tempfile.gettempdir()
+                timers = timer_server_from(os.environ, self._handler.get_run_id(), home, self._on_timer)
+                self.pool.open(folder.path if folder else "", {ENV_TIMER_FILE: timers.path} if timers else {})
                 self._start_health_check()
                 result = self.agent.run()
+                self._count(result)
                 return result
         finally:
+            if timers:
+                timers.stop()
             if self._health:
                 self._health.stop()
             self.pool.close()
@@ -73,6 +89,12 @@ class NodeAgent:
                 self.config.logs_specs.close(keep=result is not None and result.is_failed())
             if folder is not None:
                 folder.remove()
+
+    def _count(self, result: RunResult) -> None:
+        """Count the run in torch's words, for handlers that this process was given."""
+        restarts = self.agent.current.restarts if self.agent.current else 0
+        limit = self.config.max_restarts
+        count_run(self.config.role, is_failed=result.is_failed(), restarts=min(restarts, limit), max_restarts=limit)
 
     def _open_folder(self) -> OwnedFolder | None:
         """Make this agent's own folder, with the job's name in it; also remove those of agents that were killed."""
@@ -98,6 +120,12 @@ class NodeAgent:
         except OSError as error:  # most often its port is another's: the job can do without
             log.warning("no health check: it cannot listen on port %d: %s", self._health.port, error)
             self._health = None
+
+    def _on_timer(self, event: str, request: FileTimerRequest | None) -> None:
+        """Note, before a worker is killed because its timer has expired, that this is why."""
+        for worker in self.pool.running:
+            if request is not None and request.signal > 0 and worker.process.pid == request.worker_pid:
+                worker.note = f"its timer has expired: {request.scope_id}"
 
     def _events_path(self) -> str | None:
         specs = self.config.logs_specs

@@ -28,7 +28,7 @@ from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.metrics import Metrics, make_handler
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.telemetry._event_metrics import measure
-from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import Action, Recovery, Setbacks
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from phalanx.comm import _background as background
 from phalanx.comm.stores._complaints import Complaints
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._agent_channel import AgentChannel
-from phalanx.launch.rendezvous._interface import GenerationEnd, RendezvousHandler, RendezvousInfo
-from phalanx.launch.workers._pool import WorkerHandle
+from phalanx.launch.rendezvous._interface import GenerationEnd, GenerationHandler, RendezvousInfo
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ Event = Exited | Formed | JoinFailed | Ended | Requested | Parted | AllDone | Si
 class Sources:
     """Starts the waits and collects what they report."""
 
-    def __init__(self, handler: RendezvousHandler) -> None:
+    def __init__(self, handler: GenerationHandler) -> None:
         self._handler = handler
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stop_generation: list[Callable[[], None]] = []

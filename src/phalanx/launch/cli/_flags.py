@@ -50,15 +50,28 @@ FLAGS = (
 )
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Return the flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense."""
-    _check_names(argv)
-    parser = _Parser(prog="phalanx run", description="Run a script on the workers of a job.")
-    for flag in FLAGS:
+USE_ENV = Flag(name="use-env", kind=None, help="workers find their local rank in LOCAL_RANK, not in --local-rank")
+"""The one flag that ``python -m phalanx.launch`` has and ``phalanx run`` has not."""
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], *, gives_local_rank: bool = False) -> argparse.Namespace:
+    """Return the flags' values, ``training_script`` and ``training_script_args``. ``UsageError`` for nonsense.
+
+    ``gives_local_rank``: of ``python -m phalanx.launch``, where scripts find it among their arguments.
+    """
+    flags = (*FLAGS, USE_ENV) if gives_local_rank else FLAGS
+    _check_names(argv, flags)
+    prog = "python -m phalanx.launch" if gives_local_rank else "phalanx run"
+    parser = _Parser(prog=prog, description="Run a script on the workers of a job.")
+    for flag in flags:
         _add(parser, flag, environ)
     parser.add_argument("training_script", help="the script (or module, or command) that every worker runs")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.use_env = getattr(args, "use_env", True)
+    if args.no_python and not args.use_env:
+        raise UsageError("--no-python needs --use-env: a command need not know what --local-rank is")
+    return args
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,9 +102,9 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]
     parser.add_argument(*names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help)
 
 
-def _check_names(argv: Sequence[str]) -> None:
+def _check_names(argv: Sequence[str], flags: Sequence[Flag]) -> None:
     """Refuse an unknown flag by the nearest known one. Stops at the script: what follows belongs to it."""
-    by_name = {f"--{flag.name}": flag for flag in FLAGS} | {f"-{flag.short}": flag for flag in FLAGS if flag.short}
+    by_name = {f"--{flag.name}": flag for flag in flags} | {f"-{flag.short}": flag for flag in flags if flag.short}
     skip = False
     for word in argv:
         if skip:

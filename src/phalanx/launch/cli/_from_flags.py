@@ -17,6 +17,7 @@ from phalanx.launch.config._flag import flags_of
 from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.rendezvous._settings import check_settings
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
+from phalanx.launch.workers._start import LOCAL_RANK_MACRO
 
 HEAL_RESTARTS = 100
 """Default of --max-restarts under heal, where replacing one worker costs the others next to nothing."""
@@ -82,6 +83,8 @@ def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
 def entrypoint_from_args(args: argparse.Namespace) -> tuple[Entrypoint, list[str]]:
     """Return what the workers run, and with which arguments."""
     words = list(args.training_script_args)
+    if not args.use_env:
+        words.insert(0, f"--local-rank={LOCAL_RANK_MACRO}")
     if args.no_python and not args.run_path:
         return args.training_script, words
     return Script(args.training_script, is_module=args.module), words

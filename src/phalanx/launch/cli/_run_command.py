@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from phalanx.launch.config._config import LaunchConfig
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``phalanx run`` with these arguments; the exit code."""
+def main(argv: Sequence[str], *, gives_local_rank: bool = False) -> int:
+    """Run ``phalanx run`` with these arguments; the exit code. ``gives_local_rank``: see ``parse``."""
     wait_loaded: Callable[[], None] = lambda: None  # noqa: E731 - replaced below
     try:
-        args = parse(argv, os.environ)
+        args = parse(argv, os.environ, gives_local_rank=gives_local_rank)
         _check_script(args)
         local_size = local_world_size(args.nproc_per_node)
         # Before OpenMP is loaded and the first name resolved: they look only then.

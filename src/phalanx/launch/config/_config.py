@@ -103,6 +103,8 @@ class LaunchConfig:
     )
     exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     """Seconds that a node which is done waits for the others."""
+    uninterruptible_state_timeout: float | None = None
+    """Seconds that the kernel may hold a worker (state D) before the job ends; None: as the environment says."""
     master_addr: str | None = None
     """Where the workers' store is, if not at the first node's own address; the static rendezvous says it itself."""
 

@@ -7,6 +7,7 @@ starts nothing.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -56,14 +57,16 @@ class WorkerState(str, Enum):
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class WorkerSpec:
     """Says what one node runs, and through which rendezvous it finds the others."""
 
     role: str
     local_world_size: int
     rdzv_handler: RendezvousHandler
-    entrypoint: Entrypoint
+    fn: Callable[..., Any] | None = None
+    """The same as ``entrypoint``, under its oldest name."""
+    entrypoint: Entrypoint | None = None
     args: tuple[Any, ...] = ()
     max_restarts: int = 3
     monitor_interval: float = 0.1
@@ -78,6 +81,11 @@ class WorkerSpec:
     min_nodes: int = 1
 
     def __post_init__(self) -> None:
+        if self.fn is not None:
+            warnings.warn("WorkerSpec(fn=...) is deprecated: say entrypoint=", DeprecationWarning, stacklevel=3)
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise ValueError("there is nothing to run: the entrypoint is None; expected a function or a command")
         if self.local_world_size < 1:
             raise ValueError(f"local_world_size is {self.local_world_size}; expected at least 1 worker per node")
         if self.monitor_interval <= 0:
@@ -105,6 +113,8 @@ class AgentOptions:
     """0: no detection."""
     start_timeout: float = timeouts.WORKER_START
     """The same until a worker has made its first step."""
+    uninterruptible_state_timeout: float | None = None
+    """Seconds that the kernel may hold a worker (state D) before the job ends; None: as the environment says."""
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("restart", "heal"):
@@ -113,29 +123,34 @@ class AgentOptions:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; expected 0 or more seconds")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Worker:
-    """Describes one worker as others may see it. ``id`` is its pid."""
+    """Describes one worker as others may see it. ``id`` is what its agent knows it by: its pid."""
 
     local_rank: int
     global_rank: int = -1
     role_rank: int = -1
     world_size: int = -1
     role_world_size: int = -1
-    id: int | None = None
+    id: Any = None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class WorkerGroup:
     """Describes the workers of a node; a snapshot that ``LocalElasticAgent.get_worker_group`` gives out."""
 
     spec: WorkerSpec
-    workers: list[Worker]
-    state: WorkerState
+    workers: list[Worker] = field(default_factory=list)
+    state: WorkerState = WorkerState.INIT
     group_rank: int | None = None
     group_world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    store: Any = None
+    """A c10d store of the generation, for agents of your own."""
+
+    def __post_init__(self) -> None:
+        self.workers = self.workers or [Worker(rank) for rank in range(self.spec.local_world_size)]
 
 
 @dataclass

@@ -11,13 +11,16 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.failures._error_file import EXIT_ENDS_JOB, EXIT_INCURABLE, read_error_file
+
+NO_SIGNAL = "<N/A>"
 
 TAIL_LINES = 20
 """How many of the last stderr lines the report shows."""
@@ -33,14 +36,21 @@ _FROM_OUTSIDE = {-getattr(signal, name, 0) for name in ("SIGKILL", "SIGTERM", "S
 """Exit codes of a process that another one ended (or the kernel, which wanted its memory)."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ProcessFailure:
-    """Describes one worker that died. ``exitcode`` is negative for a signal, as in ``subprocess``."""
+    """Describes one worker that died. ``exitcode`` is negative for a signal, as in ``subprocess``.
+
+    What the worker wrote to its ``error_file`` is read, unless the caller knows it already (``message``).
+
+    >>> ProcessFailure(0, 4711, -9, "").message
+    "killed by SIGKILL (often the kernel's out-of-memory killer)"
+    """
 
     local_rank: int
     pid: int
     exitcode: int
     error_file: str = ""
+    _: KW_ONLY
     error_file_data: dict[str, Any] = field(default_factory=dict)
     message: str = ""
     traceback: str = ""
@@ -58,31 +68,24 @@ class ProcessFailure:
     exception: BaseException | None = None
     """The exception itself, for function workers on this machine; never sent to other agents."""
 
-    @classmethod
-    def observe(cls, *, exitcode: int, error_file: str, ended_at: float, **fields: Any) -> ProcessFailure:
-        """Build one from what the worker left behind."""
-        data = read_error_file(error_file) or {}
-        message, stack, seconds = _read(data)
-        failure = cls(
-            exitcode=exitcode,
-            error_file=error_file if data else "",
-            error_file_data=data,
-            message=message,
-            traceback=stack,
-            timestamp=seconds or ended_at,
-            is_incurable=_part(data, "phalanx").get("is_incurable") is True
-            or (exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB) and not data),
-            ends_job=_part(data, "phalanx").get("ends_job") is True or (exitcode == EXIT_ENDS_JOB and not data),
-            **fields,
-        )
-        if not failure.message:
-            failure.message = failure.describe_exit()
-        return failure
+    def __post_init__(self) -> None:
+        if self.message:
+            return
+        data = self.error_file_data = read_error_file(self.error_file) or {}
+        self.message, self.traceback, written_at = _read(data)
+        self.timestamp = written_at or self.timestamp or time.time()
+        if not data:
+            self.error_file = ""
+            self.is_incurable |= self.exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB)
+            self.ends_job |= self.exitcode == EXIT_ENDS_JOB
+        self.is_incurable |= _part(data, "phalanx").get("is_incurable") is True
+        self.ends_job |= _part(data, "phalanx").get("ends_job") is True
+        self.message = self.message or self.describe_exit()
 
     def signal_name(self) -> str:
-        """Name the signal, such as ``SIGKILL``; empty when the worker ended by itself."""
+        """Name the signal, such as ``SIGKILL``; ``<N/A>`` when the worker ended by itself."""
         if self.exitcode >= 0:
-            return ""
+            return NO_SIGNAL
         try:
             return signal.Signals(-self.exitcode).name
         except ValueError:
@@ -203,7 +206,7 @@ class ChildFailedError(PhalanxError, RuntimeError):
 
 
 def _paragraph(rank: int, failure: ProcessFailure) -> list[str]:
-    signal_name = f" ({failure.signal_name()})" if failure.signal_name() else ""
+    signal_name = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
     lines = [
         f"  time      : {failure.timestamp_isoformat()}",
         f"  host      : {failure.host}",

@@ -20,10 +20,12 @@ from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.hang._detector import HangDetector
+from phalanx.launch.hang._kernel_watch import KernelWatch
 from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.system import _linux
-from phalanx.launch.workers._pool import WorkerHandle, WorkerPool
+from phalanx.launch.workers._pool import WorkerPool
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.protocol import timeouts
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class HangWatch:
     def __init__(self, config: LaunchConfig, pool: WorkerPool) -> None:
         self.timeout = config.hang_timeout
         self._pool = pool
+        self._kernel = KernelWatch.chosen(config.uninterruptible_state_timeout)
         self._detector = HangDetector(config.hang_timeout, config.start_timeout, config.request_interval)
         self._dump: _Dump | None = None
         """Made when somebody began to hang; None: nobody does."""
@@ -66,6 +69,17 @@ class HangWatch:
     def watched_ids(self) -> list[str]:
         """Return whose reports ``check`` wants to see."""
         return [worker.id for worker in self._pool.running] if self.timeout > 0 else []
+
+    def held(self, now: float) -> str:
+        """Say which worker the kernel has held for longer than ``uninterruptible_state_timeout``; "": none."""
+        if self._kernel.timeout <= 0:
+            return ""
+        running = {worker.process.pid: worker for worker in self._pool.running}
+        for pid in self._kernel.held({pid: _linux.process_state(pid) for pid in running}, now):
+            worker = running[pid]
+            worker.note = f"the kernel holds it (uninterruptible sleep) since {self._kernel.timeout:g} s or more"
+            return f"rank {worker.assignment.rank} (pid {pid}): {worker.note}"
+        return ""
 
     def answer(self, info: RendezvousInfo, reason: str) -> None:
         """Write stacks because another node asks for them; once for a generation."""

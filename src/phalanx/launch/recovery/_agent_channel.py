@@ -205,7 +205,8 @@ def parse_wish(data: bytes | None) -> int | None:
 def parse_failure(data: bytes) -> ProcessFailure:
     """``RecordError`` when it is none."""
     found = vars(FailureReport.from_json(data))
-    return ProcessFailure(**{**found, "timestamp": readable_time(found["timestamp"])})
+    message = found["message"] or "it has left no message"  # without one, a file of this machine would be looked for
+    return ProcessFailure(**{**found, "message": message, "timestamp": readable_time(found["timestamp"])})
 
 
 def _parse_setbacks(data: bytes | None) -> Setbacks:

@@ -16,6 +16,11 @@ from phalanx.launch.recovery import _streak
 from phalanx.launch.recovery._contact import Judgement
 from phalanx.protocol import Action, Recovery, Streak
 
+STARTS_ANEW = (
+    "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
+    "cannot), so all workers start anew; so it will be at every failure, without this line"
+)
+
 MAX_PORTS = 5
 """How many ports in a row, each found free a moment before, may turn out to be taken."""
 

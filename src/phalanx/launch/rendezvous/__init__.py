@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
+    GenerationHandler,
     GenerationWatch,
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -26,6 +27,7 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousTimeoutError,
 )
 from phalanx.launch.rendezvous._registry import (
+    RendezvousHandlerCreator,
     RendezvousHandlerRegistry,
     get_rendezvous_handler,
     rendezvous_handler_registry,
@@ -34,6 +36,7 @@ from phalanx.protocol import NodeInfo
 
 __all__ = [
     "GenerationEnd",
+    "GenerationHandler",
     "GenerationWatch",
     "NodeInfo",
     "RendezvousClosedError",
@@ -41,6 +44,7 @@ __all__ = [
     "RendezvousError",
     "RendezvousGracefulExitError",
     "RendezvousHandler",
+    "RendezvousHandlerCreator",
     "RendezvousHandlerRegistry",
     "RendezvousInfo",
     "RendezvousParameters",

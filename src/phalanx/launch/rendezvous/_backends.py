@@ -113,6 +113,12 @@ def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
 
 
+def create_etcd_v2_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
+    """Make the handler for who asks, in torch's words, for etcd by its old interface: etcd has dropped that one."""
+    log.warning("the rendezvous backend etcd-v2 is served by etcd's v3 interface; all nodes of the job must be ours")
+    return create_etcd_handler(params)
+
+
 def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     """Rendezvous in a directory that all nodes share."""
     directory = Path(params.endpoint.removeprefix("file://")).absolute()

@@ -24,12 +24,12 @@ from phalanx.errors import StoreLost
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
+    GenerationHandler,
     GenerationWatch,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -69,7 +69,7 @@ class HandlerOptions:
     lease: float = timeouts.LEASE
 
 
-class StoreRendezvousHandler(RendezvousHandler):
+class StoreRendezvousHandler(GenerationHandler):
     """A rendezvous on a store. ``store`` is in the job's namespace; ``close_store`` ends what the backend
     opened."""
 

@@ -16,11 +16,11 @@ the same order, so global worker ranks follow from it without another exchange.
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from phalanx.comm.stores._interface import Store
 from phalanx.errors import PhalanxError, StoreLost
 from phalanx.protocol import Broken, MemberNode, Members, NodeInfo, timeouts
 
@@ -128,25 +128,50 @@ class RendezvousParameters:
             raise ValueError(f"rendezvous configuration {key}={value!r}; expected a number") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RendezvousStoreInfo:
     """Where the workers' bootstrap store is or will be: the first node's address and a free port there."""
+
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
 
     master_addr: str
     master_port: int
 
+    @staticmethod
+    def build(rank: int, store: Any, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
+        """Agree on it through a c10d store that all nodes of the generation share: the first node tells the others.
 
-@dataclass(frozen=True, kw_only=True)
+        For handlers of your own; without ``server_port`` the port is one that is free on the first node now.
+        """
+        address, port = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
+        if rank == 0:
+            store.set(address, (local_addr or socket.getfqdn()).encode())
+            store.set(port, str(server_port or _free_port()).encode())
+        return RendezvousStoreInfo(store.get(address).decode(), int(store.get(port)))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
 class RendezvousInfo:
-    """An agreed generation as one of its nodes sees it. Only ``rank`` and ``store`` differ between nodes."""
+    """An agreed generation as one of its nodes sees it. Only ``rank`` and ``store`` differ between nodes.
 
-    store: Store
-    """The job's store, in the namespace ``job_prefix(run_id)``; closed by ``handler.shutdown()``."""
+    A handler of your own gives the first four; what follows then is filled in for it.
+    """
+
+    store: Any
+    """The job's store, in the namespace ``job_prefix(run_id)``, closed by ``handler.shutdown()``; of a handler of your
+    own: a c10d store that all nodes of the generation share."""
     rank: int
     world_size: int
-    generation: int
-    nodes: tuple[NodeInfo, ...]
     bootstrap_store_info: RendezvousStoreInfo
+    generation: int = 0
+    nodes: tuple[NodeInfo, ...] = ()
     agreed: Members | None = None
     """The record that all nodes have agreed on, where the handler has one."""
 
@@ -213,12 +238,10 @@ class GenerationWatch(ABC):
 
 
 class RendezvousHandler(ABC):
-    """One node's part in forming generations.
+    """One node's part in forming generations: what a handler of your own has to offer.
 
-    >>> handler = get_rendezvous_handler(params)         # doctest: +SKIP
-    >>> handler.set_local_size(8)                        # doctest: +SKIP
-    >>> info = handler.next_rendezvous()                 # doctest: +SKIP
-    >>> end = handler.watch_generation(info.generation).wait()   # doctest: +SKIP
+    What else an agent needs (news of the end of a generation, a store of the job) is made of it, see ``adapted``;
+    the built-in backends offer it themselves (``GenerationHandler``).
     """
 
     @abstractmethod
@@ -230,10 +253,40 @@ class RendezvousHandler(ABC):
         """Return the job that this rendezvous is for."""
 
     @property
-    @abstractmethod
     def use_agent_store(self) -> bool:
         """Whether ``bootstrap_store_info`` names a c10d TCPStore that an agent already serves to the
         workers."""
+        return False
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Leave the current generation and block until this node is a member of the next one."""
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Return whether the job is over."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """End the job for all nodes: nobody joins any more, who waits is sent away."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait and could be admitted by a new generation; 0 when the job is at max_nodes."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Leave, give up the lease and close connections; False when the store could not be told."""
+
+
+class GenerationHandler(RendezvousHandler):
+    """A handler that numbers its generations and tells when one is over.
+
+    >>> handler = get_rendezvous_handler(params)         # doctest: +SKIP
+    >>> handler.set_local_size(8)                        # doctest: +SKIP
+    >>> info = handler.next_rendezvous()                 # doctest: +SKIP
+    >>> end = handler.watch_generation(info.generation).wait()   # doctest: +SKIP
+    """
 
     @property
     @abstractmethod
@@ -264,18 +317,6 @@ class RendezvousHandler(ABC):
         """Whether the workers' bootstrap store must be at one certain port."""
         return False
 
-    @abstractmethod
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the current generation and block until this node is a member of the next one."""
-
-    @abstractmethod
-    def is_closed(self) -> bool:
-        """Return whether the job is over."""
-
-    @abstractmethod
-    def set_closed(self) -> None:
-        """End the job for all nodes: nobody joins any more, who waits is sent away."""
-
     def close_as(self, outcome: str, reason: str) -> None:
         """``set_closed``, and say how the job ended (``succeeded`` or ``failed``) and why, where that can be told."""
         self.set_closed()
@@ -291,10 +332,6 @@ class RendezvousHandler(ABC):
         return False
 
     @abstractmethod
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait and could be admitted by a new generation; 0 when the job is at max_nodes."""
-
-    @abstractmethod
     def break_generation(self, generation: int, broken: Broken) -> None:
         """End a generation at once for all agents and, through ``broken_key``, their workers. Idempotent."""
 
@@ -306,7 +343,3 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def watch_generation(self, generation: int) -> GenerationWatch:
         """Notice, without polling, that a generation is over."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Leave, give up the lease and close connections; False when the store could not be told."""

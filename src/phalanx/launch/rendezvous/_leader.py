@@ -211,7 +211,7 @@ class Leader:
             self._store.delete(end_key(generation))
 
     def _tell_waiting(self, state: State) -> None:
-        count = 0 if state.ended else admissible(state, self._rules)
+        count = 0 if state.ended == "broken" else admissible(state, self._rules)
         if count != self._waiting and (count or self._waiting):
             self._store.set(WAITING, self._signer.seal(WAITING, dump_count(count)))
         self._waiting = count

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from phalanx.launch.rendezvous._backends import (
     create_c10d_handler,
     create_etcd_handler,
+    create_etcd_v2_handler,
     create_file_handler,
     create_static_handler,
 )
@@ -54,8 +55,14 @@ class RendezvousHandlerRegistry:
             raise ValueError(f"no rendezvous backend {params.backend!r}; there are {self.names()}{hint}")
         check_settings(params.config, params.backend)
         handler = creator(params)
-        if not isinstance(handler, RendezvousHandler):
-            raise TypeError(f"the backend {params.backend!r} made a {type(handler).__name__}, no RendezvousHandler")
+        missing = [name for name in sorted(RendezvousHandler.__abstractmethods__) if not hasattr(handler, name)]
+        if missing:  # asked by what it can do: torch's own base class is as good as ours
+            kind = type(handler).__name__
+            raise TypeError(f"the backend {params.backend!r} made a {kind}, no RendezvousHandler: no {missing}")
+        if handler.get_backend() != params.backend:
+            raise RuntimeError(
+                f"the backend {params.backend!r} made a handler that calls itself {handler.get_backend()!r}"
+            )
         return handler
 
 
@@ -63,6 +70,7 @@ def _built_in() -> RendezvousHandlerRegistry:
     registry = RendezvousHandlerRegistry()
     registry.register("c10d", create_c10d_handler)
     registry.register("etcd", create_etcd_handler)
+    registry.register("etcd-v2", create_etcd_v2_handler)
     registry.register("file", create_file_handler)
     registry.register("static", create_static_handler)
     return registry

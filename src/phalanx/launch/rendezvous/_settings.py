@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-BUILT_IN_BACKENDS = ("c10d", "etcd", "file", "static")
+BUILT_IN_BACKENDS = ("c10d", "etcd", "etcd-v2", "file", "static")
 
 SETTINGS = frozenset(
     {

@@ -209,3 +209,12 @@ class DefaultLogsSpecs(LogsSpecs):
             f"DefaultLogsSpecs(log_dir={self._root_log_dir!r}, redirects={self._redirects!r}, tee={self._tee!r}, "
             f"local_ranks_filter={self._local_ranks_filter!r})"
         )
+
+
+def open_log(path: str) -> int:
+    """Return a descriptor; -1, and a line in the log, when the disk does not take another file."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        log.error("a worker's log file cannot be opened: %s; its output goes to the console", error)
+        return -1

@@ -15,19 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from string import Template
-from typing import Any
 
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import TAIL_LINES, ProcessFailure
 from phalanx.launch.system import _linux
-from phalanx.launch.telemetry._logs import LogsDest
+from phalanx.launch.telemetry._logs import LogsDest, open_log
 from phalanx.launch.telemetry._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
 from phalanx.launch.workers._call import open_anonymous, read_result
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment, worker_environment
+from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.launch.workers._zygotes import Zygotes
 
 log = logging.getLogger(__name__)
@@ -37,54 +36,6 @@ KILL_PATIENCE = 20.0
 
 SETTLED = 0.5
 """Seconds after which workers have started, or gone on, and a fork disturbs nobody."""
-
-
-@dataclass(kw_only=True)
-class WorkerHandle:
-    """Stands for one started worker. ``assignment`` is the newest; a surviving worker keeps its process and files."""
-
-    assignment: RankAssignment
-    process: WorkerProcess
-    stderr_path: str = ""
-    stderr_sinks: Sinks | None = None
-    error_file: str = ""
-    stacks_file: str = ""
-    result_fd: int = -1
-    started_at: float = 0.0
-    born: int = 0
-    """The generation that it was started for."""
-    is_told: bool = False
-    """Whether its end has been passed on."""
-    is_judged: bool = False
-    """Whether the agent has dealt with its end."""
-    is_asked_to_leave: bool = False
-    has_done_its_part: bool = False
-    """Whether its script had ended well before the process was ended otherwise."""
-    is_killed: bool = False
-    """Whether it was killed here because it did not stop."""
-    note: str = ""
-    value: Any = None
-    """What a function worker returned, once ``fetch_value`` has read it."""
-    problem: str = ""
-    """Why it has failed although it ended with 0."""
-
-    @property
-    def id(self) -> str:
-        return self.assignment.worker_id
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.exit_code is None
-
-    @property
-    def has_succeeded(self) -> bool:
-        is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
-        return is_well and not self.problem
-
-    @property
-    def wants_successor(self) -> bool:
-        """Whether it ended although it should not have."""
-        return not (self.is_running or self.has_succeeded or self.is_asked_to_leave)
 
 
 class WorkerPool:
@@ -108,6 +59,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._hurry = threading.Event()
         self._scratch = ""
+        self._env: dict[str, str] = {}
         self._started_at = -SETTLED
 
     # -- starting ------------------------------------------------------------------------------------------------
@@ -127,9 +79,11 @@ class WorkerPool:
         ):
             self._parked.append(self._zygotes.park())
 
-    def open(self, scratch: str = "") -> None:
-        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave."""
+    def open(self, scratch: str = "", env: Mapping[str, str] | None = None) -> None:
+        """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave;
+        ``env``: variables for all of them."""
         self._scratch = scratch
+        self._env = dict(env or {})
         self._zygotes.start(self._on_exit)
         self._pump.start()
 
@@ -138,11 +92,11 @@ class WorkerPool:
         self.prepare(len(assignments))
         self._started_at = time.monotonic()
         envs = {
-            assignment.local_rank: worker_environment(assignment, job, self.config, os.environ)
+            assignment.local_rank: worker_environment(assignment, job, self.config, os.environ) | self._env
             for assignment in assignments
         }
         dest = self._reify(envs)
-        return [self._start_one(assignment, envs[assignment.local_rank], dest) for assignment in assignments]
+        return [self.start_one(assignment, envs[assignment.local_rank], dest) for assignment in assignments]
 
     def _reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Find where the output goes: to the console when a full disk keeps the user's own scheme from finding a
@@ -156,8 +110,12 @@ class WorkerPool:
                 env["TORCHELASTIC_ERROR_FILE"] = ""
             return LogsDest()
 
-    def _start_one(self, assignment: RankAssignment, env: Mapping[str, str], dest: LogsDest) -> WorkerHandle:
+    def start_one(
+        self, assignment: RankAssignment, env: Mapping[str, str], dest: LogsDest, start: WorkerStart | None = None
+    ) -> WorkerHandle:
+        """Start one worker with the variables and log files that it is to have; ``start``: what it alone runs."""
         rank = assignment.local_rank
+        start = start or self._start
         process, is_warm = self._take_parked()
         error_file = dest.error_files.get(rank, "")
         has_directory = bool(error_file) and error_file != os.devnull
@@ -174,13 +132,12 @@ class WorkerPool:
         if has_directory:
             with suppress(OSError):
                 os.unlink(error_file)
-        start = self._start if is_warm else self._start.cold()
-        order, fds = start.order(env, rank, stacks, self._scratch)
+        order, fds = (start if is_warm else start.cold()).order(env, rank, stacks, self._scratch)
         order["cpus"] = self._cpus_of(assignment)
         prefix = self._prefix(assignment)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, worker, prefix)
         fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, worker, prefix)
-        if self._start.is_function:
+        if start.is_function:
             worker.result_fd = open_anonymous()
             fds["result"] = worker.result_fd
         with self._changed:
@@ -215,7 +172,7 @@ class WorkerPool:
         filters = (config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters) or ()
         if path == os.devnull:
             return {name: os.open(os.devnull, os.O_WRONLY)}
-        file_fd = _open_log(path) if path else -1
+        file_fd = open_log(path) if path else -1
         if file_fd >= 0 and not is_tee:
             return {name: file_fd}
         if file_fd < 0 and path and name == "stderr":
@@ -280,10 +237,10 @@ class WorkerPool:
         """Return what is known about a worker that died."""
         exit_code = worker.process.exit_code
         assert exit_code is not None, f"worker {worker.id} (pid {worker.process.pid}) still runs"
-        failure = ProcessFailure.observe(
+        failure = ProcessFailure(
             exitcode=exit_code,
             error_file=worker.error_file,
-            ended_at=worker.process.ended_at,
+            timestamp=worker.process.ended_at,
             local_rank=worker.assignment.local_rank,
             pid=worker.process.pid,
             rank=worker.assignment.rank,
@@ -327,10 +284,10 @@ class WorkerPool:
         """Make a ``stop`` that is under way kill at once. Safe in a signal handler."""
         self._hurry.set()
 
-    def stop(self, signum: int = signal.SIGTERM) -> None:
+    def stop(self, signum: int = signal.SIGTERM, patience: float | None = None) -> None:
         """Stop all workers: the signal to their process groups, after ``shutdown_timeout`` seconds SIGKILL."""
         assert self.config.shutdown_timeout is not None, "a resolved config has a shutdown_timeout"
-        self._stop(self.running, signum, self.config.shutdown_timeout)
+        self._stop(self.running, signum, self.config.shutdown_timeout if patience is None else patience)
 
     def end_all(self) -> list[ProcessFailure]:
         """Stop and forget all workers; return the failures of those that had failed before, which nobody has told."""
@@ -374,6 +331,11 @@ class WorkerPool:
                     worker.id, pid, _linux.process_state(pid) or "unknown",
                 )  # fmt: skip
 
+    def wait_for_exit(self, num_running: int, seconds: float) -> None:
+        """Block until fewer than ``num_running`` workers run, ``seconds`` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.running) < num_running, seconds)
+
     def _wait(self, workers: Sequence[WorkerHandle], seconds: float, *, can_hurry: bool) -> bool:
         until = time.monotonic() + seconds
         with self._changed:
@@ -400,12 +362,3 @@ class WorkerPool:
         self._pump.close()
         for worker_id in list(self.workers):
             self.forget(worker_id)
-
-
-def _open_log(path: str) -> int:
-    """Return a descriptor; -1, and a line in the log, when the disk does not take another file."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        log.error("a worker's log file cannot be opened: %s; its output goes to the console", error)
-        return -1

@@ -38,6 +38,8 @@ class WorkerStart:
     entrypoint: Entrypoint
     args: tuple[Any, ...]
     method: str
+    name: str = "main"
+    """Under which a zygote that is a fork of the caller knows the function."""
 
     def __post_init__(self) -> None:
         allowed = FUNCTION_METHODS if callable(self.entrypoint) else SCRIPT_METHODS
@@ -97,7 +99,7 @@ class WorkerStart:
                     interpreter_command(["-m", "phalanx.launch.workers._call"]), env, stacks, scratch
                 )
             else:
-                order |= {"kind": "call", "function": "main"}
+                order |= {"kind": "call", "function": self.name}
             return order, fds
         words = [str(arg).replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in self.args]
         if isinstance(self.entrypoint, str):
