@@ -44,6 +44,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_copy_": ("torch._foreach_copy_", "one copy per gradient in place of one for all"),
     "foreach_mul_": ("torch._foreach_mul_", "one multiplication per gradient in place of one for all"),
     "foreach_add_": ("torch._foreach_add_", "one addition per gradient in place of one for all"),
+    "optimizer_foreach_types": (
+        "torch.optim.optimizer._foreach_supported_types",
+        "optimizers on accelerators update DTensors one by one unless foreach=True is said",
+    ),
+    "foreach_types": (
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "clip_grad_norm_ scales DTensors one by one unless foreach=True is said",
+    ),
     # ---- tensors
     "make_wrapper_subclass": ("torch.Tensor._make_wrapper_subclass", "no ShardedTensor can be made"),
     "make_subclass": ("torch.Tensor._make_subclass", "no DTensor can be made"),
@@ -123,6 +131,26 @@ NAMES: dict[str, tuple[str, str]] = {
     "jit_recursive": (
         "torch.jit._recursive",
         "torch.jit.script of a module with DTensors is wrong where it should be refused",
+    ),
+    "set_code_exec_strategy": (
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "FrameExecStrategy": (
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "FrameAction": (
+        "torch._C._dynamo.eval_frame._FrameAction",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "apply_permutation": (
+        "torch.nn.modules.rnn._apply_permutation",
+        "recurrent layers do not take sequences that were packed unsorted",
+    ),
+    "detect_is_causal_mask": (
+        "torch.nn.modules.transformer._detect_is_causal_mask",
+        "TransformerEncoder does not take a mask that is a DTensor",
     ),
     "CheckpointFrame": (
         "torch.utils.checkpoint._CheckpointFrame",
@@ -220,6 +248,18 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "torch.utils._foreach_utils",
         "_group_tensors_by_device_and_dtype",
     ): "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
+    (
+        "torch.autograd.profiler.profile",
+        "_prepare_trace",
+    ): "two simulated ranks that profile end the process with a segmentation fault",
+    (
+        "torch.autograd.profiler",
+        "_is_profiler_enabled",
+    ): "a simulated rank that profiles while the process does ends it with a segmentation fault",
+    (
+        "torch",
+        "_dynamo",
+    ): "torch.compile compiles frames of ours one by one, which takes minutes and is wrong where they keep a memory",
     ("torch.jit", "_get_trace_graph"): "torch.onnx records this rank's part where it should be refused",
     ("torch.distributed", "_state_dict_utils"): "torch's state-dict helpers take a shard for the full tensor",
     (

@@ -355,6 +355,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("allclose", sharded="allclose"),
     _ops("_has_compatible_shallow_copy_type", sharded="are_sharded"),
     _ops("softsign", sharded="shards"),
+    _ops("_nested_tensor_from_mask_left_aligned", handler="attributes.no_nested_tensors"),
 )  # fmt: skip
 
 
