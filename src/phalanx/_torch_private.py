@@ -184,6 +184,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.distributed.ProcessGroup._get_backend",
         "collectives of a process group that a user brings take twice as long",
     ),
+    "remote_device": (
+        "torch.distributed._remote_device",
+        "placements of shards do not compare equal with torch's",
+    ),
+    "NON_GROUP_MEMBER": (
+        "torch.distributed.GroupMember.NON_GROUP_MEMBER",
+        "a rank outside of a process group cannot make a ShardedTensor that the group holds",
+    ),
     "set_default_timeout": (
         "torch.distributed.ProcessGroupGloo._set_default_timeout",
         "gloo's operations time out as soon as connecting may",

@@ -1,8 +1,8 @@
 """Keeps a simulated rank from profiling while another profiler runs in the process.
 
-Owns the check around torch's profiler. torch has one profiling session for a process: two at a time, in threads of plain
-Python too, end it with a segmentation fault (torch 2.13.0). Ranks that are processes profile as they like; of ranks that
-are threads of one process, one may, or the caller of ``run``. Profilers of other threads are noted and never refused.
+Owns the check around torch's profiler. torch has one profiling session for a process: two at a time, in plain threads
+too, end it with a segmentation fault (torch 2.13.0). Ranks that are processes profile as they like; of ranks that are
+threads of one process, one may, or the caller of ``run``. Profilers of other threads are noted and never refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch.autograd import profiler
 from phalanx.comm.group import _context
 
 _lock = threading.Lock()
-_running: dict[int, tuple[weakref.ref[Any], str]] = {}  # the profilers that have begun and not ended, and who began them
+_running: dict[
+    int, tuple[weakref.ref[Any], str]
+] = {}  # the profilers that have begun and not ended, and who began them
 
 
 def install() -> None:
     """Put the check around torch's profiler, once."""
-    plain_begin, plain_end = profiler.profile._prepare_trace, profiler.profile.__exit__
+    session: Any = profiler.profile
+    plain_begin, plain_end = session._prepare_trace, session.__exit__
     if hasattr(plain_begin, "_phalanx"):
         return
 
@@ -40,8 +43,7 @@ def install() -> None:
                 _running.pop(id(self), None)
 
     begin._phalanx = True  # type: ignore[attr-defined]  # says that it was put there
-    profiler.profile._prepare_trace = begin  # type: ignore[method-assign]  # around torch's own
-    profiler.profile.__exit__ = end  # type: ignore[method-assign]  # around torch's own
+    session._prepare_trace, session.__exit__ = begin, end
 
 
 def _note(session: Any) -> None:
@@ -51,8 +53,9 @@ def _note(session: Any) -> None:
         others = [name for key, (alive, name) in _running.items() if key != id(session) and alive() is not None]
         if rank is not None and (others or profiler._is_profiler_enabled):
             raise RuntimeError(
-                f"{who} of a simulation cannot start a profiler while one runs in {' and '.join(others) or 'the process'}: "
-                f"simulated ranks are threads of one process, and torch has one profiler for each process. Profile on "
-                f"one rank only (if group.rank == 0), or run the ranks as processes"
+                f"{who} of a simulation cannot start a profiler while one runs in "
+                f"{' and '.join(others) or 'the process'}: simulated ranks are threads of one process, and torch has "
+                f"one profiler for each process. Profile on one rank only (if group.rank == 0), or run the ranks as "
+                f"processes"
             )
         _running[id(session)] = (weakref.ref(session), who)

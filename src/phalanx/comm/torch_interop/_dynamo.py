@@ -1,8 +1,8 @@
 """Keeps torch.compile out of our modules: it breaks the graph there and runs them as they are.
 
-Owns ``install`` and ``run_as_it_is``. Dynamo compiles every Python frame that it meets, and would compile ours, one by one, with
-guards on tables that change: slow, and wrong where a function of ours keeps a memory. What users wrote around calls of
-ours is compiled as before. Nothing is imported for it: the list of files is told when Dynamo is imported.
+Owns ``install`` and ``run_as_it_is``. Dynamo compiles every Python frame that it meets, and would compile ours, one by
+one, with guards on tables that change: slow, and wrong where a function of ours keeps a memory. What users wrote around
+calls of ours is compiled as before. Nothing is imported for it: the list of files is told when Dynamo is imported.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class DTensor(torch.Tensor, Spread):
         elif local.is_leaf:
             local = local.view_as(local) if torch.is_grad_enabled() else local.detach()
         if "_is_param" in self.__dict__:
-            local._is_param = True  # type: ignore[attr-defined]  # what torch takes for a parameter
+            local._is_param = True  # torch takes it for a parameter
         return local
 
     def redistribute(

@@ -52,8 +52,8 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "
 def find_handler(func: Any) -> Handler:
     """Decide once how a torch function is handled."""
     if is_overload_of_torch(func):
-        handlers[func] = handler = _as_packet(func.overloadpacket)
-        return handler
+        handlers[func] = _as_packet(func.overloadpacket)
+        return handlers[func]  # type: ignore[no-any-return]  # a handler
     name = op_name(func)
     operator = OPERATORS[name.base]
     why = _refusal(func, name, operator)
