@@ -111,7 +111,12 @@ class WorkerPool:
     def prepare(self, count: int) -> None:
         """Fork ahead of time, so that giving the orders is all that is left to do."""
         self._parked = [(process, is_warm) for process, is_warm in self._parked if process.waits]
-        while len(self._parked) < count + self.config.standby:
+        while len(self._parked) < count:
+            self._parked.append(self._zygotes.park())
+
+    def refill(self) -> None:
+        """Fork what is to stand by, while nobody waits: a fork takes a core for as long as a whole regroup."""
+        if len(self._parked) < (self.config.standby or 0) and self._zygotes.is_idle:
             self._parked.append(self._zygotes.park())
 
     def open(self, scratch: str = "") -> None:
