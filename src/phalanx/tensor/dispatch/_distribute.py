@@ -124,7 +124,8 @@ def _agreed_order(tensor: Tensor, mesh: DeviceMesh, src: int) -> tuple[int, ...]
             f"on every rank, and tensors on the meta device on all or none (only the data may differ: that of rank "
             f"{src} counts)"
         )
-    return order_of_number(parts[(src,) * mesh.ndim].facts // 2, tensor.dim())
+    source = parts.get((src,) * mesh.ndim, own)  # none there: the first collective says so
+    return order_of_number(source.facts // 2, tensor.dim())
 
 
 def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:

@@ -23,7 +23,7 @@ from phalanx.tensor.ops._registry import OPERATORS
 def install() -> None:
     """Give ``DTensor`` its operators and methods."""
     bound: Any = DTensor.__torch_function__
-    for call in (bound.__func__, DTensor.redistribute):
+    for call in (bound.__func__, DTensor.redistribute, DTensor.full_tensor, DTensor.to_local, DTensor.from_local):
         _hidden_from_compilers(call)
     for row in OPERATORS.values():
         for name in row.quick.split():
