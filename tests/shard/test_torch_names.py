@@ -19,8 +19,8 @@ MODULES = {
     "api": "load_with_process_group shard_module shard_parameter",
     "metadata": "ShardMetadata",
     "sharded_optim": "ShardedOptimizer named_params_with_sharded_tensor",
-    "sharded_tensor": "Shard ShardMetadata ShardedTensor ShardedTensorMetadata TensorProperties empty full ones rand randn "
-    "zeros custom_sharded_op_impl init_from_local_shards pre_load_state_dict_hook state_dict_hook",
+    "sharded_tensor": "Shard ShardMetadata ShardedTensor ShardedTensorMetadata TensorProperties empty full ones rand "
+    "randn zeros custom_sharded_op_impl init_from_local_shards pre_load_state_dict_hook state_dict_hook",
     "sharder": "Sharder",
     "sharding_plan": "ShardingPlan ShardingPlanner",
     "sharding_spec": "ChunkShardingSpec DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata "
