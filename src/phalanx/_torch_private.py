@@ -233,6 +233,11 @@ ATTRIBUTES: dict[str, tuple[str, str, str]] = {
         "_opoverload",
         "register_sharding does not take what torch.library.custom_op returns",
     ),
+    "is_profiler_enabled": (
+        "torch.autograd.profiler",
+        "_is_profiler_enabled",
+        "a simulated rank that profiles while the process does ends it with a segmentation fault",
+    ),
     "sequence_number_of": (
         "torch.autograd.graph.Node",
         "_sequence_nr",
@@ -260,10 +265,6 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "torch.autograd.profiler.profile",
         "_prepare_trace",
     ): "two simulated ranks that profile end the process with a segmentation fault",
-    (
-        "torch.autograd.profiler",
-        "_is_profiler_enabled",
-    ): "a simulated rank that profiles while the process does ends it with a segmentation fault",
     (
         "torch",
         "_dynamo",

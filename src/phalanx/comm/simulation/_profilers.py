@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from phalanx._torch_private import is_profiler_enabled
 from phalanx.comm.group import _context
 
 _lock = threading.Lock()
@@ -51,7 +52,7 @@ def _note(session: Any) -> None:
     who = threading.current_thread().name
     with _lock:
         others = [name for key, (alive, name) in _running.items() if key != id(session) and alive() is not None]
-        if rank is not None and (others or profiler._is_profiler_enabled):
+        if rank is not None and (others or is_profiler_enabled(profiler)):
             raise RuntimeError(
                 f"{who} of a simulation cannot start a profiler while one runs in "
                 f"{' and '.join(others) or 'the process'}: simulated ranks are threads of one process, and torch has "
