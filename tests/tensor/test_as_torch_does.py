@@ -364,3 +364,18 @@ def test_a_pickle_of_before_has_no_coordinate() -> None:
         assert torch.equal(torch.load(file).full_tensor(), torch.arange(4.0))
 
     on_mesh(body, 2)
+
+
+def test_overloads_of_batch_norm_write_running_statistics() -> None:
+    torch.manual_seed(0)
+    batch, expected = torch.randn(4, 3), [torch.zeros(3), torch.ones(3)]
+    aten._native_batch_norm_legit.default(batch, None, None, *expected, True, 0.5, 1e-5)
+
+    def body(mesh: Any) -> None:
+        found = [distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(3), torch.ones(3))]
+        x = distribute_tensor(batch, mesh, [Shard(0)])
+        aten._native_batch_norm_legit.default(x, None, None, *found, True, 0.5, 1e-5)
+        for ours, theirs_ in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs_)
+
+    on_mesh(body, 2)
