@@ -36,6 +36,8 @@ GROUPS = "Device mesh and groups"
 DDP = "Distributed data parallel"
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 LAUNCHER = "Launcher"
+DTENSOR = "DTensor"
+SHARDING = "Sharding API"
 LISTED = [
     Listed("torch.nn.parallel.distributed", DDP),
     Listed("torch.nn.parallel.DistributedDataParallel", DDP, beyond="torch.nn.Module"),
@@ -88,7 +90,50 @@ LISTED = [
     Listed("torch.distributed.launcher.api", LAUNCHER),
     Listed("torch.distributed.run", LAUNCHER, prefix="run."),
     Listed("torch.distributed.launch", LAUNCHER, prefix="launch."),
-]
+    Listed("torch.distributed.tensor", DTENSOR),
+    Listed("torch.distributed.tensor.placement_types", DTENSOR),
+    Listed("torch.distributed.tensor.device_mesh", DTENSOR),
+    Listed("torch.distributed.tensor.debug", DTENSOR, prefix="debug."),
+    Listed("torch.distributed.tensor.debug.CommDebugMode", DTENSOR, prefix="debug.CommDebugMode."),
+    Listed("torch.distributed.tensor.experimental", DTENSOR, prefix="experimental."),
+    Listed("torch.distributed.tensor.parallel", DTENSOR, prefix="parallel."),
+    Listed("torch.distributed.tensor.parallel.api", DTENSOR, prefix="parallel."),
+    Listed("torch.distributed.tensor.parallel.style", DTENSOR, prefix="parallel."),
+    Listed("torch.distributed.tensor.parallel.loss", DTENSOR, prefix="parallel."),
+    Listed("torch.distributed.tensor.parallel.input_reshard", DTENSOR, prefix="parallel.input_reshard."),
+    Listed("torch.distributed.tensor.parallel.fsdp", DTENSOR, prefix="parallel.fsdp."),
+    Listed("torch.distributed.tensor.DTensor", DTENSOR, prefix="DTensor.", beyond="torch.Tensor"),
+    *(
+        Listed(f"torch.distributed.tensor.{name}", DTENSOR, prefix=f"{name}.")
+        for name in ("Placement", "Shard", "Replicate", "Partial")
+    ),
+    *(
+        Listed(f"torch.distributed._shard{module}", SHARDING)
+        for module in (
+            "", ".api", ".metadata", ".sharded_optim", ".sharded_optim.api", ".sharded_tensor", ".sharded_tensor.api",
+            ".sharded_tensor.metadata", ".sharded_tensor.shard", ".sharder", ".sharding_plan", ".sharding_plan.api",
+            ".sharding_spec", ".sharding_spec.api", ".sharding_spec.chunk_sharding_spec",
+        )
+    ),
+    *(
+        Listed(f"torch.distributed._shard.{path}", SHARDING, prefix=f"{path.rpartition('.')[2]}.", beyond=beyond)
+        for path, beyond in (
+            ("sharded_tensor.ShardedTensor", "torch.Tensor"),
+            ("sharded_tensor.Shard", "builtins.object"),
+            ("sharded_tensor.ShardedTensorMetadata", "builtins.object"),
+            ("sharded_tensor.TensorProperties", "builtins.object"),
+            ("metadata.ShardMetadata", "builtins.object"),
+            ("sharding_spec.ShardingSpec", "builtins.object"),
+            ("sharding_spec.ChunkShardingSpec", "builtins.object"),
+            ("sharding_spec.EnumerableShardingSpec", "builtins.object"),
+            ("sharding_spec.DevicePlacementSpec", "builtins.object"),
+            ("sharding_plan.ShardingPlan", "builtins.object"),
+            ("sharding_plan.ShardingPlanner", "builtins.object"),
+            ("sharder.Sharder", "builtins.object"),
+            ("sharded_optim.ShardedOptimizer", "torch.optim.Optimizer"),
+        )
+    ),
+]  # fmt: skip
 
 
 def find(dotted: str) -> Any:

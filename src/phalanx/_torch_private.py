@@ -44,6 +44,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_copy_": ("torch._foreach_copy_", "one copy per gradient in place of one for all"),
     "foreach_mul_": ("torch._foreach_mul_", "one multiplication per gradient in place of one for all"),
     "foreach_add_": ("torch._foreach_add_", "one addition per gradient in place of one for all"),
+    "optimizer_foreach_types": (
+        "torch.optim.optimizer._foreach_supported_types",
+        "optimizers on accelerators update DTensors one by one unless foreach=True is said",
+    ),
+    "foreach_types": (
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "clip_grad_norm_ scales DTensors one by one unless foreach=True is said",
+    ),
     # ---- tensors
     "make_wrapper_subclass": ("torch.Tensor._make_wrapper_subclass", "no ShardedTensor can be made"),
     "make_subclass": ("torch.Tensor._make_subclass", "no DTensor can be made"),
@@ -124,6 +132,26 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.jit._recursive",
         "torch.jit.script of a module with DTensors is wrong where it should be refused",
     ),
+    "set_code_exec_strategy": (
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "FrameExecStrategy": (
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "FrameAction": (
+        "torch._C._dynamo.eval_frame._FrameAction",
+        "torch.compile compiles what intercepts calls on DTensors, frame by frame",
+    ),
+    "apply_permutation": (
+        "torch.nn.modules.rnn._apply_permutation",
+        "recurrent layers do not take sequences that were packed unsorted",
+    ),
+    "detect_is_causal_mask": (
+        "torch.nn.modules.transformer._detect_is_causal_mask",
+        "TransformerEncoder does not take a mask that is a DTensor",
+    ),
     "CheckpointFrame": (
         "torch.utils.checkpoint._CheckpointFrame",
         "activation checkpointing keeps the wrapper of a DTensor and loses its data",
@@ -181,6 +209,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.distributed.ProcessGroup._get_backend",
         "collectives of a process group that a user brings take twice as long",
     ),
+    "remote_device": (
+        "torch.distributed._remote_device",
+        "placements of shards do not compare equal with torch's",
+    ),
+    "NON_GROUP_MEMBER": (
+        "torch.distributed.GroupMember.NON_GROUP_MEMBER",
+        "a rank outside of a process group cannot make a ShardedTensor that the group holds",
+    ),
     "set_default_timeout": (
         "torch.distributed.ProcessGroupGloo._set_default_timeout",
         "gloo's operations time out as soon as connecting may",
@@ -222,6 +258,11 @@ ATTRIBUTES: dict[str, tuple[str, str, str]] = {
         "_opoverload",
         "register_sharding does not take what torch.library.custom_op returns",
     ),
+    "is_profiler_enabled": (
+        "torch.autograd.profiler",
+        "_is_profiler_enabled",
+        "a simulated rank that profiles while the process does ends it with a segmentation fault",
+    ),
     "sequence_number_of": (
         "torch.autograd.graph.Node",
         "_sequence_nr",
@@ -245,6 +286,14 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "torch.utils._foreach_utils",
         "_group_tensors_by_device_and_dtype",
     ): "optimizers and clip_grad_norm_ see the device of a DTensor's wrapper, not of its data",
+    (
+        "torch.autograd.profiler.profile",
+        "_prepare_trace",
+    ): "two simulated ranks that profile end the process with a segmentation fault",
+    (
+        "torch",
+        "_dynamo",
+    ): "torch.compile compiles frames of ours one by one, which takes minutes and is wrong where they keep a memory",
     ("torch.jit", "_get_trace_graph"): "torch.onnx records this rank's part where it should be refused",
     (
         "torch.distributed._functional_collectives",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 import phalanx.tensor
@@ -51,3 +53,17 @@ def test_the_old_name_of_the_error_is_known_for_one_release() -> None:
         assert phalanx.tensor.SurpriseCommunication is phalanx.tensor.ImplicitCommunicationError
     with pytest.raises(AttributeError, match="no attribute 'Surprise'"):
         phalanx.tensor.Surprise  # noqa: B018  # asking is the test
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["placement_types", "device_mesh", "parallel.style", "parallel.api", "parallel.loss", "debug", "experimental"],
+)
+def test_torchs_module_names(name: str) -> None:
+    """What torch's users import from a module is in ours of that name, and is what the package gives."""
+    theirs = importlib.import_module(f"torch.distributed.tensor.{name}")
+    ours = importlib.import_module(f"phalanx.tensor.{name}")
+    package = phalanx.tensor.parallel if name.startswith("parallel") else phalanx.tensor
+    for each in theirs.__all__:
+        if each != "context_parallel":  # docs/parity.md says where it is
+            assert getattr(ours, each) is getattr(package, each, getattr(ours, each)), each

@@ -6,6 +6,7 @@ Owns ``local_map`` and ``register_sharding``.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +22,8 @@ from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._registry import OPERATORS, give_rule, op_name
-from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
-from phalanx.tensor.patches._handlers import is_functional
+from phalanx.tensor.ops._rule import Call, Choice, In, Rule, Sharding, all_replicated
+from phalanx.tensor.patches._handlers import is_functional, is_overload_of_torch
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]
 
@@ -145,7 +146,8 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     The decorated function gets the call's arguments, with a ``Spec`` (shape, dtype, placements) in place of each
     DTensor, and returns a list of choices: (placements of the results, placements of the arguments; None for
     arguments that are not tensors). Full replication is always a choice. ``op`` is anything that dispatches through
-    ``__torch_function__``.
+    ``__torch_function__``; an overload such as ``torch.ops.aten.erf.default`` stands for its function, and the rule is
+    asked for those calls whose arguments it takes.
 
     >>> @register_sharding(my_gelu)                               # doctest: +SKIP
     ... def rule(x):
@@ -156,8 +158,9 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
             name = op_name(one).base
-            give_rule(name, functools.partial(_ask, rule))
-            handlers.pop(one, None)
+            give_rule(name, functools.partial(_ask, rule, OPERATORS[name].rule))
+            for other in [known for known in handlers if op_name(known).base == name]:
+                handlers.pop(other, None)  # under whichever of its names it was called before
             if not is_functional(one, OPERATORS[name]) and inlined(one) is not None:
                 handlers[one] = run_rule  # its Python body need not run any more
         forget_decisions()
@@ -174,6 +177,8 @@ def _operation(op: Any) -> Any:
     """``op``, or the operation behind it; an error if DTensors would never hear of its calls."""
     if isinstance(op, CustomOpDef):
         return overload_of(op)
+    if is_overload_of_torch(op):
+        return op.overloadpacket
     if isinstance(op, _OF_TENSORS):
         known = issubclass(Tensor, op.__objclass__)
     elif isinstance(op, (types.BuiltinFunctionType, types.FunctionType)):
@@ -190,13 +195,18 @@ def _operation(op: Any) -> Any:
     return op
 
 
-def _ask(rule: Callable[..., Any], call: Call) -> Sharding:
+def _ask(rule: Callable[..., Any], before: Rule | None, call: Call) -> Sharding | None:
     specs: dict[int, Spec] = {one.index: one.spec for one in call.inputs}
 
     def seen(value: Any) -> Any:
         return specs[value.index] if isinstance(value, In) else value
 
-    answers = rule(*map(seen, call.args), **{k: seen(v) for k, v in call.kwargs.items()})
+    args, kwargs = [seen(arg) for arg in call.args], {name: seen(value) for name, value in call.kwargs.items()}
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:  # a form of the function that the rule does not know
+        return before(call) if before is not None else Sharding([all_replicated(call, len(call.output_shapes()))])
+    answers = rule(*args, **kwargs)
     if not isinstance(answers, (list, tuple)) or not all(map(_is_choice, answers)):
         raise TypeError(
             f"the rule of {call.name} returned {answers!r}: expected a list of pairs, (placements of the results, "

@@ -86,6 +86,11 @@ def joined_group() -> Group:
     return init()
 
 
+def has_current_group() -> bool:
+    """Return whether ``current_group`` finds one."""
+    return _context.registered_group() is not None or (_context.rank_token() is None and dist.is_initialized())
+
+
 def current_group() -> Group:
     """Return the group that code without one should use: set by ``init`` or ``use_group``, else torch's default
     group."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group._group import Group
-from phalanx.comm.group._init import joined_group
+from phalanx.comm.group._init import has_current_group, joined_group
 from phalanx.comm.mesh import _torch_mesh
 from phalanx.comm.mesh._backend_override import parse_overrides
 from phalanx.comm.mesh._mesh_layout import MeshLayout, is_in_root_order
@@ -353,12 +353,12 @@ class DeviceMesh:
         return self  # a mesh names live groups: a copy of a module stays on the same ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._root.given:
-            raise TypeError(f"{self!r} was made from groups; groups cannot be pickled")
         root = self._root
+        if root.given:
+            raise TypeError(f"{self!r} was made from groups; groups cannot be pickled")
         grid = root.ranks.reshape(root.layout.shape).tolist()
         flattened = tuple((name, layout) for name, layout in root.flattened.items())
-        return _rebuild, (self._device_type, grid, root.names, self._layout, self._names, flattened)
+        return _rebuild, (self._device_type, grid, root.names, self._layout, self._names, flattened, root.rank)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by copying, pickling and the like, which go on without
@@ -434,8 +434,14 @@ def _rebuild(
     layout: MeshLayout,
     names: tuple[str, ...] | None,
     flattened: tuple[tuple[str, MeshLayout], ...],
+    saved_on: int | None = None,
 ) -> DeviceMesh:
-    root = DeviceMesh(device_type, grid, mesh_dim_names=root_names)
+    if saved_on is not None and not has_current_group():  # to look at what a file holds
+        ranks, shape = rank_grid(grid)
+        made = MeshRoot(ranks, MeshLayout.of_shape(shape), check_names(root_names, shape), saved_on, None)
+        root = DeviceMesh.__new__(DeviceMesh)._set(made, made.layout, made.names, check_device_type(device_type))
+    else:
+        root = DeviceMesh(device_type, grid, mesh_dim_names=root_names)
     root._root.flattened.update(flattened)
     return root if layout == root._layout else root._derive(layout, names)
 

@@ -90,6 +90,11 @@ class MeshRoot:
     def _create(self, ranks: tuple[int, ...], override: Override) -> Group:
         parent = self.parent
         if parent is None:
+            if not self.groups:
+                raise RuntimeError(
+                    f"this mesh came out of a file that rank {self.rank} wrote, where there was no group: it can be "
+                    f"looked at, but nothing can be sent. Join a group (phalanx.init()) before you load the file"
+                )
             raise RuntimeError(
                 f"rank {self.rank}: this mesh was made from groups and has none for ranks {ranks}; "
                 f"make it from a current group (comm.use_group) to get new axes"

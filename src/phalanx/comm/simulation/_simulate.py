@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from phalanx.comm.group import _context
 from phalanx.comm.group._group import Group
+from phalanx.comm.simulation import _profilers
 from phalanx.comm.simulation._scheduler import Released, Scheduler, SimulatedDeath
 from phalanx.comm.simulation._threads import Board, ThreadTransport
 from phalanx.errors import RankFailed, SimulationError
@@ -40,6 +41,7 @@ class Simulation:
             RankFailed: a rank raised; the others were released; the error is the ``__cause__``.
             SimulatedDeadlock: no rank can go on; the message says what each waits for.
         """
+        _profilers.install()
         scheduler = Scheduler(self.world_size)
         board = Board(scheduler, tuple(range(self.world_size)))
         boards: dict[tuple[tuple[int, ...], str], Board] = {}

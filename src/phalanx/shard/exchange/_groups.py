@@ -1,6 +1,7 @@
 """Finds which group a sharded tensor lives on, and which rank of it a placement means.
 
-Owns ``load_with_process_group`` and the translation of what users pass (a ``Group``, a c10d process group, or None).
+Owns ``load_with_process_group`` and the translation of what users pass: a ``Group``, a c10d process group, what torch
+gives to a rank outside of one, or None.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from phalanx._torch_private import NON_GROUP_MEMBER
 from phalanx.comm import Group, current_group
 from phalanx.shard.layout._metadata import ShardMetadata
 
@@ -43,10 +45,29 @@ def _get_current_process_group() -> Any:
     return current_group() if loading is None else loading
 
 
+class Outside:
+    """Stands for the group of a sharded tensor on a rank that is not in it: it knows the layout and holds nothing."""
+
+    rank = -1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{name} of the group of a ShardedTensor, on a rank that is not in that group: this rank holds no shards "
+            f"and takes no part. Call it on the ranks of the group only"
+        )
+
+
 def as_group(process_group: Any) -> Group:
     """Return a ``Group`` from what the user passed; None means the current one."""
     if process_group is None:
         return current_group()
+    if process_group == NON_GROUP_MEMBER:
+        outside: Any = Outside()
+        return outside  # type: ignore[no-any-return]  # as far as a rank outside may ask, it is one
     if isinstance(process_group, Group):
         return process_group
     if not callable(getattr(process_group, "rank", None)):
@@ -57,7 +78,9 @@ def as_group(process_group: Any) -> Group:
 
 
 def owner_of(shard: ShardMetadata, group: Group) -> int:
-    """Return the rank inside ``group`` that holds this shard."""
+    """Return the rank inside ``group`` that holds this shard; for a rank outside, some number that is not its own."""
+    if isinstance(group, Outside):
+        return 0
     if shard.placement is None:
         raise ValueError(f"{shard} has no placement; give it one such as 'rank:{group.ranks[0]}/cpu'")
     if shard.placement.worker_name() is not None:

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from phalanx._torch_private import remote_device
+
 _FORMATS = "expected 'rank:<rank>/<device>', '<worker name>/<device>' or '<device>', e.g. 'rank:0/cpu'"
 
 
-class RemoteDevice:
-    """A device of some worker; immutable.
+class RemoteDevice(remote_device):  # type: ignore[misc]  # torch's is looked up by name
+    """A device of some worker; immutable. Torch's own, of the same worker and device, is equal to it.
 
     >>> place = RemoteDevice("rank:3/cpu")
     >>> place.rank(), place.device(), place
     (3, device(type='cpu'), rank:3/cpu)
     """
-
-    __slots__ = ("_device", "_rank", "_worker_name")
 
     def __init__(self, remote_device: str | torch.device) -> None:
         self._worker_name: str | None = None
@@ -78,11 +78,14 @@ class RemoteDevice:
     def __repr__(self) -> str:
         return f"{self._owner()}{self._device}".lstrip("/")
 
+    def _value(self) -> tuple[Any, ...]:
+        return self.worker_name(), self.rank(), self.device()
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteDevice) and repr(self) == repr(other)
+        return isinstance(other, remote_device) and self._value() == RemoteDevice._value(other)
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return int(super().__hash__())  # as torch's: the two may stand in one set
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteDevice, (repr(self),)

@@ -5,6 +5,7 @@ Module state on purpose: registration is by decorator, at import, as in torch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,24 @@ def _register(table: dict[Any, Implementation], func: Any) -> Callable[[Implemen
     def decorate(implementation: Implementation) -> Implementation:
         if not callable(implementation):
             raise TypeError(f"the implementation of {func} must be callable, got {type(implementation).__name__}")
+        signature = inspect.signature(implementation)
+        if not _takes_four(signature):
+            raise TypeError(
+                f"the implementation of {func} for sharded tensors is called with (types, args, kwargs, "
+                f"process_group), but takes {signature}"
+            )
         table[func] = implementation
         return implementation
 
     return decorate
+
+
+def _takes_four(signature: inspect.Signature) -> bool:
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def custom_implementation(func: Any, spec: ShardingSpec) -> Implementation | None:

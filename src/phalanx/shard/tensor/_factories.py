@@ -68,6 +68,8 @@ def init_from_local_shards(
 ) -> ShardedTensor:
     """Return one tensor from the shards that each rank holds; collective, with checks across ranks.
 
+    With None in place of a dim on every rank the size is as large as the shards reach.
+
     >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 4), [2 * rank, 0], rank)    # doctest: +SKIP
     >>> tensor = init_from_local_shards([shard], [4, 4])                                # doctest: +SKIP
     """

@@ -18,6 +18,11 @@ from phalanx.shard.layout._metadata import ShardedTensorMetadata, ShardMetadata,
 from phalanx.shard.tensor._sharding_spec import check_cover, check_no_overlap
 
 
+def size_or_none(size: Sequence[Any]) -> torch.Size | None:
+    """Return the size, or None where a dim is given as None: all of them then follow from the shards, as in torch."""
+    return None if any(dim is None for dim in size) else flatten_size(size)
+
+
 def flatten_size(size: Sequence[Any]) -> torch.Size:
     """From ``3, 4`` or ``[3, 4]``."""
     dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
@@ -44,7 +49,7 @@ def _traits(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def describe_local(shards: Sequence[Shard], size: torch.Size, group: Group) -> dict[str, Any]:
+def describe_local(shards: Sequence[Shard], size: torch.Size | None, group: Group) -> dict[str, Any]:
     """Return what this rank tells the others; raises ValueError for a mistake that it can see alone."""
     rank = group.ranks[group.rank]
     for shard in shards:
@@ -63,7 +68,7 @@ def describe_local(shards: Sequence[Shard], size: torch.Size, group: Group) -> d
                     f"Found one local shard tensor {name}={first}, the other local shard tensor {name}={value}."
                 )
     return {
-        "size": list(size),
+        "size": None if size is None else list(size),
         "shards": [shard.metadata.to_json() for shard in shards],
         "traits": _traits(shards[0].tensor) if shards else None,
     }
@@ -84,15 +89,19 @@ def agree(described: Sequence[dict[str, Any]]) -> ShardedTensorMetadata:
                     f"on rank:{first_rank}, and {name}={value} on rank:{rank}."
                 )
     shards = [ShardMetadata.from_json(entry) for _, told in holders for entry in told["shards"]]
+    size = first["size"]
+    if size is None:
+        ends = [[at + n for at, n in zip(s.shard_offsets, s.shard_sizes, strict=True)] for s in shards]
+        size = [max(column) for column in zip(*ends, strict=True)]
     check_no_overlap(shards)
-    check_cover(shards, first["size"])
+    check_cover(shards, size)
     traits = first["traits"]
     properties = TensorProperties(
         dtype=getattr(torch, traits["dtype"].removeprefix("torch.")),
         requires_grad=traits["requires_grad"],
         pin_memory=traits["pin_memory"],
     )
-    return ShardedTensorMetadata(shards, torch.Size(first["size"]), properties)
+    return ShardedTensorMetadata(shards, torch.Size(size), properties)
 
 
 def check_against(shards: Sequence[Shard], metadata: ShardedTensorMetadata, group: Group) -> None:

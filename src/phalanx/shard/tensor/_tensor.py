@@ -108,7 +108,7 @@ class ShardedTensor(torch.Tensor, Spread):
         if init_rrefs:
             raise RuntimeError(_NO_RPC)
         group = as_group(process_group)
-        told = _local.describe_local(local_shards, _local.flatten_size(global_size), group)
+        told = _local.describe_local(local_shards, _local.size_or_none(global_size), group)
         metadata = _local.agree(group.all_gather_values(told))
         return cls._wrap(local_shards, metadata, infer_spec(metadata.shards_metadata, metadata.size), group)
 

@@ -119,9 +119,14 @@ class DTensor(torch.Tensor, Spread):
         spec = self._spec
         if self._copied_view is not None:
             check_up_to_date(self)
-        if (grad_placements is not None or spec.is_partial) and self._local.requires_grad:
-            return local_with_gradient(self._local, spec, grad_placements)
-        return self._local.view_as(self._local) if self._local.is_leaf else self._local
+        local = self._local
+        if (grad_placements is not None or spec.is_partial) and local.requires_grad:
+            local = local_with_gradient(local, spec, grad_placements)
+        elif local.is_leaf:
+            local = local.view_as(local) if torch.is_grad_enabled() else local.detach()
+        if "_is_param" in self.__dict__:
+            local._is_param = True  # torch takes it for a parameter
+        return local
 
     def redistribute(
         self,
@@ -375,6 +380,7 @@ class DTensor(torch.Tensor, Spread):
             self._spec,
             self.requires_grad and self.is_leaf,
             state,
+            self._spec.mesh.get_coordinate(),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -456,7 +462,21 @@ def _distributed(what: str, value: Any) -> DTensor:
     )
 
 
-def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+def _rebuild(
+    local: Tensor,
+    spec: Spec,
+    requires_grad: bool,
+    state: dict[str, Any],
+    saved_at: tuple[int, ...] | None = None,
+) -> DTensor:
+    own = spec.coordinate
+    for axis, (placement, there) in enumerate(zip(spec.placements, own if saved_at is None else saved_at, strict=True)):
+        if there != own[axis] and not placement.is_replicate():
+            raise ValueError(
+                f"rank {spec.mesh.get_rank()}, at {own} of {spec.mesh!r}, got the part of {spec!r} that the rank at "
+                f"{tuple(saved_at or ())} saved: each rank loads what it wrote. phalanx.shard.save() and "
+                f"torch.distributed.checkpoint write files that any rank can load"
+            )
     tensor = wrap(local.requires_grad_(requires_grad), spec)
     tensor.__dict__.update(state)
     return tensor

@@ -45,6 +45,43 @@ def copied_in_order(local: Tensor, wanted: Strides) -> Tensor:
     return torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device).copy_(local)
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dims of a tensor from the innermost in memory to the outermost; of an expanded one, of its copy.
+
+    >>> memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    (1, 3, 2, 0)
+    """
+    with without_user_modes():
+        strides = torch.empty_like(tensor, device="meta").stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (strides[d], tensor.shape[d] > 1, -d)))
+
+
+def packed_in(order: Sequence[int], shape: Sequence[int]) -> Strides:
+    """Return the strides without gaps of a tensor whose dims lie in memory by ``order``, the innermost first."""
+    strides, extent = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = extent
+        extent *= max(1, shape[dim])
+    return tuple(strides)
+
+
+_MOST_DIMS = 15  # whose order fits into a number that can be sent; of tensors with more it is row-major
+
+
+def order_number(order: Sequence[int]) -> int:
+    return sum(dim << 4 * place for place, dim in enumerate(order)) if len(order) <= _MOST_DIMS else 0
+
+
+def order_of_number(number: int, num_dims: int) -> tuple[int, ...]:
+    """
+    >>> order_of_number(order_number((1, 3, 2, 0)), 4)
+    (1, 3, 2, 0)
+    """
+    if num_dims > _MOST_DIMS:
+        return tuple(reversed(range(num_dims)))
+    return tuple(number >> 4 * place & 15 for place in range(num_dims))
+
+
 def shard_strides(spec: Spec, strides: Sequence[int]) -> Strides:
     """Return the strides of this rank's shard, without gaps, of a global tensor that has ``strides``."""
     return packed(spec.local_shape, spec.shape, strides)

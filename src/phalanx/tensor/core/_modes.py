@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
@@ -128,9 +129,18 @@ def note_fallback(op: str, inputs: Sequence[Spec]) -> None:
 
 def user_line() -> str:
     """``file:line`` of the innermost frame outside of phalanx and of torch."""
-    frame = sys._getframe(1)
-    for summary, _ in traceback.walk_stack(frame):
-        name = summary.f_code.co_filename
-        if not name.startswith((_PACKAGE, "<runner")) and "/torch/" not in name:
-            return f"{name}:{summary.f_lineno}"
+    for frame in _frames_outside():
+        if "/torch/" not in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return "?"
+
+
+def calling_code() -> CodeType | None:
+    """Return the code of the innermost frame outside of phalanx."""
+    return next((frame.f_code for frame in _frames_outside()), None)
+
+
+def _frames_outside() -> Iterator[FrameType]:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith((_PACKAGE, "<runner")):
+            yield frame

@@ -17,13 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import rnn
 
-from phalanx._torch_private import is_functorch_wrapped_tensor, schema_of
+from phalanx._torch_private import (
+    apply_permutation,
+    detect_is_causal_mask,
+    is_functorch_wrapped_tensor,
+    schema_of,
+)
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._copied_views import check_up_to_date, checked_local
 from phalanx.tensor.core._dtensor import DTensor, above, handlers, number_of, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
-from phalanx.tensor.core._modes import settings, user_line
+from phalanx.tensor.core._modes import calling_code, settings, user_line
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec, axes_in, on_root
 from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name
@@ -211,7 +217,7 @@ def promote(name: OpName, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
                 f"{op} inside torch.func or torch.vmap got a DTensor, at {user_line()}: that is not distributed. Use "
                 f"torch.autograd.grad and torch.autograd.functional, or d.full_tensor() outside of the function"
             )
-        if tensor.dim() and not settings.implicit_replication and not _is_harmless(op, tensor):
+        if tensor.dim() and not (settings.implicit_replication or _is_harmless(op, tensor) or _is_of_torch()):
             position = next(i for i, other in enumerate(found) if other is tensor)
             raise RuntimeError(
                 f"{op} got a plain tensor of shape {tuple(tensor.shape)} (tensor argument {position}) beside a "
@@ -234,6 +240,20 @@ def _is_harmless(op: str, tensor: Tensor) -> bool:
     if made == "states":
         return not bool(tensor.any())
     return made == "offsets" and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 1
+
+
+_MAKE_PLAIN = frozenset(
+    function.__code__
+    for function in (rnn.pack_padded_sequence, rnn.pad_packed_sequence, apply_permutation, detect_is_causal_mask)
+)
+
+
+def _is_of_torch() -> bool:
+    """Return whether a function of torch calls that makes plain tensors of lengths, or of the shape of a mask.
+
+    Lengths of sequences are numbers, the same on every rank; so are the permutations that sort them.
+    """
+    return calling_code() in _MAKE_PLAIN
 
 
 def _common_mesh(op: str, tensors: list[DTensor]) -> DeviceMesh:

@@ -156,6 +156,11 @@ def type_(func: Any, args: Any, kwargs: Any) -> Any:
     return run_rule(func, args, kwargs) if kwargs or len(args) > 1 else func(args[0]._local)
 
 
+def no_nested_tensors(func: Any, args: Any, kwargs: Any) -> bool:
+    """Answer ``nn.TransformerEncoder``, which asks whether it may use nested tensors; masks do the same work."""
+    return False
+
+
 def raw_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """Answer ``data_ptr``, ``untyped_storage`` and their like where every rank holds all of the tensor, else raise.
 

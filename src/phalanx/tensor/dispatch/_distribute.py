@@ -6,6 +6,8 @@ plans are ``_plan.py``'s and run in ``_execute.py``.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +19,20 @@ from phalanx.comm import DeviceMesh
 from phalanx.comm.mesh._mesh import as_mesh, current_mesh
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
-from phalanx.tensor.core._memory_order import kept_order
+from phalanx.tensor.core._memory_order import (
+    copied_in_order,
+    kept_order,
+    memory_order,
+    order_number,
+    order_of_number,
+    packed_in,
+    say_order,
+    shard_strides,
+)
 from phalanx.tensor.dispatch._arguments import walk_tensors
 from phalanx.tensor.dispatch._local_shapes import LocalShape, gathered_shapes, listing
 from phalanx.tensor.dispatch._shared_parameters import keeping_shared_parameters
-from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard, chunk_sizes, normalize
+from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard, chunk_sizes, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import move_as, redistribute_local, route_of, run_plan, start_plan
 from phalanx.tensor.redistribute._log import listening, log_collectives
@@ -67,8 +78,9 @@ def distribute_tensor(
 ) -> DTensor:
     """Return a leaf DTensor of ``tensor``, laid out by ``placements`` (default: replicated).
 
-    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts; with None each rank shards its own
-    copy and nothing is sent.
+    The data of the rank at coordinate ``src_data_rank`` of each axis is what counts, and the order of its dims in
+    memory (such as ``channels_last``) is kept; with None each rank shards its own copy and nothing is sent. On an axis
+    that is ``Partial``, contributions are made of which the tensor is the sum (or the average, and so on).
 
     >>> distribute_tensor(torch.arange(8), mesh, [Shard(0)])   # doctest: +SKIP
     """
@@ -79,44 +91,47 @@ def distribute_tensor(
         if tensor._spec.mesh != mesh or tensor.placements != wanted:
             raise ValueError(f"the tensor is distributed already, as {tensor._spec!r}: use redistribute()")
         return tensor
-    if any(isinstance(p, Partial) for p in wanted):
-        raise ValueError(f"distribute_tensor makes shards and replicas, not {list(wanted)}; see DTensor.from_local")
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             f"distribute_tensor makes leaves, but got the result of {tensor.grad_fn!r}, which would get no gradient: "
             f"use DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=...), or t.detach()"
         )
     spec = Spec.of(mesh, wanted, tensor.shape, tensor.dtype)
+    whole = tensor.detach()
     with listening() as heard:
-        if src_data_rank is not None:
-            _check_same(tensor, mesh, src_data_rank)
-        if tensor.is_meta:
-            local = tensor.new_empty(spec.local_shape)
+        order = memory_order(whole) if src_data_rank is None else _agreed_order(whole, mesh, src_data_rank)
+        strides = shard_strides(spec, packed_in(order, spec.shape))
+        if whole.is_meta:
+            local = torch.empty_strided(spec.local_shape, strides, dtype=spec.dtype, device="meta")
         elif src_data_rank is None:
-            local = redistribute_local(tensor.detach().to(mesh.device_type), spec.replicated, spec)
-            shared = local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            local = local.clone(memory_format=torch.contiguous_format) if shared else local
+            local = redistribute_local(whole.to(mesh.device_type), spec.replicated, spec)
         else:
-            local = _spread(tensor.detach().to(mesh.device_type), spec, src_data_rank)
+            local = _spread(whole.to(mesh.device_type), spec, src_data_rank)
     log_collectives("distribute_tensor to", spec, heard)
+    shared = not local.is_meta and local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    if shared or not (local.stride() == strides or say_order(local, strides)):
+        local = copied_in_order(local, strides)
     return wrap(local.requires_grad_(tensor.requires_grad), spec)
 
 
-def _check_same(tensor: Tensor, mesh: DeviceMesh, src: int) -> None:
-    own = LocalShape.of(tensor, tensor.is_meta)
+def _agreed_order(tensor: Tensor, mesh: DeviceMesh, src: int) -> tuple[int, ...]:
+    """Check that all ranks mean one tensor; return the order of its dims in the memory of the rank at ``src``."""
+    own = LocalShape(tuple(tensor.shape), tensor.dtype, 2 * order_number(memory_order(tensor)) + tensor.is_meta)
     parts = gathered_shapes(mesh, range(mesh.ndim), own, mesh.device_type)
-    if len(set(parts.values())) > 1:
+    if len({(part.shape, part.dtype, part.facts % 2) for part in parts.values()}) > 1:
         raise ValueError(
             f"rank {mesh.get_rank()}: distribute_tensor got {listing(mesh, parts)}; expected the same shape and dtype "
             f"on every rank, and tensors on the meta device on all or none (only the data may differ: that of rank "
             f"{src} counts)"
         )
+    source = parts.get((src,) * mesh.ndim, own)  # none there: the first collective says so
+    return order_of_number(source.facts // 2, tensor.dim())
 
 
 def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
-    """Axis by axis: scatter chunks or broadcast copies from the rank at coordinate ``src``."""
+    """Axis by axis: scatter chunks or broadcast copies from the rank at coordinate ``src``; contributions at last."""
     mesh = spec.mesh
-    for axis, placement in enumerate(spec.placements):
+    for axis, placement in enumerate(spec.cotangent.placements):
         group = mesh.get_group(axis)
         if type(placement) is Shard:
             sizes = chunk_sizes(local.shape[placement.dim], group.size)
@@ -128,11 +143,11 @@ def _spread(local: Tensor, spec: Spec, src: int) -> Tensor:
             local = local.clone(memory_format=torch.contiguous_format)
             group.broadcast(local, src)
             if isinstance(placement, Shard):
-                before = [*spec.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
+                before = [*spec.cotangent.placements[:axis], *[REPLICATE] * (mesh.ndim - axis)]
                 after = [*before[:axis], placement, *before[axis + 1 :]]
                 replicated = Spec.of(mesh, before, spec.shape, spec.dtype)
                 local = redistribute_local(local, replicated, replicated.with_placements(after))
-    return local
+    return redistribute_local(local, spec.cotangent, spec)
 
 
 def one_for_each_axis(
@@ -240,19 +255,56 @@ def distribute_module(
     Parameters that submodules share stay shared; those on the meta device stay there, sharded: see ``Module.to_empty``.
 
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run around its forward and may return
-    what takes the place of the inputs or the outputs.
+    what takes the place of the inputs or the outputs. Without ``module`` they work too, with a ``FutureWarning``.
+
+    ``RuntimeError`` if it was called on this module before: the functions would run twice.
     """
     mesh = mesh_or_current(device_mesh)
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(f"distribute_module was called on this {type(module).__name__} before: call it once")
+    before = _around_forward("input_fn", input_fn)
+    after = _around_forward("output_fn", output_fn)
     with keeping_shared_parameters(module):
         for name, part in module.named_modules():
             if partition_fn is not None:
                 partition_fn(name, part, mesh)
             replicate_rest(part, mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    if before is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
+    if after is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, mesh))
+    module._distribute_module_applied = True  # type: ignore[assignment]  # a mark that torch's own has too
     return module
+
+
+def _around_forward(name: str, given: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return ``given`` as a function of module, values and mesh, which may be written without the module."""
+    if given is None:
+        return None
+    function = given
+    takes = [count for count in (3, 2) if _takes(function, count)]
+    if not takes:
+        raise ValueError(
+            f"distribute_module: {name}={given!r} takes {inspect.signature(function)}; "
+            f"expected (module, {name[:-3]}s, device_mesh)"
+        )
+    if takes[0] == 3:
+        return function
+    warnings.warn(
+        f"distribute_module: {name}({name[:-3]}s, device_mesh) is the old form: write "
+        f"{name}(module, {name[:-3]}s, device_mesh)",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda module, values, mesh: function(values, mesh)
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -57,7 +57,7 @@ def from_local(
         apply: Any = GradLayout.apply
         result = wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
     else:
-        result = wrap(local.view_as(local), spec)
+        result = wrap(_alias(local), spec)
     if stride is not None:
         _check_stride(result, tuple(stride))
     return result
@@ -142,12 +142,21 @@ def _first_replica(local: Tensor, spec: Spec) -> Tensor:
     return replaced
 
 
+def _alias(local: Tensor) -> Tensor:
+    """Return ``local`` as a tensor of its own in the same memory, which may be written even if ``local`` is a leaf."""
+    if not (local.requires_grad and local.is_leaf and torch.is_grad_enabled()):
+        return local.view_as(local)
+    apply: Any = _Replaced.apply
+    alias: Tensor = apply(local, local.detach())
+    return alias
+
+
 class _Replaced(torch.autograd.Function):
     """``local`` with other values; its gradient is that of what takes its place."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, copy: Tensor) -> Tensor:
-        return copy.view_as(copy)
+        return copy.detach()  # no view to autograd: it may be written in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -79,6 +79,15 @@ class Shard(Placement):
     def _fields(self) -> tuple[Any, ...]:
         return (self.dim,)
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Return how large the chunk of ``rank`` is and where it begins in what is cut.
+
+        >>> Shard.local_shard_size_and_offset(5, num_chunks=4, rank=2)
+        (1, 4)
+        """
+        return chunk_sizes(curr_local_size, num_chunks)[rank], chunk_starts(curr_local_size, num_chunks)[rank]
+
     def on_dim(self, dim: int) -> Shard:
         """Shard another dimension in the same way."""
         return Shard(dim)
@@ -139,6 +148,8 @@ class Partial(Placement):
 
     __slots__ = ("reduce_op",)
     reduce_op: str
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = REDUCE_OPS
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op not in REDUCE_OPS:

@@ -132,6 +132,14 @@ class Spec:
         return given
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.mesh
+
+    @property
     def is_replicated(self) -> bool:
         return all(p.is_replicate() for p in self.placements)
 

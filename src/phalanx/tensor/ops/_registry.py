@@ -270,6 +270,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("group_norm", _layers.group_norm),
     _ops("batch_norm", _layers.batch_norm, handler="composite.batch_norm", writes=(3, 4)),
     _ops("native_batch_norm instance_norm _batch_norm_impl_index", writes=(3, 4)),
+    _ops("_native_batch_norm_legit _batch_norm_with_update", writes=(3, 4)),
     _ops(
         "embedding", _layers.embedding, handler="composite.dense_embedding", functional="composite.embedding",
         sharded="embedding",
@@ -355,6 +356,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     _ops("allclose", sharded="allclose"),
     _ops("_has_compatible_shallow_copy_type", sharded="are_sharded"),
     _ops("softsign", sharded="shards"),
+    _ops("_nested_tensor_from_mask_left_aligned", handler="attributes.no_nested_tensors"),
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.nn.functional as F
 
 from phalanx import comm
-from phalanx._torch_private import get_tracing_state
+from phalanx._torch_private import get_tracing_state, operations
 from phalanx.tensor.core._dtensor import handlers
 from phalanx.tensor.dispatch import _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
@@ -51,6 +51,9 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "
 
 def find_handler(func: Any) -> Handler:
     """Decide once how a torch function is handled."""
+    if is_overload_of_torch(func):
+        handlers[func] = _as_packet(func.overloadpacket)
+        return handlers[func]  # type: ignore[no-any-return]  # a handler
     name = op_name(func)
     operator = OPERATORS[name.base]
     why = _refusal(func, name, operator)
@@ -67,6 +70,20 @@ def find_handler(func: Any) -> Handler:
         return handler
     handlers.pop(func, None)
     return _unless_traced(handler)
+
+
+def is_overload_of_torch(func: Any) -> bool:
+    """Return whether ``func`` is one form of a function of torch itself, such as ``torch.ops.aten.squeeze_.dim``."""
+    return isinstance(func, operations.OpOverload) and func.namespace == "aten"
+
+
+def _as_packet(packet: Any) -> Handler:
+    """Make what runs an overload: its function, which has a name in the table and finds the overload by arguments."""
+
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        return (handlers.get(packet) or find_handler(packet))(packet, args, kwargs)
+
+    return handler
 
 
 def _named_handler(func: Any, name: OpName, operator: Operator) -> Handler | None:
@@ -102,7 +119,7 @@ def _refusal(func: Any, name: OpName, operator: Operator) -> str | None:
         return "torch.distributed functions take this rank's part: use to_local()"
     if type(func).__name__ in ("ScriptFunction", "ScriptMethod"):
         return "compiled functions hold plain tensors and are not distributed; call the function itself"
-    if name.base.startswith("_nested_") or name.base.endswith("to_padded_tensor"):
+    if (name.base.startswith("_nested_") and not operator.handler) or name.base.endswith("to_padded_tensor"):
         return "nested tensors are not distributed; make one of to_local() or full_tensor()"
     return (operator.in_place_refused if name.in_place else "") or operator.refused or None
 

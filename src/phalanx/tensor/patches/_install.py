@@ -18,10 +18,16 @@ import torch.utils.dlpack
 from torch import nn
 from torch.utils import checkpoint
 
-from phalanx._torch_private import CheckpointFrame, FakeTensorMode, jit_recursive
+from phalanx._torch_private import (
+    CheckpointFrame,
+    FakeTensorMode,
+    foreach_types,
+    jit_recursive,
+    optimizer_foreach_types,
+)
 from phalanx.comm.mesh import _mesh
 from phalanx.comm.mesh._mesh_layout import Axis, MeshLayout
-from phalanx.comm.torch_interop import _dcp_state_dicts
+from phalanx.comm.torch_interop import _dcp_state_dicts, _dynamo
 from phalanx.tensor.core import _dtensor
 from phalanx.tensor.layout import _spec
 from phalanx.tensor.layout._placement import MaskPartial, Partial, Replicate, Shard, StridedShard
@@ -101,6 +107,10 @@ def install() -> None:
             made[plain] = functools.wraps(plain)(wrapper(plain))
             made[plain]._phalanx = True
         setattr(owner, name, kind(made[plain]) if kind else made[plain])
+    for types in (optimizer_foreach_types, foreach_types):
+        if _dtensor.DTensor not in types:
+            types.append(_dtensor.DTensor)
     torch.serialization.add_safe_globals(list(_LOADABLE))
     _dcp_state_dicts.install()
+    _dynamo.install()
     _operators.install()

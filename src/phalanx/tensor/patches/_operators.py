@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx._torch_private import num_dispatch_modes, num_function_modes
+from phalanx.comm.torch_interop._dynamo import run_as_it_is
 from phalanx.tensor.core._dtensor import DTensor, above, handlers
 from phalanx.tensor.dispatch._run import SIMPLE, run_first, run_one, run_pair, run_rule, run_scalar
 from phalanx.tensor.ops._registry import OPERATORS
@@ -22,7 +23,7 @@ from phalanx.tensor.ops._registry import OPERATORS
 def install() -> None:
     """Give ``DTensor`` its operators and methods."""
     bound: Any = DTensor.__torch_function__
-    for call in (bound.__func__, DTensor.redistribute):
+    for call in (bound.__func__, DTensor.redistribute, DTensor.full_tensor, DTensor.to_local, DTensor.from_local):
         _hidden_from_compilers(call)
     for row in OPERATORS.values():
         for name in row.quick.split():
@@ -73,4 +74,5 @@ def _method(func: Any) -> Any:
 def _hidden_from_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
     # Read by torch.compile: without it, tracing would go on in here and fail with a message that helps nobody.
     vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="tracing DTensors is not supported")
+    run_as_it_is(call.__code__)
     return call
