@@ -183,7 +183,11 @@ def _torch_sends(case: Case, mesh: Any, rank: int) -> Sent:
 def torch_is_wrong(case: Case, by_rank: Sequence[Sent]) -> str:
     """Say how the ranks' results together differ from one device's; empty if they do not, or cannot be joined."""
     expected = case.expected
-    if case.op.name in UNINITIALISED or case.op.name in RANDOM or any(len(sent.results) != len(expected) for sent in by_rank):
+    if (
+        case.op.name in UNINITIALISED
+        or case.op.name in RANDOM
+        or any(len(sent.results) != len(expected) for sent in by_rank)
+    ):
         return ""
     for number, wanted in enumerate(expected):
         if not isinstance(wanted, Tensor) or wanted.layout != torch.strided:
@@ -309,7 +313,9 @@ def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) 
             print(f"{case}: {words}", flush=True)
     cells = sum(total.values()) - total["torch_refuses"]
     alone = sum(any(kind == "unexplained" for kind, *_ in row) for row in rows.values())
-    print(f"{len(rows)} operators, {cells} cells; {total['unexplained']} of them, in {alone} operators, are unexplained")
+    print(
+        f"{len(rows)} operators, {cells} cells; {total['unexplained']} of them, in {alone} operators, are unexplained"
+    )
     print({kind: total[kind] for kind in KINDS})
     if out:
         with open(out, "w") as file:

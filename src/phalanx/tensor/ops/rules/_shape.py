@@ -148,7 +148,7 @@ def permute(call: Call) -> Sharding | None:
 def squeeze(call: Call) -> Sharding | None:
     one = call.inputs[0]
     dims = call.arg(1, "dim")
-    chosen = range(one.ndim) if dims is None else [norm_dim(d, one.ndim) for d in _as_tuple(dims)]
+    chosen = range(one.ndim) if dims is None else [norm_dim(d, one.ndim) for d in as_tuple(dims)]
     gone = {d for d in chosen if one.ndim and one.shape[d] == 1}
     kept = [d for d in range(one.ndim) if d not in gone]
     return dim_map(call, {d: o for o, d in enumerate(kept)}, local=_squeeze_local(sorted(gone)))
@@ -179,7 +179,7 @@ def along(call: Call, position: int, name: str, default: Any = None) -> set[int]
     """Return the dims that an argument names, non-negative; all of them for None."""
     ndim = call.inputs[0].ndim
     given = call.arg(position, name, default)
-    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in _as_tuple(given)}
+    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in as_tuple(given)}
 
 
 def narrow(call: Call) -> Sharding | None:
@@ -210,8 +210,9 @@ def split(fixed: int | None) -> Callable[[Call], Sharding | None]:
             return None
         one = call.inputs[0]
         dim = norm_dim(call.arg(2, "dim", 0), one.ndim) if fixed is None else min(fixed, one.ndim - 1)
-        mapping = {d: d for d in range(one.ndim) if d != dim}
-        return dim_map(call, mapping, num_outputs=len(call.output_shapes()))
+        count = len(call.output_shapes())
+        mapping = {d: d for d in range(one.ndim) if d != dim or count == 1}
+        return dim_map(call, mapping, num_outputs=count)
 
     return rule
 
@@ -258,5 +259,5 @@ def rows(position: int, name: str, default: Any = -1, num_outputs: int = 1) -> C
     return rule
 
 
-def _as_tuple(value: Any) -> tuple[int, ...]:
+def as_tuple(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
