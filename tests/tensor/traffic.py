@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from traffic_reasons import reason_for
+from traffic_reasons import reason_for, unused
 
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def layout_text(self) -> str:
-        return " ".join(str(list(placements)[0]) for placements in self.layout)
+        return " ".join(str(placements[0]) for placements in self.layout)
 
     def __str__(self) -> str:
         shapes = [tuple(t.shape) for t in _tensors(self.sample)]
@@ -190,7 +190,11 @@ def torch_is_wrong(case: Case, by_rank: Sequence[Sent]) -> str:
     ):
         return ""
     for number, wanted in enumerate(expected):
-        if not isinstance(wanted, Tensor) or wanted.layout != torch.strided:
+        if not isinstance(wanted, Tensor):
+            if any(sent.results[number][1] != wanted for sent in by_rank):
+                return f"result {number} is {[sent.results[number][1] for sent in by_rank]}, expected {wanted}"
+            continue
+        if wanted.layout != torch.strided:
             continue
         placement, _, shape = by_rank[0].results[number]
         if placement is None or type(placement) not in (reference.Shard, reference.Replicate, reference.Partial):
@@ -286,7 +290,7 @@ def kind_of(case: Case, theirs: Sequence[Sent], ours: Sent) -> tuple[str, str]:
         wrong = torch_is_wrong(case, theirs)
         if wrong:
             return "torch_is_wrong", wrong
-        why = reason_for(case.name, case.layout_text)
+        why = reason_for(case.name, str(case))
         return ("explained", why) if why else ("unexplained", f"we send {ours}")
     less, more = ours.nbytes < theirs[0].nbytes, ours.nbytes > theirs[0].nbytes
     return "we_send_less" if less else "we_send_more" if more else "equal", f"torch {theirs[0]}, ours {ours}"
@@ -317,6 +321,8 @@ def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) 
         f"{len(rows)} operators, {cells} cells; {total['unexplained']} of them, in {alone} operators, are unexplained"
     )
     print({kind: total[kind] for kind in KINDS})
+    needed = [(name, text) for name, row in rows.items() for kind, text, _ in row if kind == "explained"]
+    print("reasons that nothing needed:", unused(needed))
     if out:
         with open(out, "w") as file:
             json.dump({"total": total, "operators": rows}, file, indent=1)

@@ -154,7 +154,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_plain_extreme(x: Any, options: Any) -> bool:
-    """Return whether a largest absolute value may be taken as one: its gradient is spread over equals in another way."""
+    """Return whether a largest absolute value may be taken as one: gradients are spread over equals in another way."""
     graded = torch.is_grad_enabled() and isinstance(x, DTensor) and x.requires_grad
     return isinstance(x, DTensor) and bool(x.ndim and x.numel()) and not graded and options.get("out") is None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phalanx.tensor.layout._placement import MASK_PARTIAL, PARTIAL_SUM, REPLICATE, Placement, Shard
 from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Rule, Sharding, all_replicated, none_empty
+from phalanx.tensor.ops.rules._shape import with_strided
 
 
 def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
@@ -29,7 +30,8 @@ def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -
             inputs: list[Placement] = [REPLICATE] * len(call.inputs)
             inputs[first] = Shard(d)
             choices.append(Choice(tuple(inputs), (Shard(d),) * num_outputs))
-        return Sharding([*_existing_first(call, first, choices), all_replicated(call, num_outputs)])
+        ordered = with_strided(call, _existing_first(call, first, choices))
+        return Sharding([*ordered, all_replicated(call, num_outputs)])
 
     return rule
 
@@ -239,7 +241,7 @@ def attention(call: Call) -> Sharding | None:
             own = d - (4 - mask.ndim)
             inputs.append(Shard(own) if own >= 0 and mask.shape[own] > 1 else REPLICATE)
         choices.append(Choice(tuple(inputs), (Shard(d),)))
-    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])
+    return Sharding([*with_strided(call, _existing_first(call, 0, choices)), all_replicated(call, 1)])
 
 
 def cross_entropy(call: Call) -> Sharding | None:
@@ -259,4 +261,4 @@ def cross_entropy(call: Call) -> Sharding | None:
         onto = d if same or d == 0 else d - 1
         out: Placement = PARTIAL_SUM if reduction == 2 else Shard(d if d == 0 else d - 1)
         choices.append(Choice((Shard(d), Shard(onto), *rest), (out,)))
-    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])
+    return Sharding([*with_strided(call, _existing_first(call, 0, choices)), all_replicated(call, 1)])

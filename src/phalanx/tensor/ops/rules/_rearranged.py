@@ -127,8 +127,8 @@ def shuffled_pixels(call: Call) -> Sharding | None:
     come in equal shards on both sides.
     """
     one, out = call.inputs[0], call.output_shapes()[0]
-    first = 1 if call.name == "channel_shuffle" else one.ndim - 3
-    dims = [d for d in range(one.ndim) if one.shape[d] and (d != first or one.shape != out)]
+    mixed = 1 if call.name == "channel_shuffle" else -1  # its channels change places
+    dims = [d for d in range(one.ndim) if one.shape[d] and d != mixed]
     changed = {d: (one.shape[d], out[d]) for d in dims if one.shape[d] != out[d]}
     return dim_map(call, {d: d for d in dims}, is_view=False, even=changed)
 

@@ -16,12 +16,12 @@ import torch
 from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement, Shard, chunk_sizes
 from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated
 from phalanx.tensor.ops.rules._pointwise import pointwise
-from phalanx.tensor.ops.rules._shape import along
+from phalanx.tensor.ops.rules._shape import along, with_strided
 
 
 def _layout(call: Call, dims: set[int], keepdim: bool, partial: Placement | None, num_outputs: int) -> list[Choice]:
     one = call.inputs[0]
-    choices = []
+    choices: list[Choice] = []
     for d in range(one.ndim):
         shard = Shard(d)
         if d not in dims:
@@ -29,7 +29,7 @@ def _layout(call: Call, dims: set[int], keepdim: bool, partial: Placement | None
             choices.append(Choice((shard,), (Shard(onto),) * num_outputs))
         elif partial is not None:
             choices.append(Choice((shard,), (partial,) * num_outputs))
-    choices.append(all_replicated(call, num_outputs))
+    choices = [*with_strided(call, choices), all_replicated(call, num_outputs)]
     return [c for c in choices if c.inputs[0] in one.spec.placements or c.inputs[0].is_replicate()] + [
         c
         for c in choices
@@ -145,8 +145,8 @@ def staying_dims(num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
 
 
 def picked(position: int) -> Callable[[Call], Sharding | None]:
-    """Make the rule of kthvalue, mode, median: values and indices of one dim, named by the argument at ``position`` (the
-    last), or, of medians, one value of all.
+    """Make the rule of kthvalue, mode, median of one dim, named by the argument at ``position`` (or the last): values
+    and indices. A median of all has none.
     """
 
     def rule(call: Call) -> Sharding | None:
