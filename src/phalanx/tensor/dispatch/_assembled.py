@@ -21,33 +21,29 @@ from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.ops._rule import torch_keywords
 
 
-def stack(func: Any, args: Any, kwargs: Any) -> Any:
-    """hstack, vstack, dstack, column_stack: dims of size one are added, then they are joined."""
-    given = torch_keywords(kwargs or {})
-    out = given.pop("out", None)
-    tensors = args[0] if args else given.pop("tensors", None)
-    if given or len(args) > 1 or not isinstance(tensors, (list, tuple)) or not tensors:
-        return run_replicated(func, args, kwargs)
-    result = _STACKS[op_name(func).base](list(tensors))
-    return result if out is None else write_out(result, out)
+def _joining(join: Callable[[list[Any]], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Make the handler of a function of a list, which ``join`` writes as other functions."""
+
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        given = dict(kwargs or {})
+        out = given.pop("out", None)
+        tensors = args[0] if args else given.pop("tensors", None)
+        if given or len(args) > 1 or not isinstance(tensors, (list, tuple)) or not tensors:
+            return run_replicated(func, args, kwargs)
+        return join(list(tensors)) if out is None else write_out(join(list(tensors)), out)
+
+    return handler
 
 
-def _hstack(tensors: list[Any]) -> Any:
+def _side_by_side(tensors: list[Any]) -> Any:
     flat = [torch.atleast_1d(t) for t in tensors]
     return torch.cat(flat, 0 if flat[0].dim() == 1 else 1)
 
 
-def _vstack(tensors: list[Any]) -> Any:
-    return torch.cat([torch.atleast_2d(t) for t in tensors], 0)
-
-
-_STACKS: dict[str, Callable[[list[Any]], Any]] = {
-    "hstack": _hstack,
-    "vstack": _vstack,
-    "row_stack": _vstack,
-    "dstack": lambda tensors: torch.cat([torch.atleast_3d(t) for t in tensors], 2),
-    "column_stack": lambda tensors: torch.cat([t if t.dim() > 1 else t.reshape(t.numel(), 1) for t in tensors], 1),
-}
+hstack = _joining(_side_by_side)
+vstack = _joining(lambda tensors: torch.cat([torch.atleast_2d(t) for t in tensors], 0))
+dstack = _joining(lambda tensors: torch.cat([torch.atleast_3d(t) for t in tensors], 2))
+column_stack = _joining(lambda tensors: torch.cat([t if t.dim() > 1 else t.reshape(-1, 1) for t in tensors], 1))
 
 
 def _listed(args: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from phalanx.tensor.layout._placement import LINEAR_OPS, REDUCE_OPS
 from phalanx.tensor.ops._elementwise_rows import ELEMENTWISE_ROWS, rows
 from phalanx.tensor.ops._rule import Operator, Rule, none_empty, none_thin, only_if
 from phalanx.tensor.ops.rules import (
@@ -34,8 +35,7 @@ def _random(names: str, module: str = "random", **says: Any) -> Iterator[Operato
         yield Operator(name, handler=f"{module}.{name}", **says)
 
 
-_SHIFTED = ("sum", "avg", "min", "max", "product")  # every reduction: elements only move
-_FFT = _shape.untouched_dims((2, "dim", -1), partial=_rearranged.LINEAR)
+_FFT = _shape.untouched_dims((2, "dim", -1), partial=LINEAR_OPS)
 _NO_RESIZE = "its global shape is fixed; make a new one"
 _NO_DUAL = "forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"
 _NO_STORAGE = "its memory is this rank's part; use as_strided and the tensor it returns"
@@ -97,8 +97,8 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     rows("slice.Tensor", _rearranged.slice_dim),
     rows("atleast_1d atleast_2d atleast_3d", _rearranged.at_least, aliasing="self", handler="assembled.at_least"),
     # copies of views
-    rows("alias_copy", _rearranged.except_dim(partial=_SHIFTED)),
-    rows("detach_copy", _rearranged.except_dim(partial=_SHIFTED)),
+    rows("alias_copy", _rearranged.except_dim(partial=REDUCE_OPS)),
+    rows("detach_copy", _rearranged.except_dim(partial=REDUCE_OPS)),
     rows("expand_copy", _rearranged.copying(_shape.expand)),
     rows("view_copy _reshape_copy", _rearranged.copying(_shape.view)),
     rows("permute_copy transpose_copy t_copy", _rearranged.copying(_shape.permute)),
@@ -121,19 +121,19 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     rows("fft_irfft2 fft_hfft2 fft_ihfft2", only_if(none_thin, _rearranged.transform((-2, -1)))),
     rows("fft_fftn fft_ifftn fft_rfftn", _rearranged.transform(None)),
     rows("fft_irfftn fft_hfftn fft_ihfftn", only_if(none_thin, _rearranged.transform(None))),
-    rows("fft_fftshift fft_ifftshift", _shape.untouched_dims((1, "dim", None), partial=_SHIFTED)),
-    rows("flip", _shape.untouched_dims((1, "dims", None), partial=_SHIFTED)),
-    rows("fliplr", _rearranged.except_dim(1, partial=_SHIFTED)),
-    rows("flipud", _rearranged.except_dim(0, partial=_SHIFTED)),
+    rows("fft_fftshift fft_ifftshift", _shape.untouched_dims((1, "dim", None), partial=REDUCE_OPS)),
+    rows("flip", _shape.untouched_dims((1, "dims", None), partial=REDUCE_OPS)),
+    rows("fliplr", _rearranged.except_dim(1, partial=REDUCE_OPS)),
+    rows("flipud", _rearranged.except_dim(0, partial=REDUCE_OPS)),
     rows("rot90", _rearranged.rotate),
-    rows("roll", _shape.untouched_dims((2, "dims", None), partial=_SHIFTED)),
+    rows("roll", _shape.untouched_dims((2, "dims", None), partial=REDUCE_OPS)),
     rows("diff", _rearranged.differences),
     rows("gradient", _rearranged.gradients),
     rows("pixel_shuffle pixel_unshuffle channel_shuffle", only_if(none_empty, _rearranged.shuffled_pixels)),
     rows("repeat_interleave", _rearranged.repeat_interleave),
     rows("frexp", _rearranged.except_dim(num_outputs=2)),
     rows("msort", _rearranged.except_dim(0)),
-    rows("cumsum", _shape.untouched_dims((1, "dim", None), partial=("sum", "avg"))),
+    rows("cumsum", _shape.untouched_dims((1, "dim", None), partial=LINEAR_OPS)),
     rows("cumprod logcumsumexp", _shape.untouched_dims((1, "dim", None))),
     rows("cummax cummin", _shape.untouched_dims((1, "dim", None), num_outputs=2)),
     # ---- reductions
@@ -166,7 +166,10 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     # ---- joining and selecting
     rows("cat concat concatenate", _joining.cat),
     rows("stack", _joining.stack),
-    rows("hstack vstack row_stack dstack column_stack", handler="assembled.stack"),
+    rows("hstack", handler="assembled.hstack"),
+    rows("vstack row_stack", handler="assembled.vstack"),
+    rows("dstack", handler="assembled.dstack"),
+    rows("column_stack", handler="assembled.column_stack"),
     rows("meshgrid", handler="assembled.meshgrid"),
     rows("cartesian_prod", handler="assembled.cartesian_prod"),
     rows("index_select", _joining.index_select),

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard
+from phalanx.tensor.layout._placement import LINEAR_OPS, REPLICATE, Partial, Placement, Shard
 from phalanx.tensor.ops._rule import CANNOT_TELL, Call, Choice, In, Rule, Sharding, all_replicated, norm_dim
 from phalanx.tensor.ops.rules._pointwise import broadcast_shape
-
-LINEAR = ("sum", "avg")
 
 
 def batched(*cores: int, linear: int = -1) -> Rule:
@@ -63,7 +61,7 @@ def _along(one: In, dim: int, size: int) -> Placement:
 def _with_partial(call: Call, choices: list[Choice], linear: int, num_outputs: int) -> Sharding:
     choices = sorted(choices, key=lambda c: -sum(p in one.spec.placements for p, one in _meeting(c, call)))
     if 0 <= linear < len(call.inputs):
-        for op in LINEAR:
+        for op in LINEAR_OPS:
             if any(p.is_partial(op) for p in call.inputs[linear].spec.placements):
                 inputs = tuple(Partial(op) if i == linear else REPLICATE for i in range(len(call.inputs)))
                 choices.append(Choice(inputs, (Partial(op),) * num_outputs))
@@ -101,7 +99,10 @@ def pairs(position: int, default: int | None, *, removed: bool, linear: int = -1
                     for one, is_vector in zip(call.inputs, vectors, strict=True)
                 )
                 choices.append(Choice(inputs, (Shard(d - (removed and d > dim)),)))
-        return _with_partial(call, choices, linear, 1)
+        sharding = _with_partial(call, choices, linear, 1)
+        if call.arg(position, "dim", default) is None:  # a shard may have three rows elsewhere
+            sharding.local = lambda run, args, kwargs: run.func(*args[:position], dim=dim)
+        return sharding
 
     return rule
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.layout._placement import REPLICATE, Partial, Shard
+from phalanx.tensor.layout._placement import IDEMPOTENT_OPS, LINEAR_OPS, REPLICATE, Partial, Shard
 from phalanx.tensor.ops._rule import (
     Call,
     Choice,
@@ -55,7 +55,7 @@ def stack(call: Call) -> Sharding | None:
 def _passing(call: Call) -> Sequence[str]:
     """Say which reductions may be done later where elements are only put together; of floating dtypes all."""
     inexact = all(one.dtype.is_floating_point for one in call.inputs)
-    return ("sum", "avg", "max", "min") if inexact else ()
+    return ("sum", *IDEMPOTENT_OPS) if inexact else ()
 
 
 def index_select(call: Call) -> Sharding | None:
@@ -146,8 +146,8 @@ def _passing_index(call: Call, from_tensor: bool) -> Sequence[str]:
     if not all(one.dtype.is_floating_point for one in (call.inputs[0], *call.inputs[2:])):
         return ()
     if call.name == "index_add":
-        return ("sum", "avg")
-    return ("sum", "avg", "max", "min") if from_tensor else ("avg", "max", "min")  # a number is itself on every rank
+        return LINEAR_OPS
+    return ("sum", *IDEMPOTENT_OPS) if from_tensor else IDEMPOTENT_OPS  # a number is itself on every rank
 
 
 def take(call: Call) -> Sharding | None:
@@ -172,7 +172,7 @@ def pad(call: Call) -> Sharding | None:
     value = call.arg(2 if plain else 3, "value", 0)
     if mode != "constant":
         padded |= set(range(max(0, one.ndim - len(amounts) // 2), one.ndim))
-    constant = ("avg", "max", "min") if mode == "constant" else ()  # the value is itself on every rank
+    constant = IDEMPOTENT_OPS if mode == "constant" else ()  # the value is itself on every rank
     linear = ("sum", *constant) if constant and not value else constant
     keep = {d: d for d in range(one.ndim) if d not in padded}
     sharding = dim_map(call, keep, is_view=False, partial=linear)

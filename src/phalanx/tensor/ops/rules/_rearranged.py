@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from phalanx.tensor.layout._placement import LINEAR_OPS
 from phalanx.tensor.ops._rule import Call, Rule, Sharding, none_empty, none_thin, norm_dim
 from phalanx.tensor.ops.rules._shape import along, as_tuple, dim_map
-
-LINEAR = ("sum", "avg")
 
 
 def except_dim(*fixed: int, partial: Sequence[str] = (), num_outputs: int = 1) -> Rule:
@@ -42,7 +41,7 @@ def transform(default: tuple[int, ...] | None) -> Rule:
             dims = tuple(range(-len(as_tuple(sizes)), 0))
         touched = set(range(one.ndim)) if dims is None else {norm_dim(d, one.ndim) for d in as_tuple(dims)}
         keep = {d: d for d in range(one.ndim) if d not in touched}
-        sharding = dim_map(call, keep, is_view=False, partial=LINEAR)
+        sharding = dim_map(call, keep, is_view=False, partial=LINEAR_OPS)
         if sharding is not None:
             # of other dims meta tensors do not tell in which order the results are
             good = none_empty if all(d < min(touched) for d in keep) else none_thin
@@ -64,7 +63,7 @@ def rotate(call: Call) -> Sharding | None:
 def differences(call: Call) -> Sharding | None:
     """``diff(x, n, dim)``; none at all where n is zero."""
     dims = along(call, 2, "dim", -1) if call.arg(1, "n", 1) else set()
-    return dim_map(call, {d: d for d in range(call.inputs[0].ndim) if d not in dims}, is_view=False, partial=LINEAR)
+    return dim_map(call, {d: d for d in range(call.inputs[0].ndim) if d not in dims}, is_view=False, partial=LINEAR_OPS)
 
 
 def gradients(call: Call) -> Sharding | None:
@@ -73,17 +72,17 @@ def gradients(call: Call) -> Sharding | None:
         return None
     dims = along(call, 3, "dim")
     keep = {d: d for d in range(call.inputs[0].ndim) if d not in dims}
-    return dim_map(call, keep, is_view=False, partial=LINEAR, num_outputs=len(dims))
+    return dim_map(call, keep, is_view=False, partial=LINEAR_OPS, num_outputs=len(dims))
 
 
 def as_real(call: Call) -> Sharding | None:
     """view_as_real: real and imaginary parts are a new last dim."""
-    return dim_map(call, {d: d for d in range(call.inputs[0].ndim)}, partial=LINEAR)
+    return dim_map(call, {d: d for d in range(call.inputs[0].ndim)}, partial=LINEAR_OPS)
 
 
 def as_complex(call: Call) -> Sharding | None:
     """view_as_complex: the last dim holds real and imaginary parts."""
-    return dim_map(call, {d: d for d in range(call.inputs[0].ndim - 1)}, partial=LINEAR)
+    return dim_map(call, {d: d for d in range(call.inputs[0].ndim - 1)}, partial=LINEAR_OPS)
 
 
 def diagonal(first: int, second: int) -> Rule:
