@@ -39,6 +39,9 @@ coverage: $(DEV)
 	$(PY) -W ignore tests/tensor/coverage.py --shape 2x2 --samples 3 --layouts 4
 	$(PY) -W ignore tests/tensor/coverage.py --order reversed
 	$(PY) -W ignore tests/tensor/coverage.py --order channels_last --shape 3
+	$(PY) -W ignore tests/tensor/coverage.py --partial avg --samples 2
+	$(PY) -W ignore tests/tensor/coverage.py --partial max --shape 3 --samples 2
+	$(PY) -W ignore tests/tensor/coverage.py --against-torch --samples 2 --layouts 10
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .

@@ -124,7 +124,7 @@ def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
 
 def fsdp(found: Figures) -> Iterable[Sequence[str]]:
     goals = {"gloo": 1.0, "same host": 0.8, "ddp": None}
-    titles = {"gloo": "`backend=\"gloo\"` (1.00)", "same host": "one host (0.80)", "ddp": "our DDP, whole everywhere"}
+    titles = {"gloo": '`backend="gloo"` (1.00)', "same host": "one host (0.80)", "ddp": "our DDP, whole everywhere"}
     yield "model", "ranks", "counted", *titles.values()
     for name, title in (("transformer", "25M transformer"), ("bound", "communication-bound")):
         for size in ("2", "4"):

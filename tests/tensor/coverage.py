@@ -19,7 +19,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import phalanx.tensor
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, fallback_counts
+from phalanx.tensor.layout._placement import REDUCE_OPS
 
 SEED = 1234
 SOURCE = Path(phalanx.tensor.__file__).parent
@@ -115,13 +116,15 @@ def samples_of(op: OpInfo, limit: int) -> list[Any]:
         random.setstate(before)
 
 
-def layouts_of(tensors: list[Tensor], limit: int, seed: int, num_axes: int) -> list[list[tuple[Any, ...]]]:
+def layouts_of(
+    tensors: list[Tensor], limit: int, seed: int, num_axes: int, partial: Sequence[str] = ("sum",)
+) -> list[list[tuple[Any, ...]]]:
     """Combinations of placements, one per tensor and axis: uniform ones first, then random ones."""
 
     def options(t: Tensor) -> list[Any]:
         found: list[Any] = [Replicate(), *(Shard(d) for d in range(t.dim()))]
         if t.dtype.is_floating_point or t.dtype.is_complex:
-            found.append(Partial("sum"))
+            found += [Partial(op) for op in partial if op in ("sum", "avg") or not t.dtype.is_complex]
         return found
 
     chosen: dict[Any, None] = {}
@@ -156,10 +159,22 @@ def distributed(tensor: Tensor, mesh: Any, placements: tuple[Any, ...], order: s
     local = made.to_local().detach().clone()
     for axis, p in enumerate(placements):
         if p.is_partial():
-            share = torch.full_like(local, 0.25)
-            local = local - share * (mesh.shape[axis] - 1) if mesh.get_local_rank(axis) == 0 else share
+            local = contribution(local, p.reduce_op, mesh.get_local_rank(axis), mesh.shape[axis])
     result = DTensor.from_local(local, mesh, placements, shape=whole.shape).permute(back)
     return result.detach().requires_grad_(tensor.requires_grad)
+
+
+def contribution(whole: Tensor, op: str, rank: int, ranks: int) -> Tensor:
+    """What ``rank`` of ``ranks`` holds of ``whole`` where that is reduced by ``op``: something else on each side."""
+    if op in ("max", "min"):  # each rank has the value of some elements
+        place = torch.arange(whole.numel(), device=whole.device).reshape(whole.shape)
+        behind = (1 + place % 3).to(whole.dtype)
+        return torch.where(place % ranks == rank, whole, whole - behind if op == "max" else whole + behind)
+    if op == "product":
+        return whole / 2 ** (ranks - 1) if rank == 0 else torch.full_like(whole, 2)
+    share = torch.full_like(whole, 0.25)
+    total = whole * ranks if op == "avg" else whole
+    return total - share * (ranks - 1) if rank == 0 else share
 
 
 def same_order(ours: Any, reference: Any) -> bool:
@@ -199,8 +214,11 @@ def gradients(outputs: list[Any], inputs: list[Any], weights: list[Tensor], mesh
     return list(torch.autograd.grad(kept, inputs, seeds, allow_unused=True))
 
 
-def run_op(group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str) -> Report:
+def run_op(
+    group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str, partial: str
+) -> Report:
     report = Report()
+    linear = partial in ("sum", "avg")  # gradients through the others are refused
     mesh = init_device_mesh("cpu", shape)
     if f"{op.name}.{op.variant_test_name}".rstrip(".") in STORAGE:
         return report
@@ -220,12 +238,14 @@ def run_op(group: Group, op: OpInfo, limit: int, num_layouts: int, shape: tuple[
                 (torch.randn_like(t) if t.is_floating_point() else t.detach()) if isinstance(t, Tensor) else t
                 for t in flat_expected
             ]
-            if leaves and op.supports_autograd and op.name not in RANDOM:
+            if leaves and linear and op.supports_autograd and op.name not in RANDOM:
                 wanted = gradients(flat_expected, leaves, weights, None)
         except Exception:  # the sample does not even work on plain tensors
             continue
-        for placements in layouts_of(tensors, num_layouts, zlib.crc32(f"{op.name}{number}".encode()), mesh.ndim):
-            kind, problem = one_call(op, sample, mesh, placements, order, flat_expected, weights, wanted)
+        seed = zlib.crc32(f"{op.name}{number}".encode())
+        for placements in layouts_of(tensors, num_layouts, seed, mesh.ndim, (partial,)):
+            with torch.set_grad_enabled(linear):
+                kind, problem = one_call(op, sample, mesh, placements, order, flat_expected, weights, wanted)
             report.counts[kind] += 1
             if kind == "wrong" or (kind == "refused" and len(report.problems) < 3):
                 report.problems.append(f"{kind} sample {number} {placements}: {problem}")
@@ -377,11 +397,13 @@ def describe(value: Any) -> str:
     return repr(value)[:160]
 
 
-def cover(op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str = "rows") -> Report:
+def cover(
+    op: OpInfo, limit: int, num_layouts: int, shape: tuple[int, ...], order: str = "rows", partial: str = "sum"
+) -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            results = comm.simulate(math.prod(shape)).run(run_op, op, limit, num_layouts, shape, order)
+            results = comm.simulate(math.prod(shape)).run(run_op, op, limit, num_layouts, shape, order, partial)
         except Exception as error:  # a rank that fails alone is a failure of ours
             report = Report()
             report.counts["wrong"] += 1
@@ -401,6 +423,8 @@ def main() -> int:
     parser.add_argument("--names", default="", help="only these operators, comma-separated")
     parser.add_argument("--shape", default="2", help="mesh shape, e.g. 3 or 2x2")
     parser.add_argument("--order", default="rows", choices=ORDERS, help="of the inputs' dims in memory")
+    parser.add_argument("--partial", default="sum", choices=REDUCE_OPS, help="reduction of partial inputs")
+    parser.add_argument("--against-torch", action="store_true", help="compare what torch's DTensor and ours send")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--layouts", type=int, default=6)
     parser.add_argument("--part", default="0/1", help="i/n: the i-th of n parts of the operators")
@@ -410,11 +434,15 @@ def main() -> int:
     names = set(filter(None, options.names.split(",")))
     part, parts = map(int, options.part.split("/"))
     ops = [op for i, op in enumerate(op_db) if (not names or op.name in names) and i % parts == part]
+    if options.against_torch:
+        from traffic import report_traffic  # it needs this module
+
+        return report_traffic(ops, options.samples, options.layouts, options.out)
     total: Counter[str] = Counter()
     rows = {}
     for op in ops:
         mesh_shape = tuple(map(int, options.shape.split("x")))
-        report = cover(op, options.samples, options.layouts, mesh_shape, options.order)
+        report = cover(op, options.samples, options.layouts, mesh_shape, options.order, options.partial)
         total += report.counts
         label = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
         rows[label] = {**report.counts, "problems": report.problems}

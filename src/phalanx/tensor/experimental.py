@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx._torch_private import CustomOpDef, operations, overload_of, tree_flatten, tree_unflatten
@@ -38,6 +39,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    out_shapes: Any = None,
 ) -> Any:
     """``func`` on this rank's shard: DTensors go in as local tensors, results come out as DTensors.
 
@@ -45,7 +47,9 @@ def local_map(
     ``out_placements``: placements of the result, or one such list for each result (None: not a tensor).
     ``in_placements``: what each argument must have (None: anything); another layout is an error unless
     ``redistribute_inputs``. ``in_grad_placements``: how the gradient of each local argument is laid out. All DTensors
-    are on one mesh; ``device_mesh`` says which where no argument does.
+    are on one mesh; ``device_mesh`` says which where no argument does. ``out_shapes``: the global shape of the result,
+    one for each result (None: not told), or a function of the arguments that returns those. Sizes of sharded results
+    that are not told are gathered in every call: what each rank's ``func`` makes is never guessed.
 
     >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))   # doctest: +SKIP
     ... def matmul(a, b):
@@ -59,6 +63,7 @@ def local_map(
             in_grad_placements=in_grad_placements,
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
+            out_shapes=out_shapes,
         )
     inner = func
 
@@ -76,7 +81,10 @@ def local_map(
             return result
         results, structure = tree_flatten(result)
         placements = _one_each(out_placements, len(results), "results", "out_placements")
-        made = [_from_local(i, *each, mesh) for i, each in enumerate(zip(results, placements, strict=True))]
+        told = out_shapes(*args, **kwargs) if callable(out_shapes) else out_shapes
+        shapes = _shape_each(told, len(results))
+        given_out = zip(results, placements, shapes, strict=True)
+        made = [_from_local(i, *each, mesh) for i, each in enumerate(given_out)]
         return tree_unflatten(made, structure)
 
     return wrapper
@@ -108,6 +116,17 @@ def _one_each(given: Any, count: int, of: str, name: str) -> Sequence[Placements
     return list(given)
 
 
+def _shape_each(given: Any, count: int) -> Sequence[Any]:
+    """Return a shape or None for each of ``count`` results; that of a single one may stand alone."""
+    if given is None:
+        return [None] * count
+    if isinstance(given, torch.Size) or all(isinstance(n, int) for n in given):
+        given = [given]
+    if len(given) != count:
+        raise ValueError(f"local_map got {count} results for {len(given)} out_shapes: give each its own, or None")
+    return list(given)
+
+
 def _to_local(i: int, arg: Any, wanted: Placements, grads: Placements, move: bool) -> Any:
     if not isinstance(arg, DTensor):
         if isinstance(arg, Tensor) and wanted is not None:
@@ -125,7 +144,7 @@ def _to_local(i: int, arg: Any, wanted: Placements, grads: Placements, move: boo
     return arg.to_local(grad_placements=grads)
 
 
-def _from_local(i: int, result: Any, placements: Placements, mesh: DeviceMesh) -> Any:
+def _from_local(i: int, result: Any, placements: Placements, shape: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(result, Tensor):
         if placements is not None:
             raise ValueError(
@@ -137,7 +156,7 @@ def _from_local(i: int, result: Any, placements: Placements, mesh: DeviceMesh) -
             f"local_map: result {i} is a tensor of shape {tuple(result.shape)}, but out_placements gives it none: "
             f"[Replicate()] if it is the same on every rank"
         )
-    return DTensor.from_local(result, mesh, placements)
+    return DTensor.from_local(result, mesh, placements, shape=None if shape is None else torch.Size(shape))
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

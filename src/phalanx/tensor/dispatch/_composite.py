@@ -117,6 +117,10 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("x", "ord", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **options}
     order = given.get("ord", 2)
+    if order in (math.inf, -math.inf) and _is_plain_extreme(x, options):
+        values = x.abs() if options.get("dtype") is None else x.to(options["dtype"]).abs()
+        pick, dims = torch.amax if order > 0 else torch.amin, given.get("dim")
+        return pick(values, () if dims is None else dims, bool(given.get("keepdim", False)))
     if not isinstance(x, DTensor) or options.get("out") is not None or not (0 < order < math.inf) or not x.ndim:
         return run_replicated(func, args, kwargs)
     x = _without_partial(x, func.__name__)
@@ -147,6 +151,12 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     stacked = Spec.of(spec.mesh, placements, (count, *shape), local.dtype)
     norms = redistribute_input(wrap(local.unsqueeze(0), stacked), stacked.with_placements(gathered), func.__name__)
     return wrap(func(norms, order, 0), result)
+
+
+def _is_plain_extreme(x: Any, options: Any) -> bool:
+    """Return whether a largest absolute value may be taken as one: gradients are spread over equals in another way."""
+    graded = torch.is_grad_enabled() and isinstance(x, DTensor) and x.requires_grad
+    return isinstance(x, DTensor) and bool(x.ndim and x.numel()) and not graded and options.get("out") is None
 
 
 def _without_partial(x: DTensor, op: str) -> DTensor:

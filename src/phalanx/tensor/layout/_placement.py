@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+LINEAR_OPS = ("sum", "avg")
+IDEMPOTENT_OPS = ("avg", "min", "max")  # of equal contributions each is the value
 
 
 class _Interned(type):

@@ -15,28 +15,19 @@ from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
-
+from phalanx.tensor.layout._placement import LINEAR_OPS, REDUCE_OPS
+from phalanx.tensor.ops._elementwise_rows import ELEMENTWISE_ROWS, rows
 from phalanx.tensor.ops._rule import Operator, Rule, none_empty, none_thin, only_if
 from phalanx.tensor.ops.rules import (
     _assign,
+    _batched,
     _joining,
     _layers,
     _matmul,
-    _pointwise,
+    _rearranged,
     _reduce,
     _shape,
 )
-
-
-def _ops(names: str, rule: Rule | None = None, **says: Any) -> Iterator[Operator]:
-    for name in names.split():
-        yield Operator(name, rule, **says)
-
-
-def _pointwise_ops(names: str, **says: Any) -> Iterator[Operator]:
-    """Rows of operators that go element by element, and whose numbers are operands."""
-    return _ops(names, _pointwise.pointwise, **{"numbers": True, **says})
 
 
 def _random(names: str, module: str = "random", **says: Any) -> Iterator[Operator]:
@@ -44,7 +35,7 @@ def _random(names: str, module: str = "random", **says: Any) -> Iterator[Operato
         yield Operator(name, handler=f"{module}.{name}", **says)
 
 
-_SHIFTED = ("sum", "avg", "min", "max", "product")  # every reduction: elements only move
+_FFT = _shape.untouched_dims((2, "dim", -1), partial=LINEAR_OPS)
 _NO_RESIZE = "its global shape is fixed; make a new one"
 _NO_DUAL = "forward-mode differentiation is not distributed; use torch.autograd.functional.jvp"
 _NO_STORAGE = "its memory is this rank's part; use as_strided and the tensor it returns"
@@ -53,310 +44,289 @@ _NO_NUMBERS = (
     "which takes that of the first rank"
 )
 
-_CASTS = {
-    "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
-    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128, "bool": torch.bool,
-    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
-}  # fmt: skip
-
 _ROWS: tuple[Iterable[Operator], ...] = (
-    # ---- element by element, of one tensor
-    _pointwise_ops(
-        "absolute arccos arccosh arcsin arcsinh arctan arctanh fix i0 isreal mvlgamma polygamma special_bessel_j0 "
-        "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_digamma special_entr special_erf special_erfc "
-        "special_erfcx special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e "
-        "special_i1 special_i1e special_log1p special_log_ndtr special_logit special_modified_bessel_i0 "
-        "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln "
-        "special_ndtr special_ndtri special_polygamma special_psi special_round special_scaled_modified_bessel_k0 "
-        "special_scaled_modified_bessel_k1 special_sinc special_spherical_bessel_j0"
-    ),
-    _pointwise_ops(
-        "acosh angle asinh atanh clamp clip digamma erfinv exp2 fill gelu hardshrink hardsigmoid hardswish isfinite "
-        "isinf isnan isneginf isposinf log_sigmoid logical_not logit logsigmoid nan_to_num sgn signbit sinc softplus "
-        "softshrink square tanhshrink threshold",
-        sharded="shards",
-    ),
-    _pointwise_ops(
-        "acos asin atan ceil clamp_max clamp_min cos cosh erf erfc expm1 floor frac lgamma log10 log1p log2 reciprocal "
-        "round sign sin sinh tan trunc",
-        foreach="locals", sharded="shards",
-    ),
-    _pointwise_ops("exp", foreach="locals", quick="exp", sharded="shards"),
-    _pointwise_ops("log", foreach="locals", quick="log", sharded="shards"),
-    _pointwise_ops("rsqrt", foreach="locals", quick="rsqrt", sharded="shards"),
-    _pointwise_ops("sigmoid", foreach="locals", quick="sigmoid", sharded="shards"),
-    _pointwise_ops("sqrt", foreach="locals", quick="sqrt", sharded="shards"),
-    _pointwise_ops("tanh", foreach="locals", quick="tanh", sharded="shards"),
-    _pointwise_ops("abs", foreach="locals", dunders="abs", sharded="shards"),
-    _pointwise_ops("bitwise_not", dunders="invert", sharded="shards"),
-    _pointwise_ops("relu", quick="relu", functional="composite.activation", sharded="shards"),
-    _pointwise_ops(
-        "celu elu hardtanh leaky_relu mish relu6 selu silu", functional="composite.activation", sharded="shards"
-    ),
-    # linear ones: what is still a partial sum may pass through them
-    _pointwise_ops("deg2rad negative rad2deg", linear="first", sharded="shards"),
-    _pointwise_ops("neg", linear="first", foreach="locals", dunders="neg", sharded="shards"),
-    _pointwise_ops("clone", linear="identity", foreach="locals", sharded="clone"),
-    _pointwise_ops("positive", linear="identity", aliasing="self", dunders="pos", sharded="shards"),
-    _pointwise_ops("conj", linear="first", aliasing="self", sharded="shards"),
-    _pointwise_ops("resolve_conj resolve_neg", linear="first", aliasing="self"),
-    _pointwise_ops("conj_physical", linear="first"),
-    _pointwise_ops("real imag", linear="first", aliasing="view"),
-    _pointwise_ops("detach", linear="identity", aliasing="view", sharded="detach"),
-    _pointwise_ops("contiguous", linear="identity", aliasing="if_needed", quick="contiguous", sharded="contiguous"),
-    _pointwise_ops("ones_like zeros_like full_like empty_like", linear="first", makes_anew=True, sharded="shards"),
-    _pointwise_ops("zero", linear="first", makes_anew=True, foreach="contributions", sharded="shards"),
-    # casts
-    *(
-        _pointwise_ops(name, linear="first", aliasing="self", cast=dtype, sharded="" if dtype.is_complex else "shards")
-        for name, dtype in _CASTS.items()
-    ),
-    _ops("to", _pointwise.pointwise, handler="attributes.to", linear="first", aliasing="self", cast="given"),
-    _ops("type", _pointwise.pointwise, handler="attributes.type_", linear="first", aliasing="self", cast="given"),
-    _ops("type_as", handler="attributes.to", sharded="shards"),
-    _ops("cpu cuda", _pointwise.pointwise, linear="identity", aliasing="self"),
-    # ---- element by element, of several tensors
-    _pointwise_ops(
-        "add", linear="both", foreach="locals", dunders="add radd iadd", quick="__add__ add add_", sharded="shards"
-    ),
-    _pointwise_ops(
-        "sub", linear="both", foreach="locals", dunders="sub isub", quick="__sub__ sub sub_", sharded="shards"
-    ),
-    _pointwise_ops("subtract", linear="both", sharded="shards"),
-    _pointwise_ops("rsub", linear="both", dunders="rsub", sharded="shards"),
-    _pointwise_ops(
-        "mul", linear="either", foreach="locals", dunders="mul rmul imul", quick="__mul__ mul mul_", sharded="shards"
-    ),
-    _pointwise_ops("multiply", linear="either", sharded="shards"),
-    _pointwise_ops(
-        "div", linear="dividend", foreach="locals", dunders="truediv itruediv div idiv", quick="__truediv__ div div_",
-        sharded="shards",
-    ),
-    _pointwise_ops("divide true_divide", linear="dividend", sharded="shards"),
-    _pointwise_ops("rdiv", dunders="rtruediv rdiv", sharded="shards"),
-    _pointwise_ops("floor_divide", dunders="floordiv ifloordiv", sharded="shards"),
-    _pointwise_ops("rfloor_divide", dunders="rfloordiv", sharded="shards"),
-    _pointwise_ops("remainder", dunders="mod rmod imod", sharded="shards"),
-    _pointwise_ops("pow", foreach="locals", dunders="pow ipow", quick="pow", sharded="shards"),
-    _pointwise_ops("rpow", dunders="rpow", sharded="shards"),
-    _pointwise_ops("bitwise_and", dunders="and rand iand", sharded="shards"),
-    _pointwise_ops("bitwise_or", dunders="or ror ior", sharded="shards"),
-    _pointwise_ops("bitwise_xor", dunders="xor rxor ixor", sharded="shards"),
-    _pointwise_ops("bitwise_left_shift", dunders="lshift ilshift", sharded="shards"),
-    _pointwise_ops("bitwise_right_shift", dunders="rshift irshift", sharded="shards"),
-    _pointwise_ops("rlshift", dunders="rlshift"),
-    _pointwise_ops("rrshift", dunders="rrshift"),
-    _pointwise_ops("eq", dunders="eq", sharded="shards"),
-    _pointwise_ops("ne", dunders="ne", sharded="shards"),
-    _pointwise_ops("lt", dunders="lt", sharded="shards"),
-    _pointwise_ops("le", dunders="le", sharded="shards"),
-    _pointwise_ops("gt", dunders="gt", sharded="shards"),
-    _pointwise_ops("ge", dunders="ge", sharded="shards"),
-    _pointwise_ops("maximum minimum", foreach="locals", sharded="shards"),
-    _pointwise_ops("copy", linear="both", cast="given", foreach="contributions", sharded="copy"),
-    _pointwise_ops("where", linear="values", sharded="shards"),
-    _pointwise_ops("lerp", foreach="locals", quick="lerp_", sharded="shards"),
-    _pointwise_ops("addcmul", foreach="locals", quick="addcmul_", sharded="shards"),
-    _pointwise_ops("addcdiv", foreach="locals", quick="addcdiv_", sharded="shards"),
-    _pointwise_ops(
-        "fmod float_power atan2 copysign not_equal greater greater_equal less less_equal fmax fmin gcd lcm heaviside "
-        "hypot ldexp logaddexp logaddexp2 logical_and logical_or logical_xor nextafter xlogy isclose masked_fill",
-        sharded="shards",
-    ),
-    _pointwise_ops(
-        "arctan2 equal_to igamma igammac special_zeta special_xlog1py special_xlogy special_gammainc special_gammaincc "
-        "polar complex special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
-        "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
-        "special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t "
-        "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
-        "special_shifted_chebyshev_polynomial_w"
-    ),
-    # losses: without their reduction, which the handler takes away first
-    *(
-        _ops(names, _pointwise.pointwise, handler="composite.elementwise_loss", reduction_at=place)
-        for names, place in (
-            ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", 2),
-            ("binary_cross_entropy hinge_embedding_loss", 3),
-            ("binary_cross_entropy_with_logits margin_ranking_loss", 4),
-            ("poisson_nll_loss", 5),
-        )
-    ),
+    *ELEMENTWISE_ROWS,
     # ---- products
-    _ops("matmul", _matmul.matmul, dunders="matmul", quick="__matmul__ matmul"),
-    _ops("rmatmul", _matmul.matmul, dunders="rmatmul"),
-    _ops("linear", _matmul.linear),
-    _ops("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty shard torch drops the graph
-    _ops("mm", _matmul.product("mk,kn", "mn")),
-    _ops("bmm", _matmul.product("bmk,bkn", "bmn")),
-    _ops("mv", _matmul.product("mk,k", "m")),
-    _ops("dot vdot inner", _matmul.product("k,k", "")),
-    _ops("outer ger", _matmul.product("m,n", "mn")),
-    _ops("addmm", _matmul.added_product("mk,kn", "mn")),
-    _ops("addr", _matmul.added_product("m,n", "mn")),
-    _ops("baddbmm", _matmul.added_product("bmk,bkn", "bmn")),
-    _ops("addbmm", _matmul.added_product("bmk,bkn", "mn")),
-    _ops("addmv", only_if(none_empty, _matmul.added_product("mk,k", "m"))),
+    rows("matmul", _matmul.matmul, dunders="matmul", quick="__matmul__ matmul"),
+    rows("rmatmul", _matmul.matmul, dunders="rmatmul"),
+    rows("linear", _matmul.linear),
+    rows("einsum", only_if(none_empty, _matmul.einsum)),  # of an empty shard torch drops the graph
+    rows("mm", _matmul.product("mk,kn", "mn")),
+    rows("bmm", _matmul.product("bmk,bkn", "bmn")),
+    rows("mv", _matmul.product("mk,k", "m")),
+    rows("dot vdot inner", _matmul.product("k,k", "")),
+    rows("outer ger", _matmul.product("m,n", "mn")),
+    rows("addmm", _matmul.added_product("mk,kn", "mn")),
+    rows("addr", _matmul.added_product("m,n", "mn")),
+    rows("baddbmm", _matmul.added_product("bmk,bkn", "bmn")),
+    rows("addbmm", _matmul.added_product("bmk,bkn", "mn")),
+    rows("addmv", only_if(none_empty, _matmul.added_product("mk,k", "m"))),
     # ---- shapes
-    _ops("view", _shape.view, quick="view"),
-    _ops("reshape", _shape.reshape, aliasing="if_needed", quick="reshape"),
-    _ops("flatten", _shape.reshape, aliasing="if_needed", quick="flatten"),
-    _ops("ravel", _shape.reshape, aliasing="if_needed"),
-    _ops("unflatten", _shape.reshape, quick="unflatten"),
-    _ops("permute", _shape.permute, quick="permute"),
-    _ops("transpose", _shape.permute, quick="transpose", in_place="attributes.reshape_in_place"),
-    _ops("t", _shape.permute, quick="t", in_place="attributes.reshape_in_place"),
-    _ops("swapaxes swapdims", _shape.permute, in_place="attributes.reshape_in_place"),
-    _ops("T.get mT.get movedim moveaxis", _shape.permute),
-    _ops("squeeze", _shape.squeeze, quick="squeeze", in_place="attributes.reshape_in_place"),
-    _ops("unsqueeze", _shape.unsqueeze, quick="unsqueeze", in_place="attributes.reshape_in_place"),
-    _ops("expand", _shape.expand, quick="expand"),
-    _ops("broadcast_to", _shape.expand),
-    _ops("broadcast_tensors", handler="composite.broadcast_tensors"),
-    _ops("view_as reshape_as expand_as", handler="attributes.as_other"),
-    _ops("as_strided", in_place_refused=_NO_STORAGE),
-    _ops("narrow", _shape.narrow),
-    _ops("select", _shape.select),
-    _ops("unbind", _shape.unbind),
-    _ops("split", _shape.split(None), quick="split"),
-    _ops("chunk", _shape.split(None), quick="chunk"),
-    _ops("split_with_sizes tensor_split unsafe_split unsafe_chunk", _shape.split(None)),
-    _ops("hsplit", _shape.split(1)),
-    _ops("vsplit", _shape.split(0)),
-    _ops("dsplit", _shape.split(2)),
-    _ops("glu", _shape.untouched_dims((1, "dim", -1))),
-    _ops("fft_fft fft_ifft fft_rfft fft_ihfft", only_if(none_empty, _shape.untouched_dims((2, "dim", -1)))),
+    rows("view", _shape.view, quick="view"),
+    rows("reshape", _shape.reshape, aliasing="if_needed", quick="reshape"),
+    rows("flatten", _shape.reshape, aliasing="if_needed", quick="flatten"),
+    rows("ravel", _shape.reshape, aliasing="if_needed"),
+    rows("unflatten", _shape.reshape, quick="unflatten"),
+    rows("permute", _shape.permute, quick="permute"),
+    rows("transpose", _shape.permute, quick="transpose", in_place="attributes.reshape_in_place"),
+    rows("t", _shape.permute, quick="t", in_place="attributes.reshape_in_place"),
+    rows("swapaxes swapdims", _shape.permute, in_place="attributes.reshape_in_place"),
+    rows("T.get mT.get H.get mH.get adjoint movedim moveaxis", _shape.permute),
+    rows("squeeze", _shape.squeeze, quick="squeeze", in_place="attributes.reshape_in_place"),
+    rows("unsqueeze", _shape.unsqueeze, quick="unsqueeze", in_place="attributes.reshape_in_place"),
+    rows("expand", _shape.expand, quick="expand"),
+    rows("broadcast_to", _shape.expand),
+    rows("broadcast_tensors", handler="composite.broadcast_tensors"),
+    rows("view_as reshape_as expand_as", handler="attributes.as_other"),
+    rows("as_strided", in_place_refused=_NO_STORAGE),
+    rows("narrow", _shape.narrow, handler="assembled.with_values"),
+    rows("select", _shape.select),
+    rows("unbind", _shape.unbind),
+    rows("split", _shape.split(None), quick="split"),
+    rows("chunk", _shape.split(None), quick="chunk"),
+    rows("split_with_sizes unsafe_split unsafe_chunk", _shape.split(None)),
+    rows("tensor_split", _shape.split(None), handler="assembled.with_values"),
+    rows("hsplit", _shape.split(1)),
+    rows("vsplit", _shape.split(0)),
+    rows("dsplit", _shape.split(2)),
+    rows("glu", _shape.untouched_dims((1, "dim", -1))),
+    rows("view_as_real", _rearranged.as_real),
+    rows("view_as_complex", _rearranged.as_complex),
+    rows("diagonal", _rearranged.diagonal(0, 1)),
+    rows("linalg_diagonal", _rearranged.diagonal(-2, -1)),
+    rows("slice.Tensor", _rearranged.slice_dim),
+    rows("atleast_1d atleast_2d atleast_3d", _rearranged.at_least, aliasing="self", handler="assembled.at_least"),
+    # copies of views
+    rows("alias_copy", _rearranged.except_dim(partial=REDUCE_OPS)),
+    rows("detach_copy", _rearranged.except_dim(partial=REDUCE_OPS)),
+    rows("expand_copy", _rearranged.copying(_shape.expand)),
+    rows("view_copy _reshape_copy", _rearranged.copying(_shape.view)),
+    rows("permute_copy transpose_copy t_copy", _rearranged.copying(_shape.permute)),
+    rows("squeeze_copy", _rearranged.copying(_shape.squeeze)),
+    rows("unsqueeze_copy", _rearranged.copying(_shape.unsqueeze)),
+    rows("narrow_copy", _rearranged.copying(_shape.narrow), handler="assembled.with_values"),
+    rows("select_copy", _rearranged.copying(_shape.select)),
+    rows("slice_copy", _rearranged.copying(_rearranged.slice_dim)),
+    rows("unbind_copy", _rearranged.copying(_shape.unbind)),
+    rows("split_copy split_with_sizes_copy", _rearranged.copying(_shape.split(None))),
+    rows("diagonal_copy", _rearranged.copying(_rearranged.diagonal(0, 1))),
+    rows("unfold_copy", _rearranged.copying(_rearranged.unfold)),
+    rows("view_as_real_copy", _rearranged.copying(_rearranged.as_real)),
+    rows("view_as_complex_copy", _rearranged.copying(_rearranged.as_complex)),
+    # rearrangements
+    rows("fft_fft fft_ifft fft_rfft fft_ihfft", only_if(none_empty, _FFT)),
     # meta tensors do not tell in which order their results are
-    _ops("fft_irfft fft_hfft", only_if(none_thin, _shape.untouched_dims((2, "dim", -1)))),
-    _ops("flip", _shape.untouched_dims((1, "dims", None), partial=_SHIFTED)),
-    _ops("roll", _shape.untouched_dims((2, "dims", None), partial=_SHIFTED)),
-    _ops("cumsum", _shape.untouched_dims((1, "dim", None), partial=("sum", "avg"))),
-    _ops("cumprod logcumsumexp", _shape.untouched_dims((1, "dim", None))),
-    _ops("cummax cummin", _shape.untouched_dims((1, "dim", None), num_outputs=2)),
+    rows("fft_irfft fft_hfft", only_if(none_thin, _FFT)),
+    rows("fft_fft2 fft_ifft2 fft_rfft2", _rearranged.transform((-2, -1))),
+    rows("fft_irfft2 fft_hfft2 fft_ihfft2", only_if(none_thin, _rearranged.transform((-2, -1)))),
+    rows("fft_fftn fft_ifftn fft_rfftn", _rearranged.transform(None)),
+    rows("fft_irfftn fft_hfftn fft_ihfftn", only_if(none_thin, _rearranged.transform(None))),
+    rows("fft_fftshift fft_ifftshift", _shape.untouched_dims((1, "dim", None), partial=REDUCE_OPS)),
+    rows("flip", _shape.untouched_dims((1, "dims", None), partial=REDUCE_OPS)),
+    rows("fliplr", _rearranged.except_dim(1, partial=REDUCE_OPS)),
+    rows("flipud", _rearranged.except_dim(0, partial=REDUCE_OPS)),
+    rows("rot90", _rearranged.rotate),
+    rows("roll", _shape.untouched_dims((2, "dims", None), partial=REDUCE_OPS)),
+    rows("diff", _rearranged.differences),
+    rows("gradient", _rearranged.gradients),
+    rows("pixel_shuffle pixel_unshuffle channel_shuffle", only_if(none_empty, _rearranged.shuffled_pixels)),
+    rows("repeat_interleave", _rearranged.repeat_interleave),
+    rows("frexp", _rearranged.except_dim(num_outputs=2)),
+    rows("msort", _rearranged.except_dim(0)),
+    rows("cumsum", _shape.untouched_dims((1, "dim", None), partial=LINEAR_OPS)),
+    rows("cumprod logcumsumexp", _shape.untouched_dims((1, "dim", None))),
+    rows("cummax cummin", _shape.untouched_dims((1, "dim", None), num_outputs=2)),
     # ---- reductions
-    _ops("sum", _reduce.sum_like, quick="sum"),
-    _ops("nansum", _reduce.sum_like),
-    _ops("mean", _reduce.mean, quick="mean"),
-    _ops("max min", _reduce.max_or_min, handler="extremes.extreme"),
-    _ops("amax", _reduce.extreme("max")),
-    _ops("amin", _reduce.extreme("min")),
-    _ops("prod", _reduce.extreme("product")),
-    _ops("std var std_mean var_mean", _reduce.variance),
-    _ops("argmax argmin", _reduce.staying_dims(), handler="extremes.arg_extreme"),
-    _ops("logsumexp all any", _reduce.staying_dims()),
-    _ops("linalg_vector_norm", handler="composite.vector_norm"),
+    rows("sum", _reduce.sum_like, quick="sum"),
+    rows("nansum", _reduce.sum_like),
+    rows("mean", _reduce.mean, quick="mean"),
+    rows("max", _reduce.max_or_min, monotone="++", joins="max", handler="extremes.extreme"),
+    rows("min", _reduce.max_or_min, monotone="++", joins="min", handler="extremes.extreme"),
+    rows("amax", _reduce.extreme("max")),
+    rows("amin", _reduce.extreme("min")),
+    rows("prod", _reduce.extreme("product")),
+    rows("std var std_mean var_mean", _reduce.variance),
+    rows("argmax argmin", _reduce.staying_dims(), handler="extremes.arg_extreme"),
+    rows("logsumexp all any", _reduce.staying_dims()),
+    rows("aminmax", _reduce.aminmax),
+    rows("kthvalue", _reduce.picked(2)),
+    rows("mode median nanmedian", _reduce.picked(1)),
+    rows("linalg_vector_norm", handler="composite.vector_norm"),
+    rows("linalg_norm linalg_matrix_norm", _reduce.named_norm, handler="assembled.norm"),
+    rows("dist", handler="assembled.dist"),
+    rows("sum_to_size", handler="assembled.sum_to_size"),
     # ---- rows
-    _ops("softmax", _shape.rows(1, "dim", None), quick="softmax", functional="composite.softmax"),
-    _ops("log_softmax", _shape.rows(1, "dim", None), quick="log_softmax", functional="composite.softmax"),
-    _ops("softmin", _shape.rows(1, "dim", None)),
-    _ops("sort", _shape.rows(1, "dim", -1, num_outputs=2)),
-    _ops("argsort", _shape.rows(1, "dim", -1)),
-    _ops("topk", _shape.rows(2, "dim", -1, num_outputs=2), handler="extremes.topk"),
+    rows("softmax", _shape.rows(1, "dim", None), quick="softmax", functional="composite.softmax"),
+    rows("log_softmax", _shape.rows(1, "dim", None), quick="log_softmax", functional="composite.softmax"),
+    rows("softmin _safe_softmax.default", _shape.rows(1, "dim", None)),
+    rows("_softmax_backward_data _log_softmax_backward_data", _batched.same_shape(2)),
+    rows("sort", _shape.rows(1, "dim", -1, num_outputs=2)),
+    rows("argsort", _shape.rows(1, "dim", -1)),
+    rows("topk", _shape.rows(2, "dim", -1, num_outputs=2), handler="extremes.topk"),
     # ---- joining and selecting
-    _ops("cat concat concatenate", _joining.cat),
-    _ops("stack", _joining.stack),
-    _ops("index_select", _joining.index_select),
-    _ops("gather", _joining.gather),
-    _ops("take_along_dim", _joining.take_along_dim),
-    _ops("scatter scatter_add scatter_reduce", _joining.scatter),
-    _ops("pad", _joining.pad),
-    _ops("tril triu", _joining.triangle),
-    _ops("one_hot", _joining.one_hot),
-    _ops("__getitem__", _joining.getitem, indexes=True),
-    _ops("__setitem__", _assign.setitem, handler="composite.setitem", indexes=True),
-    _ops("repeat tile", _joining.repeat),
+    rows("cat concat concatenate", _joining.cat),
+    rows("stack", _joining.stack),
+    rows("hstack", handler="assembled.hstack"),
+    rows("vstack row_stack", handler="assembled.vstack"),
+    rows("dstack", handler="assembled.dstack"),
+    rows("column_stack", handler="assembled.column_stack"),
+    rows("meshgrid", handler="assembled.meshgrid"),
+    rows("cartesian_prod", handler="assembled.cartesian_prod"),
+    rows("index_select", _joining.index_select),
+    rows("gather", _joining.gather),
+    rows("take_along_dim", _joining.take_along_dim),
+    rows("scatter scatter_add scatter_reduce", _joining.scatter),
+    rows("select_scatter slice_scatter diagonal_scatter", _joining.inserted),
+    rows("index_add index_copy index_fill", _joining.index_write),
+    rows("take", _joining.take),
+    rows("isin bucketize", _batched.searched),
+    rows("pad constant_pad_nd", _joining.pad),
+    rows("tril triu", _joining.triangle),
+    rows("one_hot", _joining.one_hot),
+    rows("__getitem__", _joining.getitem, indexes=True),
+    rows("__setitem__", _assign.setitem, handler="composite.setitem", indexes=True),
+    rows("repeat tile", _joining.repeat),
     # ---- layers
-    _ops("layer_norm", _layers.layer_norm, functional="composite.layer_norm"),
-    _ops("rms_norm", _layers.layer_norm),
-    _ops("group_norm", _layers.group_norm),
-    _ops("batch_norm", _layers.batch_norm, handler="composite.batch_norm", writes=(3, 4)),
-    _ops("native_batch_norm instance_norm _batch_norm_impl_index", writes=(3, 4)),
-    _ops("_native_batch_norm_legit _batch_norm_with_update", writes=(3, 4)),
-    _ops(
+    rows("layer_norm", _layers.layer_norm, functional="composite.layer_norm"),
+    rows("rms_norm", _layers.layer_norm),
+    rows("group_norm", _layers.group_norm),
+    rows("batch_norm", _layers.batch_norm, handler="composite.batch_norm", writes=(3, 4)),
+    rows("native_batch_norm instance_norm _batch_norm_impl_index", writes=(3, 4)),
+    rows("_native_batch_norm_legit _batch_norm_with_update", writes=(3, 4)),
+    rows(
         "embedding", _layers.embedding, handler="composite.dense_embedding", functional="composite.embedding",
         sharded="embedding",
     ),
-    _ops(
+    rows(
         "embedding_bag", _layers.embedding_bag, handler="composite.dense_embedding_bag", module_makes="offsets",
         sharded="embedding_bag",
     ),
-    _ops("conv1d conv2d conv3d", _layers.convolution),
-    _ops("conv_transpose1d conv_transpose2d conv_transpose3d", _layers.transposed_convolution),
-    _ops(
-        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-        "adaptive_avg_pool3d",
-        _layers.pooling,
+    rows("conv1d conv2d conv3d", _layers.convolution),
+    rows("conv_transpose1d conv_transpose2d conv_transpose3d", _layers.transposed_convolution),
+    rows(
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+        "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+        _layers.pooling(linear=False),
     ),
-    _ops("scaled_dot_product_attention", _layers.attention, handler="composite.attention"),
-    _ops("cross_entropy", functional="composite.functional_cross_entropy"),
-    _ops("cross_entropy_loss", _layers.cross_entropy, handler="composite.cross_entropy"),
-    _ops("nll_loss_nd", _layers.cross_entropy, handler="composite.nll_loss"),
-    _ops("lstm gru rnn_tanh rnn_relu", handler="composite.recurrent", module_makes="states"),
-    _ops("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", module_makes="states"),
+    rows(
+        "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+        _layers.pooling(linear=True),
+    ),
+    rows(
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa",
+        _layers.resizing, handler="assembled.resized",
+    ),
+    rows("max_unpool2d", only_if(none_empty, _batched.batched(2, 2))),
+    rows("max_unpool3d", only_if(none_empty, _batched.batched(3, 3))),
+    rows("max_pool2d_with_indices_backward.default", only_if(none_empty, _batched.batched(2, 2, 2))),
+    rows("grid_sampler grid_sampler_2d grid_sampler_3d", only_if(none_empty, _batched.grid_sample)),
+    rows("prelu", _batched.prelu),
+    rows("cosine_similarity", only_if(none_empty, _batched.pairs(2, 1, removed=True))),
+    rows("pairwise_distance", only_if(none_empty, _batched.batched(1, 1))),
+    rows("cosine_embedding_loss", _batched.loss_by_rows, handler="composite.elementwise_loss", reduction_at=4),
+    rows("triplet_margin_loss", _batched.loss_by_rows, handler="composite.elementwise_loss", reduction_at=7),
+    # ---- linear algebra
+    *(
+        rows(names, only_if(none_empty, rule))
+        for names, rule in (
+            (
+                "cholesky cholesky_inverse det geqrf inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det "
+                "linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor "
+                "linalg_ldl_factor_ex linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp "
+                "linalg_matrix_power linalg_qr linalg_slogdet linalg_svd linalg_svdvals logdet matrix_exp matrix_power "
+                "pinverse qr slogdet svd",
+                _batched.batched(2),
+            ),
+            ("linalg_matrix_rank linalg_pinv", _batched.batched(2, 0, 0)),
+            ("linalg_householder_product lu_unpack orgqr", _batched.batched(2, 1)),
+            ("linalg_solve linalg_solve_ex", _batched.solve),
+            ("linalg_solve_triangular", _batched.batched(2, 2, linear=1)),
+            ("cdist linalg_lstsq", _batched.batched(2, 2)),
+            ("cholesky_solve triangular_solve", _batched.batched(2, 2)),
+            ("linalg_ldl_solve linalg_lu_solve", _batched.batched(2, 1, 2, linear=2)),
+            ("lu_solve", _batched.batched(2, 2, 1)),
+            ("ormqr", _batched.batched(2, 1, 2)),
+            ("linalg_vander", _batched.batched(1)),
+            ("cross", _batched.pairs(2, None, removed=False)),
+            ("linalg_cross", _batched.pairs(2, -1, removed=False)),
+            ("trapezoid trapz", _batched.pairs(2, -1, removed=True, linear=0)),
+            ("cumulative_trapezoid", _batched.pairs(2, -1, removed=False, linear=0)),
+        )
+    ),
+    rows("scaled_dot_product_attention", _layers.attention, handler="composite.attention"),
+    rows("cross_entropy", functional="composite.functional_cross_entropy"),
+    rows("cross_entropy_loss", _layers.cross_entropy, handler="composite.cross_entropy"),
+    rows("nll_loss_nd", _layers.cross_entropy, handler="composite.nll_loss"),
+    rows("lstm gru rnn_tanh rnn_relu", handler="composite.recurrent", module_makes="states"),
+    rows("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", module_makes="states"),
     # ---- random numbers
     _random("rand_like randn_like", sharded="shards"),
     _random("randint_like log_normal cauchy geometric multinomial"),
     _random("uniform normal exponential random bernoulli", sharded="shards"),
     _random("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu", "dropout"),
-    _ops("rrelu_with_noise", handler="dropout.rrelu"),
-    _ops(
+    rows("rrelu_with_noise", handler="dropout.rrelu"),
+    rows(
         "poisson binomial _sample_dirichlet _standard_gamma fractional_max_pool2d fractional_max_pool3d "
         "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices svd_lowrank pca_lowrank lobpcg",
         refused=_NO_NUMBERS,
     ),
     # ---- lists of tensors
-    _ops("_fused_adagrad _fused_adam _fused_adamw _fused_sgd", handler="foreach.fused"),
-    _ops("_amp_foreach_non_finite_check_and_unscale", handler="foreach.unscale"),
+    rows("_fused_adagrad _fused_adam _fused_adamw _fused_sgd", handler="foreach.fused"),
+    rows("_amp_foreach_non_finite_check_and_unscale", handler="foreach.unscale"),
     # ---- autograd
-    _ops("backward", handler="autograd.backward"),
-    _ops("grad", handler="autograd.grad"),
-    _ops("register_hook", handler="autograd.register_hook"),
-    _ops("register_post_accumulate_grad_hook", handler="autograd.register_post_accumulate_grad_hook"),
-    _ops("retain_grad", handler="autograd.retain_grad"),
-    _ops("_make_dual _unpack_dual", refused=_NO_DUAL),
+    rows("backward", handler="autograd.backward"),
+    rows("grad", handler="autograd.grad"),
+    rows("register_hook", handler="autograd.register_hook"),
+    rows("register_post_accumulate_grad_hook", handler="autograd.register_post_accumulate_grad_hook"),
+    rows("retain_grad", handler="autograd.retain_grad"),
+    rows("_make_dual _unpack_dual", refused=_NO_DUAL),
     # ---- what tensors tell about themselves; the local tensor knows what is true of all of them
-    _ops(
+    rows(
         "element_size get_device has_names is_conj is_cpu.get is_cuda.get is_floating_point is_hpu.get is_inference "
         "is_ipu.get is_maia.get is_mkldnn.get is_mps.get is_mtia.get is_neg is_nested.get is_quantized.get is_shared "
         "is_signed is_sparse.get is_sparse_csr.get is_vulkan.get is_xla.get is_xpu.get itemsize.get layout.get "
         "names.get output_nr.get retains_grad.get storage_offset",
         handler="attributes.from_local", sharded="metadata",
     ),
-    _ops(
+    rows(
         "_cdata.get _is_view _is_zerotensor has_symint.get is_coalesced is_pinned name.get storage_type "
         "suggest_memory_format volatile.get",
         handler="attributes.from_local",
     ),
-    _ops(
+    rows(
         "_backward_hooks.get _base.get _post_accumulate_grad_hooks.get _version.get grad_dtype.get is_meta.get "
         "is_tensor ndim.get shape.get __get_validity",
         sharded="metadata",
     ),
-    _ops("is_complex", handler="attributes.is_complex", sharded="metadata"),
-    _ops("size dim numel nelement ndimension __len__", handler="attributes.shape_answer", sharded="metadata"),
-    _ops("stride", handler="attributes.stride", sharded="metadata"),
-    _ops("is_contiguous", handler="attributes.is_contiguous", sharded="metadata"),
-    _ops("nbytes.get", handler="attributes.nbytes", sharded="metadata"),
-    _ops("is_same_size", handler="attributes.is_same_size", sharded="metadata"),
+    rows("is_complex", handler="attributes.is_complex", sharded="metadata"),
+    rows("size dim numel nelement ndimension __len__", handler="attributes.shape_answer", sharded="metadata"),
+    rows("stride", handler="attributes.stride", sharded="metadata"),
+    rows("is_contiguous", handler="attributes.is_contiguous", sharded="metadata"),
+    rows("nbytes.get", handler="attributes.nbytes", sharded="metadata"),
+    rows("is_same_size", handler="attributes.is_same_size", sharded="metadata"),
     # ---- their memory, and tensors made like them
-    _ops(
+    rows(
         "data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage",
         handler="attributes.raw_memory", sharded="no_memory",
     ),
-    _ops("data.get", sharded="detach"),
-    _ops("data.set", handler="attributes.set_data", sharded="set_data"),
-    _ops("set", handler="attributes.set_", quick="set_"),
-    _ops("resize resize_as", refused=_NO_RESIZE),
-    _ops("share_memory", handler="attributes.share_memory"),
-    _ops("__dlpack__", handler="attributes.of_whole"),
-    _ops("eye zeros ones full arange linspace logspace", handler="attributes.factory_out"),
-    _ops("new_empty new_zeros new_ones new_full", handler="attributes.new"),
-    _ops("new_tensor", handler="attributes.new_tensor"),
-    _ops("apply map map2", writes=(0,)),
-    _ops("equal", sharded="equal"),
-    _ops("allclose", sharded="allclose"),
-    _ops("_has_compatible_shallow_copy_type", sharded="are_sharded"),
-    _ops("softsign", sharded="shards"),
-    _ops("_nested_tensor_from_mask_left_aligned", handler="attributes.no_nested_tensors"),
+    rows("data.get", sharded="detach"),
+    rows("data.set", handler="attributes.set_data", sharded="set_data"),
+    rows("set", handler="attributes.set_", quick="set_"),
+    rows("resize resize_as", refused=_NO_RESIZE),
+    rows("share_memory", handler="attributes.share_memory"),
+    rows("__dlpack__", handler="attributes.of_whole"),
+    rows("eye zeros ones full arange linspace logspace", handler="attributes.factory_out"),
+    rows("new_empty new_zeros new_ones new_full", handler="attributes.new"),
+    rows("new_empty_strided", handler="attributes.new_tensor"),
+    rows("new_tensor", handler="attributes.new_tensor"),
+    rows("apply map map2", writes=(0,)),
+    rows("equal", sharded="equal"),
+    rows("allclose", sharded="allclose"),
+    rows("_has_compatible_shallow_copy_type", sharded="are_sharded"),
+    rows("softsign", sharded="shards"),
+    rows("_nested_tensor_from_mask_left_aligned", handler="attributes.no_nested_tensors"),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from phalanx import comm
 from phalanx._torch_private import get_tracing_state, operations
 from phalanx.tensor.core._dtensor import handlers
-from phalanx.tensor.dispatch import _attributes, _autograd, _composite, _extremes, _foreach
+from phalanx.tensor.dispatch import _assembled, _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
 from phalanx.tensor.dispatch._inline_python import inlined, run_inlined
 from phalanx.tensor.dispatch._run import run_rule
@@ -34,6 +34,7 @@ from phalanx.tensor.random._drawing import with_distributed_arguments
 Handler = Callable[[Any, Any, Any], Any]
 
 _MODULES: dict[str, Any] = {
+    "assembled": _assembled,
     "autograd": _autograd,
     "composite": _composite,
     "dropout": _dropout,
@@ -43,7 +44,12 @@ _MODULES: dict[str, Any] = {
     "random": _ops,
 }
 _RANDOM = (_dropout, _ops)
-_NO_PYTHON = (_composite, _extremes, *_RANDOM)  # a Python function of such a name calls the one that is meant
+_NO_PYTHON = (
+    _assembled,
+    _composite,
+    _extremes,
+    *_RANDOM,
+)  # a Python function of such a name calls the one that is meant
 
 # Libraries of operations that communicate, whose functions do not say where they come from.
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.tensor.layout._placement import REPLICATE, Partial, Shard
+from phalanx.tensor.layout._placement import IDEMPOTENT_OPS, LINEAR_OPS, REPLICATE, Partial, Shard
 from phalanx.tensor.ops._rule import (
     Call,
     Choice,
@@ -26,16 +26,15 @@ from phalanx.tensor.ops.rules._shape import dim_map
 
 
 def _carried(
-    call: Call, dims: Sequence[int], onto: Callable[[int], int] = lambda d: d, partial: bool = True
+    call: Call, dims: Sequence[int], onto: Callable[[int], int] = lambda d: d, partial: Sequence[str] = ()
 ) -> Sharding:
     """Return all inputs sharded alike along one of ``dims``, which is output dim ``onto(dim)``; or all partial."""
     count = len(call.inputs)
     have = [p for one in call.inputs for p in one.spec.placements]
     ordered = sorted(dims, key=lambda d: -sum(p == Shard(d) for p in have))
     choices = [Choice((Shard(d),) * count, (Shard(onto(d)),)) for d in ordered]
-    if partial:
-        ops = [op for op in ("sum", "avg") if any(p.is_partial(op) for p in have)]
-        choices += [Choice((Partial(op),) * count, (Partial(op),)) for op in ops]
+    ops = [op for op in partial if any(p.is_partial(op) for p in have)]
+    choices += [Choice((Partial(op),) * count, (Partial(op),)) for op in ops]
     return Sharding([*choices, all_replicated(call, 1)])
 
 
@@ -44,24 +43,28 @@ def cat(call: Call) -> Sharding | None:
     if any(one.ndim != ndim for one in call.inputs) or not ndim:
         return None  # torch allows an empty 1-d tensor among others
     dim = norm_dim(call.arg(1, "dim", 0), ndim)
-    inexact = all(one.dtype.is_floating_point for one in call.inputs)
-    return _carried(call, [d for d in range(ndim) if d != dim], partial=inexact)
+    return _carried(call, [d for d in range(ndim) if d != dim], partial=_passing(call))
 
 
 def stack(call: Call) -> Sharding | None:
     ndim = call.inputs[0].ndim
     dim = call.arg(1, "dim", 0) % (ndim + 1)
+    return _carried(call, range(ndim), lambda d: d + (d >= dim), partial=_passing(call))
+
+
+def _passing(call: Call) -> Sequence[str]:
+    """Say which reductions may be done later where elements are only put together; of floating dtypes all."""
     inexact = all(one.dtype.is_floating_point for one in call.inputs)
-    return _carried(call, range(ndim), lambda d: d + (d >= dim), partial=inexact)
+    return ("sum", *IDEMPOTENT_OPS) if inexact else ()
 
 
 def index_select(call: Call) -> Sharding | None:
-    if len(call.inputs) != 2 or not call.inputs[0].ndim:
+    if len(call.inputs) != 2:
         return None
     one = call.inputs[0]
     dim = norm_dim(call.arg(1, "dim"), one.ndim)
     choices = [Choice((Shard(d), REPLICATE), (Shard(d),)) for d in range(one.ndim) if d != dim]
-    if call.inputs[1].ndim == 1:
+    if call.inputs[1].ndim == 1 and one.ndim:
         choices.append(Choice((REPLICATE, Shard(0)), (Shard(dim),)))
     choices += [Choice((p, REPLICATE), (p,)) for p in one.spec.placements if isinstance(p, Partial)]
     return Sharding([*sorted(choices, key=lambda c: c.inputs[0] not in one.spec.placements), all_replicated(call, 1)])
@@ -74,7 +77,9 @@ def gather(call: Call) -> Sharding | None:
     one, index = call.inputs
     dim = norm_dim(call.arg(1, "dim"), one.ndim)
     dims = [d for d in range(one.ndim) if d != dim and one.shape[d] == index.shape[d]]
-    return _carried(call, dims, partial=False)
+    sharding = _carried(call, dims)
+    sharding.choices.insert(0, Choice((REPLICATE, Shard(dim)), (Shard(dim),)))
+    return sharding
 
 
 def take_along_dim(call: Call) -> Sharding | None:
@@ -83,7 +88,7 @@ def take_along_dim(call: Call) -> Sharding | None:
     one, index = call.inputs
     dim = norm_dim(call.arg(2, "dim"), one.ndim)
     dims = [d for d in range(one.ndim) if d != dim and one.ndim == index.ndim and one.shape[d] == index.shape[d]]
-    return _carried(call, dims, partial=False)
+    return _carried(call, dims)
 
 
 def scatter(call: Call) -> Sharding | None:
@@ -93,7 +98,66 @@ def scatter(call: Call) -> Sharding | None:
         return None
     dim = norm_dim(call.arg(1, "dim"), one.ndim)
     dims = [d for d in range(one.ndim) if d != dim and all(other.shape[d] == one.shape[d] for other in call.inputs)]
-    return _carried(call, dims, partial=False)
+    return _carried(call, dims)
+
+
+def inserted(call: Call) -> Sharding | None:
+    """``select_scatter(x, src, dim, index)``, ``slice_scatter(x, src, dim, ...)``, ``diagonal_scatter(x, src, offset,
+    dim1, dim2)``: dims that the source has in full, and elements that are put in a place, not changed.
+    """
+    if len(call.inputs) != 2 or call.args[:2] != tuple(call.inputs):
+        return None
+    one = call.inputs[0]
+    if call.name == "diagonal_scatter":
+        touched = {norm_dim(call.arg(3, "dim1", 0), one.ndim), norm_dim(call.arg(4, "dim2", 1), one.ndim)}
+    else:
+        touched = {norm_dim(call.arg(2, "dim", 0), one.ndim)}
+    kept = [d for d in range(one.ndim) if d not in touched]
+    onto = kept if call.name == "slice_scatter" else range(len(kept))
+    choices = [Choice((Shard(d), Shard(o)), (Shard(d),)) for d, o in zip(kept, onto, strict=True)]
+    have = [p for each in call.inputs for p in each.spec.placements]
+    choices += [Choice((Partial(op),) * 2, (Partial(op),)) for op in _passing(call) if Partial(op) in have]
+    return Sharding([*choices, all_replicated(call, 1)])
+
+
+def index_write(call: Call) -> Sharding | None:
+    """``index_add(x, dim, index, source)``, index_copy, and index_fill with a number or a tensor for its value."""
+    one, *others = call.inputs
+    if call.args[:1] != (one,) or not others or call.arg(2, "index") is not others[0]:
+        return None
+    dim = norm_dim(call.arg(1, "dim"), one.ndim)
+    source = others[1:]
+    fills = call.name == "index_fill"
+    if not fills and (len(source) != 1 or source[0].ndim != one.ndim):
+        return None
+    choices = [
+        Choice((Shard(d), REPLICATE, *(REPLICATE if fills else Shard(d) for _ in source)), (Shard(d),))
+        for d in range(one.ndim)
+        if d != dim
+    ]
+    for op in _passing_index(call, bool(source)):
+        if any(p.is_partial(op) for each in (one, *source) for p in each.spec.placements):
+            partial = Partial(op)
+            choices.append(Choice((partial, REPLICATE, *(partial for _ in source)), (partial,)))
+    return Sharding([*sorted(choices, key=lambda c: c.inputs[0] not in one.spec.placements), all_replicated(call, 1)])
+
+
+def _passing_index(call: Call, from_tensor: bool) -> Sequence[str]:
+    if not all(one.dtype.is_floating_point for one in (call.inputs[0], *call.inputs[2:])):
+        return ()
+    if call.name == "index_add":
+        return LINEAR_OPS
+    return ("sum", *IDEMPOTENT_OPS) if from_tensor else IDEMPOTENT_OPS  # a number is itself on every rank
+
+
+def take(call: Call) -> Sharding | None:
+    """``take(x, index)``: of the whole tensor, by numbers that may be sharded."""
+    if len(call.inputs) != 2:
+        return None
+    one, index = call.inputs
+    choices = [Choice((REPLICATE, Shard(d)), (Shard(d),)) for d in range(index.ndim)]
+    choices += [Choice((p, REPLICATE), (p,)) for p in dict.fromkeys(one.spec.placements) if isinstance(p, Partial)]
+    return Sharding([*choices, all_replicated(call, 1)])
 
 
 def pad(call: Call) -> Sharding | None:
@@ -103,10 +167,13 @@ def pad(call: Call) -> Sharding | None:
     if len(call.inputs) != 1 or amounts is None:
         return None
     padded = {one.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
-    mode, value = call.arg(2, "mode", "constant"), call.arg(3, "value")
+    plain = call.name == "constant_pad_nd"
+    mode = "constant" if plain else call.arg(2, "mode", "constant")
+    value = call.arg(2 if plain else 3, "value", 0)
     if mode != "constant":
         padded |= set(range(max(0, one.ndim - len(amounts) // 2), one.ndim))
-    linear = ("sum", "avg") if mode == "constant" and not value else ()
+    constant = IDEMPOTENT_OPS if mode == "constant" else ()  # the value is itself on every rank
+    linear = ("sum", *constant) if constant and not value else constant
     keep = {d: d for d in range(one.ndim) if d not in padded}
     sharding = dim_map(call, keep, is_view=False, partial=linear)
     if sharding is not None and mode != "constant":

@@ -7,6 +7,7 @@ rows it has, the rest is zero) and columns; attention along batch and heads.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor.layout._placement import MASK_PARTIAL, PARTIAL_SUM, REPLICATE, Placement, Shard
-from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Sharding, all_replicated, none_empty
+from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Rule, Sharding, all_replicated, none_empty
+from phalanx.tensor.ops.rules._shape import with_strided
 
 
 def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
@@ -28,7 +30,8 @@ def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -
             inputs: list[Placement] = [REPLICATE] * len(call.inputs)
             inputs[first] = Shard(d)
             choices.append(Choice(tuple(inputs), (Shard(d),) * num_outputs))
-        return Sharding([*_existing_first(call, first, choices), all_replicated(call, num_outputs)])
+        ordered = with_strided(call, _existing_first(call, first, choices))
+        return Sharding([*ordered, all_replicated(call, num_outputs)])
 
     return rule
 
@@ -182,19 +185,45 @@ def _no_empty_shards(inputs: list[In], placements: Any) -> bool:
     return True
 
 
-def pooling(call: Call) -> Sharding | None:
-    """Batch and channel dims, which pooling and resizing leave alone."""
+def pooling(linear: bool) -> Rule:
+    """Make the rule of pooling, which leaves batch and channel dims alone; averages are linear."""
+
+    def rule(call: Call) -> Sharding | None:
+        one = call.inputs[0]
+        if len(call.inputs) != 1:
+            return None
+        told = re.search(r"([123])d", call.name)
+        assert told is not None, f"{call.name} does not tell its number of dims"
+        return _planes(call, one.ndim - int(told[1]), len(call.output_shapes()), linear)
+
+    return rule
+
+
+def _planes(call: Call, count: int, num_outputs: int, linear: bool) -> Sharding:
+    """Lay out functions of planes: the first ``count`` dims may be sharded."""
     one = call.inputs[0]
-    if len(call.inputs) != 1:
+    choices = [Choice((Shard(d),), (Shard(d),) * num_outputs) for d in range(count)]
+    choices = _existing_first(call, 0, choices)
+    if linear:
+        choices += [Choice((p,), (p,)) for p in one.spec.placements if p.is_partial("sum") or p.is_partial("avg")]
+    return Sharding([*choices, all_replicated(call, num_outputs)], valid=lambda p: none_empty(call, p))
+
+
+def resizing(call: Call) -> Sharding | None:
+    """``upsample_*(x, size, ...)``: the size is given, so meta tensors, which take long for some, are not asked."""
+    one, size = call.inputs[0], call.arg(1, "output_size")
+    if len(call.inputs) != 1 or size is None or one.ndim != len(size) + 2:
         return None
-    spatial = {"1d": 1, "2d": 2, "3d": 3}.get(call.name[-2:], one.ndim - 2)
-    free = max(0, one.ndim - spatial)
-    num_outputs = len(call.output_shapes())
-    choices = [Choice((Shard(d),), (Shard(d),) * num_outputs) for d in range(free)]
-    return Sharding(
-        [*_existing_first(call, 0, choices), all_replicated(call, num_outputs)],
-        valid=lambda p: _no_empty_shards(call.inputs, p),
-    )
+    sharding = _planes(call, 2, 1, linear=True)
+    sharding.shapes = [torch.Size([*one.shape[:2], *size])]
+    sharding.local = _resize
+    return sharding
+
+
+def _resize(run: LocalRun, args: Any, kwargs: Any) -> Any:
+    made = run.func(*args, **kwargs)
+    assert tuple(made.shape) == run.outputs[0].local_shape, f"{made.shape} is not as promised: {run.outputs[0]!r}"
+    return made
 
 
 def attention(call: Call) -> Sharding | None:
@@ -212,7 +241,7 @@ def attention(call: Call) -> Sharding | None:
             own = d - (4 - mask.ndim)
             inputs.append(Shard(own) if own >= 0 and mask.shape[own] > 1 else REPLICATE)
         choices.append(Choice(tuple(inputs), (Shard(d),)))
-    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])
+    return Sharding([*with_strided(call, _existing_first(call, 0, choices)), all_replicated(call, 1)])
 
 
 def cross_entropy(call: Call) -> Sharding | None:
@@ -232,4 +261,4 @@ def cross_entropy(call: Call) -> Sharding | None:
         onto = d if same or d == 0 else d - 1
         out: Placement = PARTIAL_SUM if reduction == 2 else Shard(d if d == 0 else d - 1)
         choices.append(Choice((Shard(d), Shard(onto), *rest), (out,)))
-    return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)])
+    return Sharding([*with_strided(call, _existing_first(call, 0, choices)), all_replicated(call, 1)])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.tensor.layout._placement import PARTIAL_SUM, REPLICATE, Placement, Shard
+from phalanx.tensor.layout._placement import PARTIAL_SUM, REPLICATE, Partial, Placement, Shard
 from phalanx.tensor.ops._rule import Call, Choice, In, Rule, Sharding, all_replicated
+from phalanx.tensor.ops.rules._shape import with_strided
 
 
 def contraction(call: Call, operands: Sequence[str], output: str, added: dict[int, str] | None = None) -> Sharding:
@@ -19,7 +20,7 @@ def contraction(call: Call, operands: Sequence[str], output: str, added: dict[in
     """
     added = added or {}
     letters = list(dict.fromkeys(letter for text in operands for letter in text if letter != "."))
-    choices = []
+    choices: list[Choice] = []
     factors = [i for i in range(len(call.inputs)) if i not in added]
     for letter in letters:
         inputs: list[Placement] = []
@@ -31,11 +32,13 @@ def contraction(call: Call, operands: Sequence[str], output: str, added: dict[in
                 inputs.append(PARTIAL_SUM if i in added and letter not in output else REPLICATE)
         out: Placement = Shard(output.index(letter)) if letter in output else PARTIAL_SUM
         choices.append(Choice(tuple(inputs), (out,)))
-    choices.append(all_replicated(call, 1))
-    for partial in factors:
-        if call.inputs[partial].is_partial:
-            placed = [PARTIAL_SUM if i == partial or i in added else REPLICATE for i in range(len(call.inputs))]
-            choices.append(Choice(tuple(placed), (PARTIAL_SUM,)))
+    choices = [*with_strided(call, choices), all_replicated(call, 1)]
+    for given in ("sum", "avg"):
+        partial = Partial(given)
+        for own, one in enumerate(call.inputs):
+            if any(p.is_partial(given) for p in one.spec.placements) and (own in factors or given == "avg"):
+                placed = [partial if i == own or i in added else REPLICATE for i in range(len(call.inputs))]
+                choices.append(Choice(tuple(placed), (partial,)))
     return Sharding(choices)
 
 

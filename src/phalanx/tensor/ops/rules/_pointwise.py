@@ -1,6 +1,7 @@
 """Element by element: every input sharded alike (where its dim is not broadcast) gives that sharding.
 
-Owns their rule. Some are linear (``Operator.linear``): what is still a partial sum may pass through them.
+Owns their rule. Some are linear (``Operator.linear``): what is still a partial sum may pass through them. Through those
+that only grow or only fall (``Operator.monotone``) a partial maximum or minimum may.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.tensor.layout._placement import REPLICATE, Partial, Placement, Shard
-from phalanx.tensor.ops._rule import Call, Choice, Sharding, all_replicated
+from phalanx.tensor.ops._rule import Call, Choice, In, Sharding, all_replicated
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
@@ -36,7 +37,7 @@ def pointwise(call: Call) -> Sharding | None:
     found = {p.dim + len(out) - one.ndim for one in call.inputs for p in one.spec.placements if isinstance(p, Shard)}
     dims = sorted(d for d in found if out[d] > 1 or len(shapes) == 1)
     choices[:0] = [c for d in dims for c in shard_choices(call, d, out, 1)]
-    choices += _linear_choices(call)
+    choices += [*_linear_choices(call), *_monotone_choices(call)]
     if call.op.makes_anew:
         value = (REPLICATE,) * (len(call.inputs) - 1)  # what full_like fills with
         choices += [
@@ -93,6 +94,44 @@ def _linear_choices(call: Call) -> list[Choice]:
             inputs = tuple(partial if i in together else REPLICATE for i in range(len(call.inputs)))
             choices.append(Choice(inputs, (partial,)))
     return choices
+
+
+_OPPOSITE = {"max": "min", "min": "max"}
+
+
+def _monotone_choices(call: Call) -> list[Choice]:
+    """One input partial by maximum or minimum, and so the result: by the same where it grows, by the other where it
+    falls. Not-a-number stays one in all of them.
+    """
+    ops = [op for op in _OPPOSITE if any(p.is_partial(op) for one in call.inputs for p in one.spec.placements)]
+    signs = call.op.monotone or ("+" if call.op.cast and _keeps_order(call) else "")
+    if not ops or not signs or (len(signs) == 2 and len(call.args) > 2) or call.needs_grad:
+        return []  # (they have no gradient)
+    choices = []
+    for op in ops:
+        for one in call.inputs:
+            place = _place(call, one)
+            if place < len(signs) and not (place and "alpha" in call.kwargs):
+                inputs = tuple(Partial(op) if other is one else REPLICATE for other in call.inputs)
+                choices.append(Choice(inputs, (Partial(op if signs[place] == "+" else _OPPOSITE[op]),)))
+        if call.op.joins == op:
+            choices.append(Choice((Partial(op),) * len(call.inputs), (Partial(op),)))
+    return choices
+
+
+def _place(call: Call, one: In) -> int:
+    """Say at which position among the arguments an input stands, also one that is given by name."""
+    by_name = [_PLACES.get(name, len(_PLACES)) for name, value in call.kwargs.items() if value is one]
+    return next((place for place, arg in enumerate(call.args) if arg is one), by_name[0] if by_name else len(_PLACES))
+
+
+_PLACES = {"input": 0, "other": 1, "min": 1, "max": 1}
+
+
+def _keeps_order(call: Call) -> bool:
+    """Return whether a cast is one between floating dtypes: rounding keeps the order."""
+    after = None if call.in_place else _cast_to(call)
+    return after is not None and after.is_floating_point and call.inputs[0].dtype.is_floating_point
 
 
 def _is_linear_in_numbers(call: Call) -> bool:

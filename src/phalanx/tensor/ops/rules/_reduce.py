@@ -16,12 +16,12 @@ import torch
 from phalanx.tensor.layout._placement import PARTIAL_SUM, Partial, Placement, Shard, chunk_sizes
 from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated
 from phalanx.tensor.ops.rules._pointwise import pointwise
-from phalanx.tensor.ops.rules._shape import along
+from phalanx.tensor.ops.rules._shape import along, with_strided
 
 
 def _layout(call: Call, dims: set[int], keepdim: bool, partial: Placement | None, num_outputs: int) -> list[Choice]:
     one = call.inputs[0]
-    choices = []
+    choices: list[Choice] = []
     for d in range(one.ndim):
         shard = Shard(d)
         if d not in dims:
@@ -29,7 +29,7 @@ def _layout(call: Call, dims: set[int], keepdim: bool, partial: Placement | None
             choices.append(Choice((shard,), (Shard(onto),) * num_outputs))
         elif partial is not None:
             choices.append(Choice((shard,), (partial,) * num_outputs))
-    choices.append(all_replicated(call, num_outputs))
+    choices = [*with_strided(call, choices), all_replicated(call, num_outputs)]
     return [c for c in choices if c.inputs[0] in one.spec.placements or c.inputs[0].is_replicate()] + [
         c
         for c in choices
@@ -106,7 +106,10 @@ def extreme(op: str) -> Callable[[Call], Sharding | None]:
         allowed = allowed and one.dtype is not torch.bool and all(_none_empty(call, d) for d in dims)
         if one.dtype in (torch.float16, torch.bfloat16) and op == "product":
             allowed = False
-        return Sharding(_layout(call, dims, keepdim, Partial(op) if allowed else None, 1))
+        choices = _layout(call, dims, keepdim, Partial(op) if allowed else None, 1)
+        if allowed and any(p.is_partial(op) for p in one.spec.placements):
+            choices.append(Choice((Partial(op),), (Partial(op),)))
+        return Sharding(choices)
 
     return rule
 
@@ -139,6 +142,39 @@ def staying_dims(num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
         return Sharding(_layout(call, dims, keepdim, None, count))
 
     return rule
+
+
+def picked(position: int) -> Callable[[Call], Sharding | None]:
+    """Make the rule of kthvalue, mode, median of one dim, named by the argument at ``position`` (or the last): values
+    and indices. A median of all has none.
+    """
+
+    def rule(call: Call) -> Sharding | None:
+        one = call.inputs[0]
+        count = len(call.output_shapes())
+        if len(call.inputs) != 1 or not one.ndim or count != 2:
+            return None
+        dims = along(call, position, "dim", -1)
+        return Sharding(_layout(call, dims, bool(call.arg(position + 1, "keepdim", False)), None, 2))
+
+    return rule
+
+
+def named_norm(call: Call) -> Sharding | None:
+    """``linalg.norm(x, ord, dim, keepdim)`` and ``linalg.matrix_norm``, of matrices: dims that are not named stay."""
+    default = (-2, -1) if call.name == "linalg_matrix_norm" else None
+    if len(call.inputs) != 1 or not call.inputs[0].ndim:
+        return None
+    return Sharding(_layout(call, along(call, 2, "dim", default), bool(call.arg(3, "keepdim", False)), None, 1))
+
+
+def aminmax(call: Call) -> Sharding | None:
+    """Return the least and the largest; each partial in its own way where a reduced dim is sharded."""
+    low, high = extreme("min")(call), extreme("max")(call)
+    if low is None or high is None:
+        return None
+    pairs = zip(low.choices, high.choices, strict=False)
+    return Sharding([Choice(a.inputs, (*a.outputs, *b.outputs)) for a, b in pairs if a.inputs == b.inputs])
 
 
 def variance(call: Call) -> Sharding | None:

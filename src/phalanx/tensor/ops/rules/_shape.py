@@ -6,12 +6,13 @@ local call gets the local sizes of the chosen layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from phalanx.tensor.layout._placement import REDUCE_OPS, Partial, Placement, Shard
+from phalanx.tensor.layout._placement import REDUCE_OPS, REPLICATE, Partial, Placement, Shard, StridedShard
 from phalanx.tensor.ops._rule import Call, Choice, LocalRun, Sharding, all_replicated, norm_dim
 
 
@@ -22,7 +23,7 @@ def dim_map(
     num_outputs: int = 1,
     local: Callable[..., Any] | None = None,
     is_view: bool = True,
-    even: dict[int, tuple[int, ...]] | None = None,
+    even: Mapping[int, tuple[int, ...]] | None = None,
     partial: Sequence[str] = REDUCE_OPS,
     bind: Callable[[LocalRun], Callable[..., Any]] | None = None,
 ) -> Sharding | None:
@@ -89,7 +90,9 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[in
 
 
 def reshape(call: Call) -> Sharding | None:
-    """view, reshape, flatten...: only the first dim of each run of dims can be sharded, into equal shards."""
+    """view, reshape, flatten...: the first dim of each run of dims can be sharded, into equal shards, or one that comes
+    later in a run that becomes one dim (``_add_strided``).
+    """
     if len(call.inputs) != 1:
         return None
     before, after = call.inputs[0].shape, call.output_shapes()[0]
@@ -110,7 +113,80 @@ def reshape(call: Call) -> Sharding | None:
         if len(real_ins) > 1 or len(real_outs) > 1:
             leading[first] = (before[first], after[onto])
     is_view = call.op.aliasing != "if_needed"
-    return dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
+    sharding = dim_map(call, mapping, bind=_to_local_shape, is_view=is_view, even=leading)
+    assert sharding is not None, "there is one input"
+    _add_strided(call, sharding, groups, after)
+    return sharding
+
+
+def _add_strided(call: Call, sharding: Sharding, groups: Groups, after: Sequence[int]) -> None:
+    """Let an inner dim of a flattened run stay sharded, as a strided shard of the result, and one become a dim again.
+
+    Only of equal shards, and where no other axis shards a dim of that run.
+    """
+    one = call.inputs[0]
+    before, own = one.shape, {}
+    for p in dict.fromkeys(one.spec.placements):
+        found = _strided_onto(p, groups, before, after)
+        if found is not None:
+            own[p] = found
+            sharding.choices.insert(0, Choice((p,), (found[0],)))
+    checked = sharding.valid
+
+    def valid(placements: Sequence[tuple[Placement, ...]]) -> bool:
+        plain = [REPLICATE if p in own else p for p in placements[0]]
+        for axis, p in enumerate(placements[0]):
+            if p not in own:
+                continue
+            _, dims, size = own[p]
+            alone = not any(isinstance(q, Shard) and q.dim in dims for a, q in enumerate(placements[0]) if a != axis)
+            if not alone or size % call.axis_sizes[axis]:
+                return False
+        return checked is None or checked([tuple(plain)])
+
+    if own:
+        sharding.valid = valid
+
+
+Groups = list[tuple[list[int], list[int]]]
+
+
+def _strided_onto(
+    p: Placement, groups: Groups, before: Sequence[int], after: Sequence[int]
+) -> tuple[Placement, list[int], int] | None:
+    """Say which placement of the result a shard inside of a run is, the run's dims, and the size that must be even."""
+    if not isinstance(p, Shard):
+        return None
+    ins, outs = next((ins, outs) for ins, outs in groups if p.dim in ins)
+    outer = [d for d in ins if before[d] > 1]
+    inner = [d for d in outs if after[d] > 1]
+    if type(p) is Shard and len(inner) == 1 and p.dim in outer[1:]:
+        factor = math.prod(before[d] for d in outer[: outer.index(p.dim)])
+        return StridedShard(inner[0], factor), ins, before[p.dim]
+    if isinstance(p, StridedShard) and outer == [p.dim]:
+        for count, dim in enumerate(inner[1:], 1):
+            if math.prod(after[d] for d in inner[:count]) == p.split_factor:
+                return Shard(dim), ins, after[dim]
+    return None
+
+
+def with_strided(call: Call, choices: list[Choice]) -> list[Choice]:
+    """``choices``, and before them those with strided shards that the inputs have in place of plain ones: what holds of
+    the shards of a dim, by whatever indices, if all that are sharded have as many.
+    """
+    found: list[Choice] = []
+    for way in dict.fromkeys(p for one in call.inputs for p in one.spec.placements if type(p) is StridedShard):
+        sizes = {one.shape[way.dim] for one in call.inputs if way in one.spec.placements}
+        for choice in choices:
+            cut = {one.shape[p.dim] for p, one in zip(choice.inputs, call.inputs, strict=True) if type(p) is Shard}
+            if cut and cut == sizes:
+                inputs, outputs = (tuple(_like(way, p) for p in side) for side in (choice.inputs, choice.outputs))
+                found.append(Choice(inputs, outputs))
+    return [*found, *choices]
+
+
+def _like(way: StridedShard, p: Placement) -> Placement:
+    return way.on_dim(p.dim) if type(p) is Shard else p
 
 
 def _to_local_shape(run: LocalRun) -> Callable[..., Any]:
@@ -148,7 +224,7 @@ def permute(call: Call) -> Sharding | None:
 def squeeze(call: Call) -> Sharding | None:
     one = call.inputs[0]
     dims = call.arg(1, "dim")
-    chosen = range(one.ndim) if dims is None else [norm_dim(d, one.ndim) for d in _as_tuple(dims)]
+    chosen = range(one.ndim) if dims is None else [norm_dim(d, one.ndim) for d in as_tuple(dims)]
     gone = {d for d in chosen if one.ndim and one.shape[d] == 1}
     kept = [d for d in range(one.ndim) if d not in gone]
     return dim_map(call, {d: o for o, d in enumerate(kept)}, local=_squeeze_local(sorted(gone)))
@@ -179,7 +255,7 @@ def along(call: Call, position: int, name: str, default: Any = None) -> set[int]
     """Return the dims that an argument names, non-negative; all of them for None."""
     ndim = call.inputs[0].ndim
     given = call.arg(position, name, default)
-    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in _as_tuple(given)}
+    return set(range(ndim)) if given is None or not ndim else {norm_dim(d, ndim) for d in as_tuple(given)}
 
 
 def narrow(call: Call) -> Sharding | None:
@@ -210,8 +286,9 @@ def split(fixed: int | None) -> Callable[[Call], Sharding | None]:
             return None
         one = call.inputs[0]
         dim = norm_dim(call.arg(2, "dim", 0), one.ndim) if fixed is None else min(fixed, one.ndim - 1)
-        mapping = {d: d for d in range(one.ndim) if d != dim}
-        return dim_map(call, mapping, num_outputs=len(call.output_shapes()))
+        count = len(call.output_shapes())
+        mapping = {d: d for d in range(one.ndim) if d != dim or count == 1}
+        return dim_map(call, mapping, num_outputs=count)
 
     return rule
 
@@ -253,10 +330,10 @@ def rows(position: int, name: str, default: Any = -1, num_outputs: int = 1) -> C
             for d in sorted(range(one.ndim), key=lambda d: Shard(d) not in one.spec.placements)
             if d not in row
         ]
-        return Sharding([*choices, all_replicated(call, num_outputs)])
+        return Sharding([*with_strided(call, choices), all_replicated(call, num_outputs)])
 
     return rule
 
 
-def _as_tuple(value: Any) -> tuple[int, ...]:
+def as_tuple(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)

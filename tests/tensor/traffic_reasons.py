@@ -1,0 +1,117 @@
+"""Why we send where torch's DTensor sends nothing: each cell that ``traffic.py`` finds needs a reason here.
+
+A reason names operators and, by a pattern, the layouts and shapes that it holds for. ``unused`` lists those that no
+cell of a complete run needed: they are to be removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why the operators send, in layouts (and shapes, as ``of [(5, 3)]``) that the pattern is found in."""
+
+    operators: str
+    layouts: str
+    why: str
+
+
+REASONS = (
+    Reason(
+        "bernoulli cauchy exponential geometric log_normal multinomial normal normal.in_place rand_like randint_like "
+        "randn_like uniform nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d "
+        "nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train nn.functional.rrelu "
+        "nn.functional.multi_head_attention_forward nn.functional.scaled_dot_product_attention",
+        "",
+        "the sample sets torch's seed before the call, and at the first draw after that the ranks agree on it (and on "
+        "whether probabilities are to be refused); torch draws the same numbers on every shard of a CPU mesh",
+    ),
+    Reason(
+        "bfloat16 float half",
+        r"P\((sum|avg)\)",
+        "rounding every contribution to a narrower dtype is not rounding their sum",
+    ),
+    Reason(
+        "byte char int long short",
+        r"P\((max|min)\)",
+        "a contribution that is none of the result may be out of the range of the integers, and wraps around",
+    ),
+    Reason(
+        "fmax fmin nan_to_num sgn sign",
+        r"P\((max|min)\)",
+        "they turn not-a-number into a number: a contribution that is one makes the maximum one, which comes first",
+    ),
+    Reason(
+        "nn.functional.threshold",
+        r"P\((max|min)\)",
+        "its value below the threshold may be above it, so that it neither grows nor falls",
+    ),
+    Reason(
+        "special.modified_bessel_k0 special.modified_bessel_k1 special.scaled_modified_bessel_k0 "
+        "special.scaled_modified_bessel_k1",
+        r"P\(min\)",
+        "of negative numbers they are not-a-number, and a contribution may be negative where the result is not",
+    ),
+    Reason(
+        "isreal",
+        r"P\(",
+        "it asks every element, also of real dtypes, where the answer is known: one reduction of a rare function",
+    ),
+    Reason(
+        "any nansum",
+        r"P\(sum\)",
+        "contributions that are not zero (or not numbers) may have a sum that is: they are added first",
+    ),
+    Reason(
+        "nn.functional.cross_entropy",
+        r"S\(0\) S\(0\)",
+        "a mean is divided by the number of targets that are not ignored on all ranks; torch's is that of each rank",
+    ),
+    Reason(
+        "nn.functional.gaussian_nll_loss",
+        r"S\(0\)",
+        "a negative variance on one rank is refused on all: one byte for each element says whether there is one",
+    ),
+    Reason(
+        "norm norm.fro linalg.norm linalg.norm.subgradients_at_zero linalg.matrix_norm dist "
+        "nn.functional.pairwise_distance",
+        r"S\(",
+        "each rank's norm (a number for each result) is gathered and its norm taken; no reduction of Partial is one",
+    ),
+    Reason(
+        "as_strided",
+        r"of \[\(1,\)\]",
+        "it addresses memory that one rank has; it is computed on the whole tensor, here of one element",
+    ),
+    Reason(
+        "linalg.matrix_rank linalg.matrix_rank.hermitian nn.functional.adaptive_avg_pool1d "
+        "nn.functional.adaptive_avg_pool3d nn.functional.softsign nn.functional.tanhshrink",
+        r"of \[\((0, |1, 0, )",
+        "the tensor has no elements: a collective of no bytes",
+    ),
+    Reason(
+        "_batch_norm_with_update",
+        "",
+        "an operator inside of torch's batch_norm, which has the rule; called by itself it is computed replicated",
+    ),
+    Reason(
+        "nn.functional.kl_div",
+        r"P\(avg\) R",
+        "the loss is affine in its input, which only an average would pass: it is reduced first",
+    ),
+)
+
+
+def reason_for(name: str, case: str) -> str:
+    """Say why ``name`` sends in ``case`` (the text of a ``Case``); empty if nobody said."""
+    return next((r.why for r in REASONS if name in r.operators.split() and re.search(r.layouts, case)), "")
+
+
+def unused(explained: Iterable[tuple[str, str]]) -> list[str]:
+    """Return operators with a reason that none of the (name, case) in ``explained`` needed."""
+    met = {name for name, _ in explained}
+    return [name for reason in REASONS for name in reason.operators.split() if name not in met]
