@@ -189,9 +189,8 @@ def main() -> int:
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
     sizes = [int(size) for size in options.ranks.split(",")]
-    print(
-        f"{'model':12s} {'ranks':>5s} {'variant':10s} {'step ms':>9s} {'/torch':>6s} {'cpu ms':>9s} {'/torch':>6s}  goal"
-    )
+    heads = f"{'step ms':>9s} {'/torch':>6s} {'cpu ms':>9s} {'/torch':>6s}  goal"
+    print(f"{'model':12s} {'ranks':>5s} {'variant':10s} {heads}")
     for name in options.only.split(","):
         for size in sizes:
             show_times(name, size, options.rounds)

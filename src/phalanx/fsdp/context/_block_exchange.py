@@ -132,7 +132,7 @@ class Gather(BlockExchange):
 class _ScatteredSum(GradientSum):
     def __init__(self, group: Group, own: Tensor) -> None:
         self._group = group
-        self._parts = {group.rank: own}
+        self._parts: dict[int, Tensor] = {group.rank: own}
 
     def add(self, source: int, gradient: Tensor) -> None:
         self._parts[source] = gradient

@@ -152,7 +152,7 @@ class GradientSum:
         if work is not None:
             work.wait()
         self._pool.release(sent)
-        num_ranks = to.shard.size
+        num_ranks = int(to.shard.size)
         check_reduced(to.shard, self._number, received[:TAG_BITS].tolist(), num_ranks)
         if self._partial is not None:
             received[TAG_BITS:] += self._partial[TAG_BITS:]
@@ -162,7 +162,7 @@ class GradientSum:
                 self._partial = received
                 return None
             to.replicate.all_reduce(received)
-            num_ranks *= to.replicate.size
+            num_ranks = num_ranks * to.replicate.size
             check_reduced(to.replicate, self._number, received[:TAG_BITS].tolist(), num_ranks)
         return self._pieces(received, to)
 
