@@ -352,3 +352,16 @@ def test_heads_sharded_over_another_axis_as_dtensors() -> None:
                 assert_exact(context_parallel_unshard(cp, local, [2] * 4), [t[batch, heads] for t in expected])
 
     simulate(8).run(main)
+
+
+def test_an_axis_of_one_rank_may_have_any_placement() -> None:
+    x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def main(group: Group) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
+        with context_parallel(mesh["cp"], length=8):
+            heads = DTensor.from_local(x, mesh, [Shard(2), Shard(1)], run_check=False)
+            out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        torch.testing.assert_close(out.to_local(), F.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+    simulate(2).run(main)

@@ -208,7 +208,9 @@ def _local(context: SequenceContext, name: str, query: Tensor, tensor: Tensor) -
             f"{where} got {name} as {tensor._spec!r} and query as {query._spec!r}; expected one layout for all three"
         )
     for axis, placement in enumerate(tensor.placements):
-        of_context = mesh.get_group(axis).ranks == ranks and len(ranks) > 1
+        if mesh.size(axis) == 1:  # every placement on it is the whole
+            continue
+        of_context = mesh.get_group(axis).ranks == ranks
         fits = isinstance(placement, Replicate) and not of_context
         if isinstance(placement, Shard) and type(placement) is Shard:
             dim = placement.dim % tensor.dim() - tensor.dim()
