@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.fast
 
 PARITY = Path(__file__).parent.parent / "docs" / "parity.md"
-ANSWER = re.compile(r"`phalanx\.|(yes|differs|no)[:,] \w|- *\w")
+ANSWER = re.compile(r"`phalanx\.|(yes|differs|no)[:,] [\w`]|- *\w")
 
 
 class Listed(NamedTuple):
@@ -36,6 +36,8 @@ GROUPS = "Device mesh and groups"
 LISTED = [
     Listed("torch.distributed.device_mesh", GROUPS),
     Listed("torch.distributed.device_mesh.DeviceMesh", GROUPS, prefix="DeviceMesh."),
+    Listed("torch.distributed.distributed_c10d", GROUPS),
+    Listed("torch.distributed.distributed_c10d.ProcessGroup", GROUPS, prefix="ProcessGroup."),
 ]
 
 
