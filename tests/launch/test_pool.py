@@ -55,6 +55,8 @@ class StuckProcess(WorkerProcess):
 
 
 class PretendZygote:
+    is_idle = True
+
     def __init__(self, *processes: StuckProcess) -> None:
         self._processes = list(processes)
 
@@ -286,4 +288,31 @@ def test_who_waits_for_the_one_that_hangs_is_not_blamed_for_it(tmp_path, monkeyp
     assert check(now=32)[0].assignment.rank == 0
     pool.close()
     for process in processes:
+        process.theirs.close()
+
+
+def test_what_stands_by_is_forked_while_nobody_waits(tmp_path):
+    """A fork takes as long as a whole regroup: survivors of a death should not share their cores with it."""
+    worker, spare, successor = (StuckProcess(pid, signal.SIGTERM) for pid in (1, 2, 3))
+    pool, _ = pool_of(tmp_path, worker)
+    pool.config.standby = 1
+    pool._started_at -= _pool.SETTLED
+    pool._zygotes = PretendZygote(spare, successor)
+    pool.prepare(0)
+    assert not pool._parked, "nothing is forked beside what is needed now"
+    pool._zygotes.is_idle = False
+    pool.refill()
+    assert not pool._parked, "the zygote still imports what the fork should have"
+    pool._zygotes.is_idle = True
+    pool.refill()
+    pool.refill()
+    assert [process for process, _ in pool._parked] == [spare]
+    pool.prepare(1)
+    assert [process for process, _ in pool._parked] == [spare], "it is there: nothing is forked at a death"
+    taken, _ = pool._take_parked()
+    taken.let_go()
+    pool.refill()
+    assert [process for process, _ in pool._parked] == [successor]
+    pool.close()
+    for process in (worker, spare, successor):
         process.theirs.close()

@@ -16,6 +16,7 @@ class Pretended:
         self.name = name
         self.is_ready = is_ready
         self.is_gone = False
+        self.is_idle = False
         self.is_closed = False
 
     def start(self, on_exit, on_gone) -> None:
@@ -64,6 +65,10 @@ def test_workers_are_execd_until_the_successor_is_warm():
     nursery.made[0].die()  # the cold one is still there
     assert zygotes.park() == ("forked by cold", False)
     assert [made.name for made in nursery.made] == ["warm", "cold", "warm"]
+    nursery.made[1].is_idle = True
+    assert not zygotes.is_idle, "what stands by is to be warm: the third one is still importing"
+    nursery.made[2].is_idle = True
+    assert zygotes.is_idle
     zygotes.close()
     assert all(made.is_closed for made in (first, *nursery.made))
 

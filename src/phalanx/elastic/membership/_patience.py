@@ -47,7 +47,7 @@ class Wait:
         self.timeout = timeout
         self._report = report
         self._began = self._reported = time.monotonic()
-        self._sleep = 0.002
+        self._sleep = 0.001
         self._count = 0
 
     def a_little(self, what: str) -> None:

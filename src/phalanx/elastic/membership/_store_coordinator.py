@@ -305,7 +305,7 @@ class StoreCoordinator:
             if waited > timeouts.TELL_AFTER and not has_told:
                 self._tell_lost_contact(membership, cause, step)
                 has_told = True
-            time.sleep(0.005)
+            time.sleep(0.001 if waited < 0.05 else 0.005)
         broken = protocol.Broken(reason=f"worker {self.worker_id} lost contact: {cause}", at_once=True)
         self._store.compare_and_set(key, None, broken.to_json())
 

@@ -107,6 +107,8 @@ class Agent:
                 event = self._sources.next(self.config.monitor_interval)
                 if event is not None:
                     self._take(event)
+                elif not self._is_joining:
+                    self._pool.refill()
             return self._result
         except StoreLost as error:  # this node read or wrote a record before the rendezvous noticed
             run_id = self._handler.get_run_id()

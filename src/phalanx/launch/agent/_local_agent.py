@@ -37,7 +37,7 @@ class LocalElasticAgent:
         *,
         options: AgentOptions | None = None,
         preload: Sequence[str] = (),
-        standby: int = 0,
+        standby: int | None = None,
         zygote: Zygote | None = None,
         metrics_cfg: Mapping[str, str] | None = None,
         signals: str | None = None,

@@ -97,7 +97,10 @@ class LaunchConfig:
         default=timeouts.WORKER_START,
         metadata=flag(kind=float, help="the same for a worker that has yet to make its first step (if longer)"),
     )
-    standby: int = field(default=0, metadata=flag(kind=int, help="processes kept ready to replace a dead worker"))
+    standby: int | None = field(
+        default=None,
+        metadata=flag(kind=int, help="processes kept ready to replace a dead worker (0; with heal, and warm, 1)"),
+    )
     exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     """Seconds that a node which is done waits for the others."""
     master_addr: str | None = None
@@ -120,7 +123,7 @@ class LaunchConfig:
             raise ValueError(f"hang_timeout is {self.hang_timeout}; expected 0 (off) or a number of seconds")
         if self.start_timeout < 0:
             raise ValueError(f"start_timeout is {self.start_timeout}; expected 0 or more seconds")
-        if self.standby < 0:
+        if self.standby is not None and self.standby < 0:
             raise ValueError(f"standby is {self.standby}; expected 0 or more processes")
         parse_signals(self.signals_to_handle)
 
@@ -147,6 +150,7 @@ class LaunchConfig:
                 "rendezvous, the same on every node"
             )
         patience = self.shutdown_timeout
+        is_worth_a_fork = self.on_failure == "heal" and self.start_method == "warm"
         return replace(
             self,
             run_id=self.run_id or uuid.uuid4().hex,
@@ -155,6 +159,7 @@ class LaunchConfig:
             rdzv_configs=configs,
             logs_specs=_own_logs(self.logs_specs),
             master_addr=self.master_addr or (static_address(endpoint)[0] if backend == "static" else None),
+            standby=int(is_worth_a_fork) if self.standby is None else self.standby,
             shutdown_timeout=int(env.get(ENV_SHUTDOWN_TIMEOUT) or timeouts.SHUTDOWN) if patience is None else patience,
         )
 

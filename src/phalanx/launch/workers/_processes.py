@@ -116,6 +116,8 @@ class Zygote:
         self._count = 0
         self.is_gone = False
         """Whether it has ended."""
+        self.is_idle = False
+        """Whether it has imported all that it wants to and only waits for orders."""
         self._is_closed = False
         self._is_reaped = False
         self._reader = Background(
@@ -263,6 +265,8 @@ class Zygote:
                 self._ready.set_exception(ProcessStartError(message["error"]))
             else:
                 self._ready.set_result(None)
+        elif kind == "idle":
+            self.is_idle = True
         elif kind == "forked":
             with self._lock:
                 future, orders = self._forks.pop(message["token"])
@@ -285,7 +289,7 @@ class Zygote:
         if not self._is_closed:
             self._reap(CLOSE_TIMEOUT)  # its socket is closed before its children are given away
         with self._lock:
-            self.is_gone = True
+            self.is_gone, self.is_idle = True, False
             forks, self._forks = self._forks, {}
             processes, self._processes = self._processes, {}
         if not self._ready.done():

@@ -120,12 +120,18 @@ class _Server:
         selector.register(self._sock, selectors.EVENT_READ)
         selector.register(wake_read, selectors.EVENT_READ)
         self._not_for_children = (self._sock.fileno(), wake_read.fileno(), wake_write.fileno(), selector)
-        later = list(LATER_IMPORTS) if "torch" in sys.modules else []
+        later: list[str] | None = list(LATER_IMPORTS) if "torch" in sys.modules else []
+        patience: float | None = IDLE
         while True:
-            ready = {key.fileobj for key, _ in selector.select(IDLE if later else None)}
+            ready = {key.fileobj for key, _ in selector.select(patience)}
+            if later is not None:
+                patience = IDLE if ready else 0.0
             if later and not ready:
                 with quiet_imports():
                     _import_all((later.pop(0),))  # should it fail, whoever needs it will say so
+            elif later is not None and not ready:
+                later = patience = None
+                self.say({"kind": "idle"})
             if wake_read in ready:
                 try:
                     wake_read.recv(4096)

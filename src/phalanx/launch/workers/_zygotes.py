@@ -74,6 +74,13 @@ class Zygotes:
                 self._on_gone(zygote)  # maybe its end was not noticed yet
         raise ProcessStartError(f"{MAX_ATTEMPTS} zygotes in a row were killed; no worker can be started")
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the best zygote has imported all that it wants to, so that a fork has it and comes at once."""
+        with self._lock:
+            best = self._warm or self._cold
+            return best is not None and best.is_idle
+
     def _next(self) -> tuple[Zygote, bool]:
         with self._lock:
             if self._warm is not None and (self._warm.is_ready or self._make is None):
