@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.fast
 
 PARITY = Path(__file__).parent.parent / "docs" / "parity.md"
-ANSWER = re.compile(r"`phalanx\.|(yes|differs|no)[:,] \w|- *\w")
+ANSWER = re.compile(r"`phalanx\.|(yes|differs|no)[:,] [\w`]|- *\w")
 
 
 class Listed(NamedTuple):
@@ -58,6 +58,8 @@ LISTED = [
     Listed("torch.distributed.algorithms.model_averaging.utils", DDP),
     Listed("torch.distributed.device_mesh", GROUPS),
     Listed("torch.distributed.device_mesh.DeviceMesh", GROUPS, prefix="DeviceMesh."),
+    Listed("torch.distributed.distributed_c10d", GROUPS),
+    Listed("torch.distributed.distributed_c10d.ProcessGroup", GROUPS, prefix="ProcessGroup."),
     Listed("torch.distributed.elastic.agent.server.api", LAUNCHER),
     Listed("torch.distributed.elastic.agent.server.local_elastic_agent", LAUNCHER),
     Listed("torch.distributed.elastic.agent.server.health_check_server", LAUNCHER),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm import CommEvent, Group, init_device_mesh, observe, simulate
 from phalanx.fsdp.context import context_parallel, context_parallel_unshard, set_rotate_method
-from phalanx.fsdp.context._block_exchange import Ring
+from phalanx.fsdp.context._block_exchange import BlockRing
 from phalanx.tensor import DTensor, Shard
 from phalanx.tensor.debug import CommDebugMode
 
@@ -201,7 +201,7 @@ def test_the_next_block_is_under_way_while_this_one_is_computed_with() -> None:
     def main(group: Group) -> list[int]:
         seen: list[CommEvent] = []
         with observe(seen.append):
-            return [len(seen) for _ in Ring(group, [2, 2, 2]).blocks(torch.ones(2))]
+            return [len(seen) for _ in BlockRing(group, [2, 2, 2]).blocks(torch.ones(2))]
 
     assert simulate(3).run(main) == [[1, 2, 2]] * 3
 

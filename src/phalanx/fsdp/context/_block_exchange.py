@@ -1,11 +1,11 @@
 """How keys and values of other ranks come here, and gradients go back to them.
 
-Owns the two ways, each as one class: ``Ring`` passes blocks from rank to rank, ``Gather`` fetches all at once. What the
+Owns the two ways, each as one class: ``BlockRing`` passes blocks from rank to rank, ``BlockGather`` fetches all at once. What the
 one and the other cost on W ranks, where one block (keys and values of one rank, or their gradients) has n elements:
 
-- ``Ring``: forward W - 1 all-to-alls of n elements each, in which every rank sends to the next one only; backward
+- ``BlockRing``: forward W - 1 all-to-alls of n elements each, in which every rank sends to the next one only; backward
   W - 1 of the keys and values and W - 1 of their gradients. Two blocks are in memory.
-- ``Gather``: forward one all-gather of W n elements, backward the same and one reduce-scatter of W n elements. All
+- ``BlockGather``: forward one all-gather of W n elements, backward the same and one reduce-scatter of W n elements. All
   blocks are in memory.
 
 Both give the blocks in the same order (this rank's, then that of the rank before it, and so on), so what is computed
@@ -39,11 +39,11 @@ class BlockExchange(ABC):
         """Yield (rank, its block) for every rank, this one first. The next block is under way meanwhile."""
 
     @abstractmethod
-    def gradients(self, own: Tensor) -> GradientSum:
+    def gradients(self, own: Tensor) -> BlockGradientSum:
         """Return what adds up the gradients of blocks, given this rank's part of its own block's."""
 
 
-class GradientSum(ABC):
+class BlockGradientSum(ABC):
     """Adds up what all ranks have for each block, at the rank whose block it is."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class GradientSum(ABC):
         """Return the sum for this rank's own block."""
 
 
-class Ring(BlockExchange):
+class BlockRing(BlockExchange):
     """Each block visits all ranks."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -69,7 +69,7 @@ class Ring(BlockExchange):
                 block, work = under_way
                 work.wait()
 
-    def gradients(self, own: Tensor) -> GradientSum:
+    def gradients(self, own: Tensor) -> BlockGradientSum:
         return _RingSum(self, own)
 
     def pass_on(self, block: Tensor, coming: int) -> tuple[Tensor, Work]:
@@ -86,7 +86,7 @@ class Ring(BlockExchange):
         return (source - 1) % self._group.size
 
 
-class _RingSum(GradientSum):
+class _RingSum(BlockGradientSum):
     """The sum for a block begins at the rank after its own, follows the block, and ends where it belongs."""
 
     def __init__(self, ring: Ring, own: Tensor) -> None:
@@ -112,7 +112,7 @@ class _RingSum(GradientSum):
         return tensor
 
 
-class Gather(BlockExchange):
+class BlockGather(BlockExchange):
     """All blocks at once."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -125,11 +125,11 @@ class Gather(BlockExchange):
         for step in range(1, group.size):
             yield self._source(step), everything[self._source(step)]
 
-    def gradients(self, own: Tensor) -> GradientSum:
+    def gradients(self, own: Tensor) -> BlockGradientSum:
         return _ScatteredSum(self._group, own)
 
 
-class _ScatteredSum(GradientSum):
+class _ScatteredSum(BlockGradientSum):
     def __init__(self, group: Group, own: Tensor) -> None:
         self._group = group
         self._parts: dict[int, Tensor] = {group.rank: own}
@@ -147,5 +147,5 @@ class _ScatteredSum(GradientSum):
         return result
 
 
-EXCHANGES: dict[str, type[BlockExchange]] = {"alltoall": Ring, "allgather": Gather}
+EXCHANGES: dict[str, type[BlockExchange]] = {"alltoall": BlockRing, "allgather": BlockGather}
 """By the names that ``set_rotate_method`` takes."""

@@ -11,16 +11,13 @@ import ctypes
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.group._group import Group
 from phalanx.comm.transports.shm._segment import Mapping, new_file, open_file_of
 from phalanx.errors import CommError
-
-if TYPE_CHECKING:
-    from phalanx.comm.group._group import Group
 
 PAGE = mmap.PAGESIZE
 _FIXED, _ANONYMOUS, _NOTHING = 0x10, 0x20, 0  # MAP_FIXED, MAP_ANONYMOUS, PROT_NONE: alike on x86-64 and arm64
