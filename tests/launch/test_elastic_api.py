@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from phalanx.launch.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
     RendezvousParameters,
+    _registry,
     get_rendezvous_handler,
     rendezvous_handler_registry,
 )
@@ -208,6 +210,14 @@ def test_a_handler_of_torchs_class_tells_of_errors_and_nodes_that_wait(
     healing = LaunchConfig(1, 1, 1, rdzv_backend="mine", rdzv_endpoint="x", start_method="fork", on_failure="heal")
     with pytest.raises(ValueError, match="expected 'restart'"):
         elastic_launch(healing, os.getpid)()
+    entry = SimpleNamespace(
+        name="mine", load=lambda: lambda: lambda params: handler
+    )  # as for torchrun
+    monkeypatch.setattr(rendezvous_handler_registry, "_creators", {})
+    found = {"torchrun.handlers": [entry]}
+    monkeypatch.setattr(_registry, "entry_points", lambda *, group, name="": found.get(group, []))
+    assert get_rendezvous_handler(params) is handler
+    assert rendezvous_handler_registry.names() == ["mine"]
     monkeypatch.setattr(handler, "get_backend", lambda: "other")
     with pytest.raises(RuntimeError, match="calls itself 'other'"):
         get_rendezvous_handler(params)

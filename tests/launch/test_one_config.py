@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.launch import AgentOptions, DefaultLogsSpecs, LaunchConfig, LocalElasticAgent, WorkerSpec
-from phalanx.launch.agent import _launch
+from phalanx.launch.agent import _launch, _local_agent
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.agent._launch import launch_agent
 from phalanx.launch.agent._node import NodeAgent
@@ -53,6 +53,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeAgent]]:
     result = RunResult(WorkerState.SUCCEEDED, {0: "value"})
     monkeypatch.setattr(NodeAgent, "run", lambda self: made.append(self) or result)
     monkeypatch.setattr(_launch, "get_rendezvous_handler", PretendHandler)
+    for module in (_launch, _local_agent):
+        monkeypatch.setattr(module, "adapted", lambda handler: handler)
     monkeypatch.setattr(Zygote, "fork", lambda *_: PretendZygote())
     monkeypatch.setattr(Zygote, "execute", lambda *_: PretendZygote())
     yield made
@@ -107,7 +109,7 @@ def test_every_plain_flag_reaches_the_agent_as_it_was_parsed(
     """The command line too makes one configuration and says once how workers start."""
     monkeypatch.setattr(_run_command, "begin_to_load", lambda path: lambda: None)
     seen: list[Any] = []
-    monkeypatch.setattr(_run_command, "parse", lambda *given: seen.append(parse(*given)) or seen[-1])
+    monkeypatch.setattr(_run_command, "parse", lambda *given, **more: seen.append(parse(*given, **more)) or seen[-1])
     words = ["--hang-timeout", "77.5", "--standby", "3", "--preload", "json", "--role", "trainer"]
     assert _run_command.main([*words, __file__]) == 0
     (node,), (args,) = nodes, seen

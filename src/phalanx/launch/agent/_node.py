@@ -106,7 +106,8 @@ class NodeAgent:
         try:
             sweep()
             folder = open_agent_folder()
-            register_job(folder, job)
+            if job.store_url:  # of a rendezvous of the user's own nothing is known yet
+                register_job(folder, job)
         except OSError as error:  # a full disk: workers then make folders of their own where they can
             log.warning("no folder for this agent, so that phalanx scale must be told of the job: %s", error)
             return None

@@ -19,6 +19,8 @@ from phalanx.launch.rendezvous._settings import check_settings
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
 
 ENTRY_POINTS = "phalanx.rendezvous"
+TORCHS_ENTRY_POINTS = "torchrun.handlers"
+"""What packages offer to torchrun: functions that return a creator."""
 
 
 class RendezvousHandlerRegistry:
@@ -41,7 +43,8 @@ class RendezvousHandlerRegistry:
 
     def names(self) -> list[str]:
         """Return all names, those of installed packages too."""
-        return sorted({*self._creators, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+        groups = (ENTRY_POINTS, TORCHS_ENTRY_POINTS)
+        return sorted({*self._creators, *(entry.name for group in groups for entry in entry_points(group=group))})
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Return the handler for ``params``; ``ValueError`` names the nearest backend when there is none."""
@@ -49,6 +52,9 @@ class RendezvousHandlerRegistry:
         if creator is None:
             for entry in entry_points(group=ENTRY_POINTS, name=params.backend):
                 creator = entry.load()
+        if creator is None:
+            for entry in entry_points(group=TORCHS_ENTRY_POINTS, name=params.backend):
+                creator = entry.load()()
         if creator is None:
             near = difflib.get_close_matches(params.backend, self.names(), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
