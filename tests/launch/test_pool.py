@@ -296,6 +296,7 @@ def test_what_stands_by_is_forked_while_nobody_waits(tmp_path):
     worker, spare, successor = (StuckProcess(pid, signal.SIGTERM) for pid in (1, 2, 3))
     pool, _ = pool_of(tmp_path, worker)
     pool.config.standby = 1
+    pool._started_at -= _pool.SETTLED
     pool._zygotes = PretendZygote(spare, successor)
     pool.prepare(0)
     assert not pool._parked, "nothing is forked beside what is needed now"

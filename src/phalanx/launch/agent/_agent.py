@@ -58,9 +58,6 @@ log = logging.getLogger(__name__)
 FOR_OTHERS = 3600.0
 """Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
 
-SETTLED = 0.5
-"""Seconds since a generation formed after which its workers have started and a fork disturbs nobody."""
-
 STARTS_ANEW = (
     "--on-failure heal: no worker has said that it can regroup (those of phalanx.Job do when it is made; plain scripts "
     "cannot), so all workers start anew; so it will be at every failure, without this line"
@@ -89,7 +86,6 @@ class Agent:
         self._observer = observer
         self._heals = config.on_failure == "heal"
         self._is_joining = False
-        self._formed_at = 0.0
         self._size = config.nproc_per_node
         """How many workers this node starts with when all start anew."""
         self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", config.nproc_per_node)
@@ -111,7 +107,7 @@ class Agent:
                 event = self._sources.next(self.config.monitor_interval)
                 if event is not None:
                     self._take(event)
-                elif not self._is_joining and time.monotonic() - self._formed_at > SETTLED:
+                elif not self._is_joining:
                     self._pool.refill()
             return self._result
         except StoreLost as error:  # this node read or wrote a record before the rendezvous noticed
@@ -165,7 +161,7 @@ class Agent:
         self._pool.prepare(sum(worker_id not in self._pool.workers for worker_id in self._worker_ids.ids))
 
     def _on_formed(self, info: RendezvousInfo) -> None:
-        self._is_joining, self._formed_at = False, time.monotonic()
+        self._is_joining = False
         if self.current:
             self.current.close()
         self.current = generation = Generation(self.config, info, self._handler, self._sources.lasting)

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 KILL_PATIENCE = 20.0
 """Seconds after SIGKILL before a worker counts as stuck in the kernel."""
 
+SETTLED = 0.5
+"""Seconds after which workers have started, or gone on, and a fork disturbs nobody."""
+
 
 @dataclass(kw_only=True)
 class WorkerHandle:
@@ -105,6 +108,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._hurry = threading.Event()
         self._scratch = ""
+        self._started_at = -SETTLED
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -116,7 +120,11 @@ class WorkerPool:
 
     def refill(self) -> None:
         """Fork what is to stand by, while nobody waits: a fork takes a core for as long as a whole regroup."""
-        if len(self._parked) < (self.config.standby or 0) and self._zygotes.is_idle:
+        if (
+            len(self._parked) < (self.config.standby or 0)
+            and self._zygotes.is_idle
+            and time.monotonic() - self._started_at > SETTLED
+        ):
             self._parked.append(self._zygotes.park())
 
     def open(self, scratch: str = "") -> None:
@@ -128,6 +136,7 @@ class WorkerPool:
     def start(self, assignments: Sequence[RankAssignment], job: JobFacts) -> list[WorkerHandle]:
         """Start a worker on each of the assignments."""
         self.prepare(len(assignments))
+        self._started_at = time.monotonic()
         envs = {
             assignment.local_rank: worker_environment(assignment, job, self.config, os.environ)
             for assignment in assignments
