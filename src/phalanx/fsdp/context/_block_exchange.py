@@ -89,7 +89,7 @@ class BlockRing(BlockExchange):
 class _RingSum(BlockGradientSum):
     """The sum for a block begins at the rank after its own, follows the block, and ends where it belongs."""
 
-    def __init__(self, ring: Ring, own: Tensor) -> None:
+    def __init__(self, ring: BlockRing, own: Tensor) -> None:
         self._ring = ring
         self._own = own
         self._under_way: tuple[Tensor, Work] | None = None
