@@ -210,9 +210,7 @@ def test_a_handler_of_torchs_class_tells_of_errors_and_nodes_that_wait(
     healing = LaunchConfig(1, 1, 1, rdzv_backend="mine", rdzv_endpoint="x", start_method="fork", on_failure="heal")
     with pytest.raises(ValueError, match="expected 'restart'"):
         elastic_launch(healing, os.getpid)()
-    entry = SimpleNamespace(
-        name="mine", load=lambda: lambda: lambda params: handler
-    )  # as for torchrun
+    entry = SimpleNamespace(name="mine", load=lambda: lambda: lambda params: handler)  # as for torchrun
     monkeypatch.setattr(rendezvous_handler_registry, "_creators", {})
     found = {"torchrun.handlers": [entry]}
     monkeypatch.setattr(_registry, "entry_points", lambda *, group, name="": found.get(group, []))
