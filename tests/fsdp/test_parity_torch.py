@@ -18,7 +18,7 @@ from phalanx.comm import init_device_mesh as our_mesh
 from phalanx.comm import use_group
 from processes import run_processes
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 BF16 = torch.bfloat16
 POLICIES: dict[str, dict[str, Any]] = {
@@ -76,6 +76,8 @@ def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backend
             # bfloat16: sums of two roundings, in another order; gradients have 8 bits
             loose = {"rtol": 5e-2, "atol": 2e-2} if "precision" in policy else {}
             for backend, group in groups.items():
+                if backend == "gloo" and name not in ("default", "accumulate", "reduce float32"):
+                    continue  # what differs between transports is how units are gathered
                 with use_group(group):
                     found = run(ours, kind, our_mesh("cpu", shape, mesh_dim_names=names), policy, worker, steps)
                 assert_runs_close(found, expected, f"{kind}, {name}, {shape} on {backend}", **loose)
@@ -86,9 +88,9 @@ def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backend
 def test_two_ranks_train_as_with_torch():
     cases = [(kind, "default", (2,)) for kind in MODELS]
     cases += [("transformer" if i % 2 else "mlp", name, (2,)) for i, name in enumerate(POLICIES) if name != "default"]
-    run_processes(2, _compare, cases, ["gloo", "auto"], 10, timeout=280.0)
+    run_processes(2, _compare, cases, ["gloo", "auto"], 10, timeout=560.0)
 
 
 def test_four_ranks_train_as_with_torch():
     cases = [("mlp", "default", (4,)), ("tied", "free", (4,)), ("transformer", "accumulate", (2, 2))]
-    run_processes(4, _compare, cases, ["gloo", "auto"], 4, timeout=280.0)
+    run_processes(4, _compare, cases, ["gloo", "auto"], 4, timeout=560.0)

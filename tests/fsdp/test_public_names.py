@@ -18,6 +18,7 @@ def test_public_names_are_frozen():
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "UnshardHandle",
+        "context",
         "fully_shard",
         "register_fsdp_forward_method",
         "share_comm_ctx",

@@ -1,14 +1,34 @@
-"""Hooks on the autograd graph that say when backward reaches a tensor, whatever users do to the tensor afterwards."""
+"""Hooks on the autograd graph that say when backward reaches a tensor, whatever users do to the tensor afterwards.
+
+Also what keeps hooks out of the graphs of ``torch.compile``, which breaks its graph at them and runs them as they are.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from phalanx._nested_values import find_tensors
 from phalanx.tensor import DTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_of_graphs(function: F) -> F:
+    """Return ``function`` so that ``torch.compile`` leaves it alone; while nobody has loaded it, nothing is done."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]  # the same arguments and results
 
 
 def before_backward(value: Any, reached: Callable[[], None]) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from phalanx._nested_values import cast_floating
 from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy, ReduceScatter
-from phalanx.fsdp.schedule._graph_hooks import before_backward
+from phalanx.fsdp.schedule._graph_hooks import before_backward, outside_of_graphs
 from phalanx.fsdp.schedule._step_context import StepContext
 from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.fsdp.unit._unit import Unit, UnitState
@@ -77,8 +77,8 @@ class ModuleState:
             unit.settings_changed = self._apply_settings
         for module in modules:
             module.__dict__[_KEY] = self
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward)
+            module.register_forward_pre_hook(outside_of_graphs(self._pre_forward), prepend=True, with_kwargs=True)
+            module.register_forward_hook(outside_of_graphs(self._post_forward))
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from phalanx.comm import Group
-from phalanx.comm.group._common_file import CommonFile, FixedWindow, open_common_file
+from phalanx.comm.transports.shm._common_file import CommonFile, FixedWindow, open_common_file
 from phalanx.fsdp.layout._unit_layout import UnitLayout
 from phalanx.fsdp.unit._unit_gather import Gather
 from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage

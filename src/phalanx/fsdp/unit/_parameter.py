@@ -75,6 +75,15 @@ class ManagedParameter:
             self.whole = _parameter(there, self.inner_spec.with_dtype(flat.dtype), self.sharded.requires_grad)
         self.whole.__dict__.update(_kept(self.sharded))
 
+    def forget_alias(self) -> None:
+        """Let operations on a distributed whole share a new alias from here on, on every rank.
+
+        Whether an old one is used again depends on the address that the memory came back at, which differs by rank; and
+        an older alias sums its gradient later in backward.
+        """
+        if isinstance(self.whole, DTensor):
+            self.whole._alias = None
+
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into all its places."""
         for module, key in self.places:

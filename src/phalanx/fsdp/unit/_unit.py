@@ -138,6 +138,7 @@ class Unit:
             if leaf.requires_grad != parameter.sharded.requires_grad:
                 leaf.requires_grad_(parameter.sharded.requires_grad)
             assert parameter.whole is not None, "made when the gather was prepared"
+            parameter.forget_alias()
             parameter.register(parameter.whole)
         self._whole_versions = [p.leaf._version for p in self.parameters]
         self.state = UnitState.GATHERED

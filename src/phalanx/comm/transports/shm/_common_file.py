@@ -11,11 +11,11 @@ import ctypes
 import mmap
 import os
 import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.group._group import Group
 from phalanx.comm.transports.shm._segment import Mapping, new_file, open_file_of
 from phalanx.errors import CommError
 
@@ -38,7 +38,17 @@ class CommonFile:
         weakref.finalize(self, os.close, fd)
 
 
-def open_common_file(group: Group, nbytes: int) -> CommonFile:
+class Ranks(Protocol):
+    """What this needs of a group."""
+
+    rank: int
+
+    def broadcast_value(self, value: Any) -> Any: ...
+
+    def all_gather_values(self, value: Any) -> list[Any]: ...
+
+
+def open_common_file(group: Ranks, nbytes: int) -> CommonFile:
     """Make one file for all ranks of ``group``, which are on one host; they all call this."""
     size = -(-nbytes // PAGE) * PAGE
     fd = new_file(size) if group.rank == 0 else -1
