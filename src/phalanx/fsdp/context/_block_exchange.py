@@ -1,7 +1,7 @@
 """How keys and values of other ranks come here, and gradients go back to them.
 
-Owns the two ways, each as one class: ``BlockRing`` passes blocks from rank to rank, ``BlockGather`` fetches all at once.
-What the one and the other cost on W ranks, where one block (keys and values of one rank, or their gradients) has n elements:
+Owns the two ways, each as one class: ``BlockRing`` passes blocks from rank to rank, ``BlockGather`` fetches all at
+once. What they cost on W ranks, where one block (keys and values of one rank, or their gradients) has n elements:
 
 - ``BlockRing``: forward W - 1 all-to-alls of n elements each, in which every rank sends to the next one only; backward
   W - 1 of the keys and values and W - 1 of their gradients. Two blocks are in memory.

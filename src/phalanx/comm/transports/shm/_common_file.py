@@ -41,7 +41,8 @@ class CommonFile:
 class Ranks(Protocol):
     """What this needs of a group."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def broadcast_value(self, value: Any) -> Any: ...
 
