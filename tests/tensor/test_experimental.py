@@ -224,23 +224,23 @@ def test_meshes_that_differ_are_named() -> None:
 def test_a_rule_keeps_an_operation_where_it_is() -> None:
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.randn(4, 3, 3), mesh, [Shard(0)])
-        before = fallback_counts().get("linalg_inv", 0)
-        assert torch.linalg.inv(x).placements == (Replicate(),)
-        assert fallback_counts()["linalg_inv"] == before + 1
+        before = fallback_counts().get("diag_embed", 0)
+        assert torch.diag_embed(x).placements == (Replicate(),)
+        assert fallback_counts()["diag_embed"] == before + 1
         mesh.get_group().barrier()
 
-        @register_sharding(torch.linalg.inv)
-        def inverse(x: Any) -> Any:
+        @register_sharding(torch.diag_embed)
+        def embedded(x: Any) -> Any:
             return [([Shard(d)], [Shard(d)]) for d in range(len(x.shape) - 2)]
 
         x.requires_grad_()
         with CommDebugMode() as seen:
-            out = torch.linalg.inv(x)
+            out = torch.diag_embed(x)
             out.sum().backward()
         assert out.placements == (Shard(0),)
         assert seen.get_total_counts() == 0
-        torch.testing.assert_close(out.full_tensor(), torch.linalg.inv(x.full_tensor()))
-        turned = torch.linalg.inv(x.detach().redistribute(placements=[Shard(1)]))  # no choice: it is moved
+        torch.testing.assert_close(out.full_tensor(), torch.diag_embed(x.full_tensor()))
+        turned = torch.diag_embed(x.detach().redistribute(placements=[Shard(1)]))  # no choice: it is moved
         torch.testing.assert_close(turned.full_tensor(), out.full_tensor().detach())
         mesh.get_group().barrier()
 

@@ -59,7 +59,7 @@ def at_least(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def meshgrid(func: Any, args: Any, kwargs: Any) -> Any:
-    """Lay each tensor along a dim of the grid, expanded along the others."""
+    """Make each tensor a dim of the grid, expanded along the others."""
     tensors, indexing = _listed(args), (kwargs or {}).get("indexing") or "ij"
     if indexing not in ("ij", "xy") or any(t.dim() > 1 for t in tensors) or len({t.dtype for t in tensors}) > 1:
         return run_replicated(func, args, kwargs)
@@ -70,7 +70,7 @@ def meshgrid(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def cartesian_prod(func: Any, args: Any, kwargs: Any) -> Any:
-    """Combine an element of each tensor with all of the others, as the rows of a matrix."""
+    """Combine the elements of the tensors in every way, as the rows of a matrix."""
     tensors = _listed(args)
     if len(tensors) == 1:
         return tensors[0]
