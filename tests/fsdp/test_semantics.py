@@ -416,3 +416,36 @@ def test_mistakes_are_named():
             torch.func.functional_call(layer, {"weight": torch.zeros(4, 4)}, (torch.ones(1, 4),))
 
     on_ranks(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks every tensor for it
+def test_compiled_modules_are_right():
+    """The compiler leaves the hooks out of its graphs; what is inside computes with whole parameters."""
+
+    def body(mesh):
+        model, one = shard(build("mlp"), mesh), build("mlp")
+        torch.compile(model, backend="eager")(batch(0)).pow(2).mean().backward()
+        assert_gradients(model, stepped(one))
+
+    on_ranks(body, 1)
+
+
+def test_weights_tied_after_sharding():
+    def body(mesh):
+        models = []
+        for sharded in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+            if sharded:
+                for layer in (model[0], model[2], model):
+                    fully_shard(layer, mesh=mesh)
+            model[2].weight = model[0].weight
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                model(batch(step)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model(batch(5)))
+        torch.testing.assert_close(*models)
+
+    on_ranks(body, 2)
