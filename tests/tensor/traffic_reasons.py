@@ -22,10 +22,9 @@ class Reason:
 
 REASONS = (
     Reason(
-        "bernoulli cauchy exponential geometric log_normal multinomial normal normal.in_place rand_like randint_like "
-        "randn_like uniform nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d "
-        "nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train nn.functional.rrelu "
-        "nn.functional.multi_head_attention_forward nn.functional.scaled_dot_product_attention",
+        "bernoulli cauchy exponential geometric log_normal multinomial normal.in_place rand_like randint_like "
+        "randn_like uniform nn.functional.feature_alpha_dropout.with_train nn.functional.rrelu "
+        "nn.functional.multi_head_attention_forward",
         "",
         "the sample sets torch's seed before the call, and at the first draw after that the ranks agree on it (and on "
         "whether probabilities are to be refused); torch draws the same numbers on every shard of a CPU mesh",

@@ -103,8 +103,8 @@ def _named_handler(func: Any, name: OpName, operator: Operator) -> Handler | Non
     if not operator.handler:
         return None
     handler, module = handler_called(operator.handler)
-    if module in _NO_PYTHON and isinstance(func, types.FunctionType):
-        return None
+    if module in _NO_PYTHON and isinstance(func, types.FunctionType) and inlined(func) is not None:
+        return None  # its body is run, and what that calls comes here
     return with_distributed_arguments(handler) if module in _RANDOM else handler
 
 
