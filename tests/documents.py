@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "adr").glob("*.md")])
 PACKAGES = (
     "phalanx", "phalanx.comm", "phalanx.comm.faults", "phalanx.comm.stores", "phalanx.data", "phalanx.ddp",
-    "phalanx.ddp.hooks", "phalanx.elastic", "phalanx.fsdp.context", "phalanx.launch", "phalanx.shard", "phalanx.tensor",
-    "phalanx.tensor.debug", "phalanx.tensor.debug.contracts", "phalanx.tensor.experimental", "phalanx.tensor.parallel",
+    "phalanx.ddp.hooks", "phalanx.elastic", "phalanx.fsdp", "phalanx.fsdp.context", "phalanx.launch", "phalanx.shard",
+    "phalanx.tensor", "phalanx.tensor.debug", "phalanx.tensor.debug.contracts", "phalanx.tensor.experimental",
+    "phalanx.tensor.parallel",
 )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from phalanx.launch.events import EventLog, ShutDown, read_events
 from phalanx.launch.failures._error_file import EXIT_INCURABLE, write_error_file
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.failures._recording import record_exception
+from phalanx.launch.telemetry._logs import open_log
 from phalanx.launch.telemetry._pump import Sinks, deliver, finish
 from phalanx.launch.workers._after_fork import Output
-from phalanx.launch.workers._pool import _open_log
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -97,7 +97,7 @@ def test_workers_start_where_nothing_can_be_kept_at_all(nowhere, monkeypatch, ca
     dest = DefaultLogsSpecs(log_dir=str(nowhere)).reify(envs)
     assert (dest.stdouts[0], envs[0]["TORCHELASTIC_ERROR_FILE"]) == ("", "")
     assert "nor anywhere else" in caplog.text
-    assert _open_log(str(nowhere / "stdout.log")) == -1
+    assert open_log(str(nowhere / "stdout.log")) == -1
 
 
 @pytest.mark.fast

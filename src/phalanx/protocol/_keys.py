@@ -84,6 +84,11 @@ def stacks_key(generation: int) -> str:
     return f"agents/stacks/{generation}"
 
 
+def agents_prefix(generation: int) -> str:
+    """Return where agents of a user's own kind keep what they tell each other in a generation."""
+    return f"agents/{generation}"
+
+
 def wish_key(node_id: str) -> str:
     """Return a count: how many workers a node should run; its agent grows or shrinks the node accordingly."""
     return f"wish/{node_id}"

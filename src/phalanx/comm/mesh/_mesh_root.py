@@ -38,7 +38,7 @@ class MeshRoot:
         self.ranks = ranks
         self.layout = layout
         self.names = names
-        self.rank = rank
+        self.rank = int(rank)  # a plain one: it goes into files
         self.parent = parent
         self.groups: dict[tuple[tuple[int, ...], Override], Group] = {}
         self.given: dict[tuple[tuple[int, ...], Override], Group] = {}

@@ -33,7 +33,7 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousInfo,
 )
 from phalanx.launch.system._signals import SignalException
-from phalanx.protocol import Broken, timeouts
+from phalanx.protocol import Broken, agents_prefix, timeouts
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class SimpleElasticAgent(ElasticAgent):
         worker_group.master_addr = spec.master_addr or info.bootstrap_store_info.master_addr
         worker_group.master_port = spec.master_port or info.bootstrap_store_info.master_port
         # Under the generation's own prefix: what dead workers wrote is never read by living ones.
-        worker_group.store = self._store = info.store.as_c10d(f"agents/{info.generation}")
+        worker_group.store = self._store = info.store.as_c10d(agents_prefix(info.generation))
 
     def _leave_generation(self) -> None:
         if self._watch is not None:
