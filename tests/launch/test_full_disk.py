@@ -175,7 +175,7 @@ def test_what_no_restart_can_cure_is_told_without_a_disk_too(nowhere, monkeypatc
     assert record_exception(ValueError("again?")) == 1
     assert record_exception(ImportError("again")) == EXIT_INCURABLE
     for code, is_incurable in ((1, False), (EXIT_INCURABLE, True)):
-        failure = ProcessFailure.observe(
-            exitcode=code, error_file=str(nowhere / "error.json"), ended_at=1.0, local_rank=0, pid=1
+        failure = ProcessFailure(
+            exitcode=code, error_file=str(nowhere / "error.json"), timestamp=1.0, local_rank=0, pid=1
         )
         assert failure.is_incurable is is_incurable
