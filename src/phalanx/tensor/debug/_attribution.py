@@ -125,13 +125,16 @@ class Attribution(TorchFunctionMode):
             handle.remove()
             self._keep(Span(running.start, _next_node(), running.name, "", ""))
 
+    def _known(self, module: nn.Module) -> str | None:
+        return self._fixed.get(module, self._names.get(module))
+
     def _name_of(self, module: nn.Module) -> str:
         """Return the dotted path below the outermost running module, which goes by its class.
 
         Of several by one name the second is ``MLP#2``. Modules without parameters or buffers may be made anew at every
         call: they share the name.
         """
-        known = self._fixed.get(module, self._names.get(module))
+        known = self._known(module)
         if known is not None:
             return known
         kind = type(module).__name__
@@ -171,9 +174,9 @@ class Attribution(TorchFunctionMode):
     def place(self) -> Place:
         """On whose behalf this thread communicates now."""
         task = current_graph_task_id()
-        if _acting.module is not None and _acting.module in self._names:
-            phase = "forward" if task == -1 else "backward"
-            return Place(self._names[_acting.module], phase, self._op, user_line())
+        known = None if _acting.module is None else self._known(_acting.module)
+        if known is not None:
+            return Place(known, "forward" if task == -1 else "backward", self._op, user_line())
         if task == -1:
             return Place(self._module(), "forward", self._op, user_line())
         if self._running and self._running[-1].task == task:  # a forward that backward runs again
