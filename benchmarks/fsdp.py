@@ -1,6 +1,6 @@
 """Step times, processor times and memory of ``fully_shard`` over torch's on gloo, interleaved in the same processes.
 
-    python -m benchmarks.fsdp [--rounds 20] [--only transformer,bound] [--ranks 2,4] [--no-memory]
+    python -m benchmarks.fsdp [--rounds 12] [--only transformer,bound] [--ranks 2,4] [--no-memory]
 
 Models: a 25M-parameter transformer (a unit for each layer), and three wide layers that are mostly communication. Ours
 runs on a gloo group as torch's does (ratio "gloo") and on the fastest group for one host ("same host"); our DDP, whole
@@ -183,7 +183,7 @@ def run_memory(variant: str, name: str, size: int) -> list[Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--no-memory", action="store_true")
