@@ -75,21 +75,22 @@ def test_rules_reach_every_name_of_an_operation() -> None:
         library.define(f"{name}(Tensor x) -> Tensor")
         library.impl(name, lambda x: x * 2, "CompositeExplicitAutograd")
     ours = torch.ops.phalanx_names
-    calls = {  # (called before, registered, called then)
-        "a": (ours.a, ours.a.default, ours.a),
-        "b": (ours.b.default, ours.b, ours.b.default),
-        "c": (ours.c, ours.c, ours.c.default),
-        "aten": (torch.special.airy_ai, aten.special_airy_ai.default, torch.special.airy_ai),
+    airy = torch.special.airy_ai
+    calls = {  # (called before, registered, called then, the layout that the new rule brings)
+        "a": (ours.a, ours.a.default, ours.a, Shard(0)),
+        "b": (ours.b.default, ours.b, ours.b.default, Shard(0)),
+        "c": (ours.c, ours.c, ours.c.default, Shard(0)),
+        "aten": (airy, aten.special_airy_ai.default, airy, Replicate()),  # it has a rule, by which it stays sharded
     }
 
     def body(mesh: Any) -> None:
         x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        for first, registered, then in calls.values():
-            assert first(x).placements == (Replicate(),)
+        for first, registered, then, wanted in calls.values():
+            assert first(x).placements != (wanted,)
             mesh.get_group().barrier()
-            register_sharding(registered)(lambda x: [([Shard(d)], [Shard(d)]) for d in range(x.ndim)])
+            register_sharding(registered)(lambda x, wanted=wanted: [([wanted], [wanted])])
             mesh.get_group().barrier()
-            assert then(x).placements == (Shard(0),)
+            assert then(x).placements == (wanted,)
             torch.testing.assert_close(then(x).full_tensor(), then(torch.arange(4.0)))
 
     on_mesh(body, 2)
