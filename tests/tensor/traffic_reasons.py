@@ -30,6 +30,12 @@ REASONS = (
         "whether probabilities are to be refused); torch draws the same numbers on every shard of a CPU mesh",
     ),
     Reason(
+        "repeat_interleave",
+        r"S\(\d\) of \[\(2, 3, 4\)\]",
+        "without a dim it flattens, and the pieces of the repeated vector are the repeated pieces only where all ranks "
+        "hold equally much: that case has no rule of its own",
+    ),
+    Reason(
         "bfloat16 float half",
         r"P\((sum|avg)\)",
         "rounding every contribution to a narrower dtype is not rounding their sum",
