@@ -94,7 +94,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     rows("view_as_complex", _rearranged.as_complex),
     rows("diagonal", _rearranged.diagonal(0, 1)),
     rows("linalg_diagonal", _rearranged.diagonal(-2, -1)),
-    rows("slice.Tensor", _rearranged.slice_dim),
+    rows("slice", _rearranged.slice_dim),
     rows("atleast_1d atleast_2d atleast_3d", _rearranged.at_least, aliasing="self", handler="assembled.at_least"),
     # copies of views
     rows("alias_copy", _rearranged.except_dim(partial=REDUCE_OPS)),
@@ -158,7 +158,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     # ---- rows
     rows("softmax", _shape.rows(1, "dim", None), quick="softmax", functional="composite.softmax"),
     rows("log_softmax", _shape.rows(1, "dim", None), quick="log_softmax", functional="composite.softmax"),
-    rows("softmin _safe_softmax.default", _shape.rows(1, "dim", None)),
+    rows("softmin _safe_softmax", _shape.rows(1, "dim", None)),
     rows("_softmax_backward_data _log_softmax_backward_data", _batched.same_shape(2)),
     rows("sort", _shape.rows(1, "dim", -1, num_outputs=2)),
     rows("argsort", _shape.rows(1, "dim", -1)),
@@ -220,7 +220,7 @@ _ROWS: tuple[Iterable[Operator], ...] = (
     ),
     rows("max_unpool2d", only_if(none_empty, _batched.batched(2, 2))),
     rows("max_unpool3d", only_if(none_empty, _batched.batched(3, 3))),
-    rows("max_pool2d_with_indices_backward.default", only_if(none_empty, _batched.batched(2, 2, 2))),
+    rows("max_pool2d_with_indices_backward", only_if(none_empty, _batched.batched(2, 2, 2))),
     rows("grid_sampler grid_sampler_2d grid_sampler_3d", only_if(none_empty, _batched.grid_sample)),
     rows("prelu", _batched.prelu),
     rows("cosine_similarity", only_if(none_empty, _batched.pairs(2, 1, removed=True))),
