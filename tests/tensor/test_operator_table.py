@@ -22,7 +22,9 @@ _SOURCE = Path(phalanx.__file__).parent
 _TABLE = [_SOURCE / "tensor" / "ops" / name for name in ("_registry.py", "_elementwise_rows.py")]
 # The reductions of ``Partial`` have names of operators.
 _OTHER_MEANINGS = {
-    "redistribute/_search.py": {"slice", "split", "pad"},  # steps of a plan"layout/_placement.py": {"sum", "min", "max"}}
+    "layout/_placement.py": {"sum", "min", "max"},
+    "redistribute/_search.py": {"slice", "split", "pad"},
+}
 
 
 def _names() -> set[str]:
