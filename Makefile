@@ -5,8 +5,9 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
+DOCS   := .venv-docs
 
-.PHONY: demo test check interop bench soak coverage format files tables release clean
+.PHONY: demo test check interop bench soak coverage clusters format files tables docs screenshots release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -14,11 +15,13 @@ demo: $(RUN)
 test: $(DEV)
 	$(PY) -m pytest -m "not soak" -n 2
 
+# FAST= leaves the fast tests out, for those who run make test next.
+FAST := yes
 check: $(DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m fast -n 2
+	$(if $(FAST),$(PY) -m pytest -m fast -n 2)
 
 # Programs of torch's own libraries, on gloo and on our backend, compared.
 interop: $(DEV)
@@ -47,6 +50,10 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# The faults between hosts in a box, as a table in docs/clusters.md; needs root. Half an hour.
+clusters: $(DEV)
+	PYTHONPATH=.:tests:tests/elastic $(PY) -m tests.hosts.faults
+
 # docs/files.md, from the docstrings of the modules. Needs nothing but Python.
 files:
 	$(PYTHON) -m tools.files
@@ -54,6 +61,15 @@ files:
 # The tables of measurements in docs, from the newest runs under benchmarks/results.
 tables: $(DEV)
 	$(PY) -m tools.tables
+
+# The documentation site, in build/site/VERSION; a warning fails it. It reads the source without importing torch, so its
+# environment is a small one of its own, and nothing of it can change what the tests run on.
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/python -m tools.site
+
+# Pictures of the live page for the docs; needs Chromium.
+screenshots: $(RUN)
+	$(PY) -m tools.screenshots
 
 # Wheel and sdist, checked, and the wheel tried in an environment of its own (without torch: a version needs none).
 release: $(RUN)
@@ -66,7 +82,7 @@ release: $(RUN)
 	build/try/bin/phalanx --version
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(DOCS) .mypy_cache .ruff_cache build dist src/*.egg-info
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -78,3 +94,9 @@ $(RUN): pyproject.toml constraints.txt | $(PY)
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	$(PIP) -e ".[dev]"
 	@touch $@ $(RUN)
+
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m tools.site --requirements > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(DOCS)/requirements.txt
+	@touch $@

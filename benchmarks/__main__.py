@@ -17,15 +17,22 @@ from benchmarks._results import VARIABLE, Figure, busy_with_others, read_figures
 HERE = Path(__file__).parent
 # Options under which a benchmark takes a minute or two; its figures are then less certain.
 QUICK = {
+    "checkpoint": ["--size", "64", "--rounds", "2"],
     "comm": ["--quick", "--kills", "4", "--rounds", "500"],
     "ddp": ["--rounds", "8", "--no-memory"],
     "dtensor": ["--repeats", "7"],
-    "elastic": ["--kills", "4", "--torchrun-kills", "0", "--rounds", "8"],
+    "elastic": [
+        *("--kills", "4", "--torchrun-kills", "0", "--rounds", "8"),
+        *("--sharded-rounds", "4", "--sharded-kills", "1"),
+    ],
     "fsdp": ["--rounds", "6", "--ranks", "2", "--no-memory"],
     "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],
     "shard": [],
+    "watch": ["--rounds", "6", "--steps", "200", "--fed", "20000"],
+    "stragglers": ["--rounds", "2", "--cost-rounds", "10"],
+    "streaming": ["--samples", "6000", "--shards", "60", "--rounds", "1"],
 }
 
 

@@ -2,11 +2,15 @@
 
 Recovery: both jobs run at the same time with three workers each and light steps; SIGKILL goes to a random worker of
 one, then of the other, in turn. Measured: kill to the next committed step, and (ours) to the first step at full size.
+Both rest after a committed step, so that there are cores for the other; a step that was dropped comes again at once.
 torchrun restarts all workers from their script's beginning; a job that has no new step after ``LIMIT`` seconds counts
 as not recovered and is started anew.
-Steady state: two processes build torch's DDP (gloo) and ours beside each other and take turns, step by step.
+Steady state: two processes build torch's DDP (gloo) and ours beside each other and take turns, step by step. So does
+the same work without any other process (*alone*), which no way of summing gradients can be faster than.
+Sharded jobs: see ``_elastic_sharded.py``.
 
     python -m benchmarks.elastic [--kills 20] [--torchrun-kills 20] [--rounds 20]
+                                 [--sharded-rounds 12] [--sharded-kills 6]
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks import _elastic_sharded as sharded
 from benchmarks._results import record
 
 SIZE = 3
@@ -101,15 +107,16 @@ def phalanx_worker(directory: Path) -> None:
             micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
         if step.commit():
             mark(directory, job.generation, job.world_size)
-        time.sleep(PACE)
+            time.sleep(PACE)
 
 
 class Contender:
     """A running job that can be hurt; started again when it does not recover."""
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, name: str, command: list[str], words: Sequence[str] = ()) -> None:
         self.name = name
         self.command = command
+        self.words = words
         self.to_any: list[float] = []
         self.to_full: list[float] = []
         self.num_lost = 0
@@ -118,7 +125,7 @@ class Contender:
     def start(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="phalanx-elastic-bench-"))
         self.log = (self.directory / "log").open("wb")
-        command = [*self.command, __file__, f"{self.name}-worker", str(self.directory)]
+        command = [*self.command, __file__, f"{self.name}-worker", str(self.directory), *self.words]
         path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
@@ -165,6 +172,13 @@ class Contender:
         marks = self._marks()
         self.to_any.append(min(later(marks)) - killed)
         self.to_full.append(min(later(marks, SIZE), default=float("nan")) - killed)
+
+    def step_seconds(self, count: int) -> float:
+        """Wait for so many more steps at full size; the median distance of two."""
+        begin = time.time()
+        self._wait(lambda marks: sum(t > begin and s == SIZE for t, _, s in marks) >= count * SIZE, 600.0)
+        times = sorted(t for t, _, s in self._marks() if t > begin and s == SIZE)[::SIZE]
+        return statistics.median(b - a for a, b in pairwise(times))
 
     def stop(self) -> None:
         """End the job and every worker that wrote its pid; nothing else."""
@@ -236,6 +250,45 @@ def came_back(one: Contender) -> str:
     return f"{len(one.to_any)} of {len(one.to_any) + one.num_lost}"
 
 
+def sharded_recovery(num_kills: int) -> None:
+    """Kill workers of a sharded job and of one with whole replicas, in turn, at three sizes of state."""
+    chance = random.Random(0)
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "run",
+        "--on-failure=heal",
+        "--preload=torch._dynamo,phalanx.elastic,phalanx.fsdp",
+    ]
+    command += [f"--nproc-per-node={SIZE}", "--max-restarts=10000"]
+    print("\nSIGKILL to the next committed step, without the step itself; state moved for new copies, over 2/3 of it")
+    for size, (width, depth) in sharded.SIZES.items():
+        pair = [Contender(name, command, [size]) for name in ("sharded", "replicas")]
+        took: dict[str, list[float]] = {one.name: [] for one in pair}
+        moved = 0.0
+        with contextlib.ExitStack() as stack:
+            for one in pair:
+                stack.callback(one.stop)
+                one.start()
+            for _ in range(num_kills):
+                for one in pair:
+                    step = one.step_seconds(sharded.PROTECTED_AFTER)
+                    before = sharded.moved_bytes(one.directory)
+                    one.strike(chance)
+                    took[one.name].append(one.to_any[-1] - step)
+                    one.step_seconds(sharded.PROTECTED_AFTER)
+                    moved = max(moved, sharded.moved_bytes(one.directory) - before)
+        state = 4 * depth * (width * width + width)
+        ours, theirs = (statistics.median(values) for values in took.values())
+        print(
+            f"{size:8s} sharded {ours:7.3f} s  whole replicas {theirs:7.3f} s  moved {moved / (state * 2 / SIZE):5.2f}",
+            flush=True,
+        )
+        record(f"elastic/sharded/kill/{size}", "s", ours, theirs, low=min(took["sharded"]), high=max(took["sharded"]))
+        record(f"elastic/sharded/moved/{size}", "bytes", moved, state * 2 / SIZE)
+
+
 # -- steady state -----------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +342,22 @@ def ddp_steps(rank: int, size: int, parts: int, batch: int) -> Iterator[None]:
             yield
 
 
+def alone_steps(parts: int, batch: int) -> Iterator[None]:
+    """Forward, backward and update of as many micro-batches, and nobody to sum with."""
+    from torch.utils.data import DataLoader
+
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        loader = iter(DataLoader(Tokens(), batch_size=batch, shuffle=True, drop_last=True))
+        for _ in range(len(Tokens()) // batch // parts):
+            for _ in range(parts):
+                (loss_of(model, *next(loader)) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
 def job_steps(group: object, num_slots: int, batch: int) -> Iterator[None]:
     from phalanx.elastic import Job, RunOptions
 
@@ -321,6 +390,8 @@ def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> Non
         "DDP, 4 micro-batches of 4": ddp_steps(rank, size, slots, batch),
         "job, one slot of 16 per worker": job_steps(group, size, slots * batch),
         "job, 4 slots of 4 per worker": job_steps(group, size * slots, batch),
+        "alone, one batch of 16": alone_steps(1, slots * batch),
+        "alone, 4 micro-batches of 4": alone_steps(slots, batch),
     }
     times: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(rounds + 3):
@@ -339,11 +410,11 @@ def steady_worker(rank: int, size: int, url: str, port: int, rounds: int) -> Non
         )
         for name, value in medians.items():
             print(f"{name:36s} {value * 1000:9.1f} ms")
-        plain, micro, one, many = medians.values()
+        plain, micro, one, many, alone, alone_micro = medians.values()
         record("elastic/step/one batch", "ms", one * 1e3, plain * 1e3)
         record("elastic/step/micro-batches", "ms", many * 1e3, micro * 1e3)
-        print(f"job over DDP, same work in one batch    {one / plain:6.3f}")
-        print(f"job over DDP, same work in micro-batches {many / micro:5.3f}")
+        print(f"job over DDP, same work in one batch    {one / plain:6.3f}   (alone: {alone / plain:.3f})")
+        print(f"job over DDP, same work in micro-batches {many / micro:5.3f}   (alone: {alone_micro / micro:.3f})")
         print(f"slots: 4 of 4 over one of 16            {many / one:6.3f}   (DDP's micro-batches: {micro / plain:.3f})")
     dist.barrier()
     os._exit(0)  # the generators hold groups; nothing here is worth an orderly end
@@ -371,6 +442,11 @@ def steady(rounds: int) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["sharded-worker"], ["replicas-worker"]):
+        torch.set_num_threads(1)
+        sign_in(Path(sys.argv[2]))
+        sharded.worker(Path(sys.argv[2]), sys.argv[3], sharded=sys.argv[1] == "sharded-worker", mark=mark)
+        return
     if sys.argv[1:2] in (["torchrun-worker"], ["phalanx-worker"]):
         torch.set_num_threads(1)
         worker = torch_worker if sys.argv[1] == "torchrun-worker" else phalanx_worker
@@ -380,12 +456,19 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--torchrun-kills", type=int, default=20, help="fewer: a hang of its costs LIMIT seconds")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sharded-rounds", type=int, default=12)
+    parser.add_argument("--sharded-kills", type=int, default=6)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
     if args.kills:
         recovery(args.kills, args.torchrun_kills)
     if args.rounds:
         steady(args.rounds)
+    if args.sharded_rounds:
+        sharded.steady(args.sharded_rounds)
+        sharded.show_memory()
+    if args.sharded_kills:
+        sharded_recovery(args.sharded_kills)
 
 
 if __name__ == "__main__":

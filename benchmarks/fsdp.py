@@ -7,7 +7,8 @@ runs on a gloo group as torch's does (ratio "gloo") and on the fastest group for
 on every rank, stands beside it. A step is forward, backward, AdamW and zero_grad; each round runs every variant once,
 in changing order; numbers are medians over rounds and the worst of the ranks. Processor time is that of the whole
 process, its threads included. Memory is what a process of its own needs at most above its start from the second step
-on, once as resident pages and once with shared pages counted by share.
+on, once as resident pages and once with shared pages counted by share. Beside it stands what the state, two gathered
+units, one unit's gradient and the optimizer's temporaries take by arithmetic, activations left out.
 """
 
 from __future__ import annotations
@@ -165,6 +166,8 @@ def show_times(name: str, size: int, rounds: int) -> None:
 
 def show_memory(name: str, size: int) -> None:
     found = {v: [max(answer[which] for answer in run_memory(v, name, size)) for which in (0, 1)] for v in VARIANTS}
+    computed = computed_mib(name, size)
+    print(f"{name:12s} {size:5d} {'computed':10s} {computed:9.1f}")
     for variant, (resident, fair) in found.items():
         base, base_fair = found["torch"]
         print(
@@ -175,6 +178,19 @@ def show_memory(name: str, size: int) -> None:
         if variant != "torch":
             record(f"fsdp/{name}/{size} ranks/{variant}/peak", "MiB", resident, base)
             record(f"fsdp/{name}/{size} ranks/{variant}/proportional", "MiB", fair, base_fair)
+        if variant in GOALS:
+            record(f"fsdp/{name}/{size} ranks/{variant}/over computed", "MiB", fair, computed)
+
+
+def computed_mib(name: str, size: int) -> float:
+    """What a rank must hold at its peak: 16 bytes for each of its parameters (weight, gradient, AdamW's two moments),
+    4 for AdamW's temporaries; two gathered units, one for the next; a unit's gradient twice, before and after it is
+    packed for the reduction."""
+    make, units, _ = MODELS[name]
+    with torch.device("meta"):
+        model = make()
+    largest = max(sum(p.numel() for p in unit.parameters()) for unit in units(model))
+    return (20 * sum(p.numel() for p in model.parameters()) / size + 4 * (2 + 2) * largest) / 2**20
 
 
 def run_memory(variant: str, name: str, size: int) -> list[Any]:

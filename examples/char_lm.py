@@ -2,6 +2,7 @@
 
 python examples/char_lm.py                                                        # one process
 phalanx run --nproc-per-node 3 --on-failure heal examples/char_lm.py --steps 300  # three, and any may die
+phalanx run --nproc-per-node 3 --on-failure heal examples/char_lm.py --shard      # and none holds the whole model
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx.elastic
+from phalanx.fsdp import fully_shard
 
 CONTEXT = 64
 
@@ -56,12 +58,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent / "data" / "harbour.txt")
+    parser.add_argument("--shard", action="store_true", help="share the model out: every part on two workers")
     parser.add_argument("--out", type=Path, help="directory for logs, saves and the result")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     dataset = Text(args.text)
     model = CharModel(len(dataset.alphabet))
+    if args.shard:
+        for block in model.blocks.layers:
+            fully_shard(block)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     job = phalanx.elastic.Job(
         model,
@@ -70,6 +77,7 @@ def main() -> None:
         num_slots=12,
         slot_batch_size=4,
         seed=0,
+        copies=2 if args.shard else "all",
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps),
         saves=phalanx.elastic.Saves(directory=args.out / "saves", every=50) if args.out else None,
         run=phalanx.elastic.RunOptions(log_dir=args.out and args.out / "logs", threads=1),
@@ -80,10 +88,11 @@ def main() -> None:
             micro.backward(F.cross_entropy(logits.flatten(0, 1), micro.targets.flatten()))
         step.commit(max_grad_norm=1.0)
 
+    digest = job.digest()
     if job.rank == 0:
-        print(f"{job.step} steps, loss {job.loss:.4f}, digest {job.digest()}")
+        print(f"{job.step} steps, loss {job.loss:.4f}, digest {digest}")
         if args.out:
-            (args.out / "result").write_text(f"{job.loss} {job.digest()}")
+            (args.out / "result").write_text(f"{job.loss} {digest}")
 
 
 if __name__ == "__main__":

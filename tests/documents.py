@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "adr").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = (
     "phalanx", "phalanx.comm", "phalanx.comm.faults", "phalanx.comm.stores", "phalanx.data", "phalanx.ddp",
     "phalanx.ddp.hooks", "phalanx.elastic", "phalanx.fsdp", "phalanx.fsdp.context", "phalanx.launch", "phalanx.shard",

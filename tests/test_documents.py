@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ import phalanx
 from documents import DOCUMENTS, ROOT, blocks, commands, inline_code, prose, wrong_calls
 from phalanx.__main__ import COMMANDS, main
 from phalanx.comm import simulate
+from phalanx.data import ShardedDataset
 from phalanx.launch import timer
 from phalanx.launch.cli._flags import USE_ENV, parse
 from phalanx.launch.timer import FileTimerServer
+from sharded_samples import Numbers, plain_pair, write_tars
 
 pytestmark = pytest.mark.fast
 
@@ -47,6 +50,11 @@ def readme(names: Names, group: Any) -> Iterator[None]:
         "loss_fn": nn.functional.mse_loss,
     }
     yield
+    yield
+
+
+def slots(names: Names, group: Any) -> Iterator[None]:
+    next(readme(names, group))
     yield
 
 
@@ -96,6 +104,20 @@ def data(names: Names, group: Any) -> Iterator[None]:
     names["dataset"] = TensorDataset(torch.arange(256 * 4))
     names["DataLoader"] = lambda *args, **options: DataLoader(*args, batch_sampler=options["batch_sampler"])
     yield
+    folder = Path(f"rank{group.rank}")
+    paths = write_tars(folder, [40] * 8)
+    names |= {"folder": folder, "decode": plain_pair}
+    yield
+    assert len(names["batch"]) == 32
+    fetched = [f"far://{path.name}" for path in paths]
+    names |= {"local_disk": folder / "cache", "urls": fetched, "index_folder": folder / "index"}
+    names["download"] = lambda url, target: shutil.copy(folder / url.removeprefix("far://"), target)
+    yield
+    assert names["source"].sizes.sum() == 320
+    names |= {"web": ShardedDataset(Numbers([9] * 8)), "books": ShardedDataset(Numbers([5] * 6))}
+    names["documents"] = [[1] * (number % 7) for number in range(50)]
+    yield
+    assert len(names["sequences"]) > 0
 
 
 def ddp(names: Names, group: Any) -> Iterator[None]:
@@ -124,6 +146,21 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
         "score": lambda batch: {"loss": names["loss_fn"](names["model"](batch[0]), batch[1])},
     }
     yield
+    job.close()
+    unsharded = {name: names[name] for name in ("model", "optimizer")}
+    names |= {"build": _Blocks}
+    yield
+    names |= unsharded
+    yield
+    assert names["job"].guarding.record.num_skipped == 0
+
+
+class _Blocks(nn.Sequential):
+    """A model of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.blocks = list(self)
 
 
 def launch(names: Names, group: Any) -> Iterator[None]:
@@ -182,7 +219,7 @@ def shard(names: Names, group: Any) -> Iterator[None]:
 
 def fsdp(names: Names, group: Any) -> Iterator[None]:
     yield
-    assert names["unit_summary"](names["model"]).count("of 2 ranks") == 3
+    assert names["layout_summary"](names["model"]).count("unit '1'") == 6
 
 
 def parallel(names: Names, group: Any) -> Iterator[None]:
@@ -258,6 +295,13 @@ def transport(names: Names, group: Any) -> Iterator[None]:
     names["dist"].destroy_process_group()
 
 
+def watch(names: Names, group: Any) -> Iterator[None]:
+    yield
+    assert str(names["account"]) == "goodput 0.0%, no failures"
+
+
+# Folders of pages whose examples need nothing prepared; a block marked `text` behind one is what it prints.
+SELF_CONTAINED = ("docs/start.md", "docs/tutorials/", "docs/howto/", "docs/coming/", "docs/concepts/")
 READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "README.md": (1, readme),
     "docs/comm.md": (2, comm),
@@ -270,19 +314,40 @@ READERS: dict[str, tuple[int, Callable[[Names, Any], Iterator[None]]]] = {
     "docs/launch.md": (1, launch),
     "docs/parallel.md": (1, parallel),
     "docs/shard.md": (2, shard),
+    "docs/slots.md": (1, slots),
     "docs/stores.md": (1, stores),
     "docs/tensor.md": (4, tensor),
     "docs/transport.md": (1, transport),
+    "docs/watch-metrics.md": (1, watch),
 }
 
 
+WITH_EXAMPLES = [
+    str(document.relative_to(ROOT))
+    for document in DOCUMENTS
+    if any(block.language == "python" for block in blocks(document))
+]
+
+
 def test_every_document_with_examples_has_a_reader() -> None:
-    with_examples = {
-        str(document.relative_to(ROOT))
-        for document in DOCUMENTS
-        if any(block.language == "python" for block in blocks(document))
-    }
-    assert with_examples == set(READERS)
+    assert {document for document in WITH_EXAMPLES if not document.startswith(SELF_CONTAINED)} == set(READERS)
+
+
+@pytest.mark.parametrize("document", [one for one in WITH_EXAMPLES if one.startswith(SELF_CONTAINED)])
+def test_examples_that_need_nothing_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(ROOT / document)
+
+    def read(group: Any) -> None:
+        names: Names = {"__name__": "document"}
+        for block, after in zip(found, [*found[1:], None], strict=True):
+            if block.language == "python":
+                with contextlib.redirect_stdout(io.StringIO()) as said:
+                    exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), names)
+                if after and after.language == "text":
+                    assert said.getvalue() == after.text
+
+    simulate(1).run(read)
 
 
 @pytest.mark.parametrize("document", READERS)
@@ -354,11 +419,14 @@ def flags_of(command: str) -> set[str]:
     """The flags that the help of one of our commands names."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         main([command, "--help"])
-    return set(re.findall(r"--[a-z][a-z0-9-]*", said.getvalue()))
+    return set(re.findall(r"--[a-z][a-z0-9-]*(?!\w)", said.getvalue()))  # names with underscores are the same flags
 
 
 # Flags of others, or of a script that stands for the user's own.
-FOREIGN = {"--client-cert-auth", "--lr"}
+FOREIGN = {
+    *("--bucket", "--client-cert-auth", "--kill-on-bad-exit", "--lifecycle-configuration", "--lr", "--ntasks-per-node"),
+    *("--profile", "--requeue", "--signal"),
+}
 
 
 def test_flags_in_text_exist() -> None:
@@ -447,7 +515,8 @@ def test_the_layers_of_the_tour_are_those_that_the_tests_keep() -> None:
         row = re.search(rf"^{package} +(\S.*?)  +\((.*?)\)$", TOUR.read_text(), re.MULTILINE)
         assert row, f"ARCHITECTURE.md does not say what {package} is and imports"
         said = set(re.findall(r"\w+", row[2])) & set(LAYERS)
-        assert said == LAYERS[package] & {"comm", "data", "launch", "tensor", "shard", "ddp", "elastic"}, package
+        packages = {"comm", "data", "launch", "tensor", "shard", "ddp", "fsdp", "elastic", "watch"}
+        assert said == LAYERS[package] & packages, package
         folders = {name for name in SUBLAYERS[package] if (ROOT / "src" / "phalanx" / package / name).is_dir()}
         unsaid = {name for name in folders if f"`{package}/{name}`" not in TOUR.read_text()}
         assert not unsaid, f"ARCHITECTURE.md has no paragraph on {package}: {sorted(unsaid)}"

@@ -22,7 +22,7 @@ import phalanx
 from phalanx.comm import Group, simulate
 from phalanx.ddp import DistributedDataParallel
 from phalanx.tensor import Shard, distribute_tensor, init_device_mesh
-from phalanx.tensor.core._dtensor import handlers
+from phalanx.tensor.core._tracing import handlers
 from phalanx.tensor.ops._registry import op_name
 
 TOUR = Path(__file__).parent.parent / "ARCHITECTURE.md"
@@ -141,7 +141,7 @@ def test_argv_to_the_first_user_line(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, torch
+import os, signal, time, torch
 from phalanx.elastic import Job, RunOptions
 
 torch.manual_seed(0)
@@ -155,8 +155,12 @@ for step in job.steps(max_steps=10):
         micro.backward(torch.nn.functional.mse_loss(model(micro.inputs), micro.targets))
     if step.number == 5 and job.rank == 1 and not os.path.exists(mark):
         open(mark, "w").close()
+        os.kill(os.getppid(), signal.SIGSTOP)  # the zygote: survivors shall be the first to know, on any machine
         os.kill(os.getpid(), signal.SIGKILL)
+    while step.number == 7 and job.generation == 0 and not job.regrouping.coordinator.signals.wish:
+        time.sleep(0.01)  # the agent still has its part to do
     if step.commit() and os.path.exists(mark) and job.rank == 0:
+        os.kill(os.getppid(), signal.SIGCONT)
         with open("survivor", "a") as file:
             file.write(f"{os.getpid()}\\n")
 """

@@ -1,1 +1,1 @@
-"""What the repository makes of itself: the list of files, and the tables of measurements in its documents."""
+"""What the repository makes of itself: the list of files, tables of measurements, pictures, the documentation site."""

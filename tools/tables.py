@@ -220,6 +220,20 @@ def sampler(found: Figures) -> Iterable[Sequence[str]]:
         )
 
 
+def streaming(found: Figures) -> Iterable[Sequence[str]]:
+    yield "what", "ours, tar", "litdata", "ours, MDS", "mosaicml-streaming"
+    for title, name in (
+        ("samples lost, resumed at 60 or 61% by 3 ranks instead of 2", "lost"),
+        ("samples seen twice", "repeated"),
+        ("first batch after the resume", "first"),
+        ("memory until then", "memory"),
+        ("files opened in an epoch", "opens"),
+        ("a sample, one process", "sample"),
+    ):
+        tar, lit, mosaic = (found.get(f"streaming/{name}/{kind}") for kind in ("ours_tar", "litdata", "mosaic"))
+        yield title, amount(tar), amount(lit, "theirs"), amount(mosaic), amount(mosaic, "theirs")
+
+
 def shard(found: Figures) -> Iterable[Sequence[str]]:
     yield "case, our time over torch's", "gloo", "auto", "goal"
     for title, name, goal in (
@@ -275,6 +289,7 @@ TABLES = {
     "same_host": Table("comm", same_host),
     "sampler": Table("sampler", sampler),
     "shard": Table("shard", shard),
+    "streaming": Table("streaming", streaming),
 }
 
 

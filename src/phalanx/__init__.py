@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx import _torch_hook
 
 if TYPE_CHECKING:
+    from phalanx import checkpoint as checkpoint
     from phalanx import comm as comm
     from phalanx import data as data
     from phalanx import ddp as ddp
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx import fsdp as fsdp
     from phalanx import launch as launch
     from phalanx import membership as membership
+    from phalanx import preemption as preemption
     from phalanx import shard as shard
     from phalanx import tensor as tensor
     from phalanx import world as world
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from phalanx.data import ElasticDistributedSampler as ElasticDistributedSampler
     from phalanx.ddp import DistributedDataParallel as DistributedDataParallel
     from phalanx.elastic import Job as Job
+    from phalanx.errors import DoNotRetry as DoNotRetry
     from phalanx.tensor import DTensor as DTensor
     from phalanx.tensor.debug import comm_contract as comm_contract
 
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DTensor": "phalanx.tensor",
     "DeviceMesh": "phalanx.comm",
+    "DoNotRetry": "phalanx.errors",
     "DistributedDataParallel": "phalanx.ddp",
     "ElasticBatchSampler": "phalanx.data",
     "ElasticDistributedSampler": "phalanx.data",
@@ -51,7 +55,10 @@ _HOMES = {
     "simulate": "phalanx.comm",
 }
 _PACKAGES = frozenset(
-    {"comm", "data", "ddp", "elastic", "errors", "fsdp", "launch", "membership", "shard", "tensor", "world"}
+    {
+        *("checkpoint", "comm", "data", "ddp", "elastic", "errors", "fsdp", "launch"),
+        *("membership", "preemption", "shard", "tensor", "world"),
+    }
 )
 
 __all__ = ["__version__", *sorted(_HOMES)]

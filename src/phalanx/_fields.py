@@ -98,11 +98,17 @@ class Fields:
             self._refuse(name, values, "a list of texts")
         return tuple(values)
 
-    def integers(self, name: str, *, low: int = -MAX_INTEGER) -> list[int]:
-        values = self.items(name)
+    def integers(self, name: str, *, low: int = -MAX_INTEGER, default: Any = _ABSENT) -> list[int]:
+        values = self.items(name, default=default)
         if not all(type(value) is int and low <= value <= MAX_INTEGER for value in values):
             self._refuse(name, values, f"a list of integers of at least {low}")
         return values
+
+    def numbers(self, name: str, *, default: Any = _ABSENT) -> tuple[float, ...]:
+        values = self.items(name, default=default)
+        if not all(type(value) in (int, float) and _is_finite(value) for value in values):
+            self._refuse(name, values, "a list of finite numbers")
+        return tuple(map(float, values))
 
     def mapping(self, name: str, *, default: Any = _ABSENT) -> dict[str, Any]:
         value = self._get(name, default)
@@ -130,6 +136,8 @@ _READERS: Final[dict[str, Callable[..., Any]]] = {
     "float": Fields.number,
     "bool": Fields.flag,
     "tuple[str, ...]": Fields.texts,
+    "tuple[int, ...]": lambda fields, name, **options: tuple(fields.integers(name, **options)),
+    "tuple[float, ...]": Fields.numbers,
     "dict[str, Any]": Fields.mapping,
 }
 

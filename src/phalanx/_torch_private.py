@@ -85,6 +85,38 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "fake tensors are made of a DTensor's wrapper",
     ),
+    # ---- torch.compile
+    "register_effectful_op": (
+        "torch._higher_order_ops.effects._register_effectful_op",
+        "a compiled program may send in another order than other ranks'",
+    ),
+    "EffectType": (
+        "torch._library.effects.EffectType",
+        "a compiled program may send in another order than other ranks'",
+    ),
+    "register_opaque_type": (
+        "torch._library.opaque_object.register_opaque_type",
+        "torch.compile breaks its graph at placements and meshes",
+    ),
+    "OpaqueMember": (
+        "torch._library.opaque_object.MemberType",
+        "torch.compile breaks its graph where a placement is asked",
+    ),
+    "UnsupportedFakeTensor": (
+        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
+        "torch.compile fails at a DTensor that it should leave alone",
+    ),
+    "TracingContext": ("torch._guards.TracingContext", "make_fx records a DTensor's part where it should be refused"),
+    "AttrSource": ("torch._dynamo.source.AttrSource", "torch.compile does not guard a DTensor's local tensor"),
+    "WeakTensorKeyDictionary": (
+        "torch.utils.weak.WeakTensorKeyDictionary",
+        "torch.compile makes several fake tensors of one DTensor",
+    ),
+    "assert_async": ("torch._assert_async", "targets and indices out of range go unseen where torch.compile traced"),
+    "FunctionalTensor": (
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        "torch.compile sends what it traces, which has no data",
+    ),
     "calculate_correct_fan": (
         "torch.nn.init._calculate_correct_fan",
         "kaiming_uniform_ of a ShardedTensor has no bound",
@@ -131,6 +163,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "jit_recursive": (
         "torch.jit._recursive",
         "torch.jit.script of a module with DTensors is wrong where it should be refused",
+    ),
+    "muon": (
+        "torch.optim._muon",
+        "Muon on a cut matrix differs from that on the matrix by the roundings of bfloat16",
     ),
     "set_code_exec_strategy": (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
@@ -282,6 +318,8 @@ ATTRIBUTES: dict[str, tuple[str, str, str]] = {
 
 # What is said where it is used: (the class or module, its attribute): what breaks without it.
 IN_PLACE: dict[tuple[str, str], str] = {
+    ("torch._dynamo.trace_rules", "_allowed_callable_ids"): "torch.compile breaks its graph at parallel styles",
+    ("torch._dynamo.variables.builder", "_automatic_dynamic"): "a second batch size gives a DTensor symbols for sizes",
     (
         "torch.utils._foreach_utils",
         "_group_tensors_by_device_and_dtype",

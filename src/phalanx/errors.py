@@ -12,6 +12,8 @@
     │   ├── StoreLost (ConnectionError)  the store cannot be reached any more
     │   └── StoreTimeout (TimeoutError)  a key did not appear in time
     ├── JobStopped                       the job itself stops: another try would end alike
+    │   └── DoNotRetry                   the same, raised by users' scripts; exit code 93
+    ├── WrongBits (RuntimeError)         this worker has other bits than the others; its node is left out
     ├── SimulationError
     │   ├── RankFailed                   a simulated rank raised
     │   └── SimulatedDeadlock            every simulated rank waits for another
@@ -86,6 +88,19 @@ class JobStopped(PhalanxError, RuntimeError):
     """The job stops on purpose, all of it: a replacement or a restart would only come to the same point again.
 
     An agent that finds it in a worker ends the job with a non-zero exit code and starts nothing in its place.
+    """
+
+
+class DoNotRetry(JobStopped):
+    """Raise it in a script whose failure no other try can cure: wrong arguments, a missing file, a data set of another
+    version. No worker is replaced or started anew; ``phalanx run`` ends with exit code 93, which means the same.
+    """
+
+
+class WrongBits(PhalanxError, RuntimeError):
+    """This worker computed, holds or received other bits than the others (``VerifySlots``): it ends.
+
+    An agent that finds it in a worker leaves its node out, if the job can go on without, and counts no restart.
     """
 
 

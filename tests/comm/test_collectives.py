@@ -243,6 +243,12 @@ def reduce_scatter_takes_even_and_uneven(group: Group) -> None:
     expected = torch.stack([values(r, (group.size, 2), torch.float32) for r in range(group.size)]).amax(0)
     same(part, expected[group.rank], "flat")
     assert torch.equal(whole, kept), "the input stays as it was"
+    for dtype in SUMMED:
+        whole, part = values(group.rank, (group.size * 3,), dtype), torch.empty(3, dtype=dtype)
+        work = group.reduce_scatter_tensor(part, whole, async_op=True, scratch=True)
+        work.wait()
+        expected = sum((values(r, (group.size * 3,), dtype) for r in range(1, group.size)), values(0, (9,), dtype))
+        same(part, expected.view(group.size, 3)[group.rank], f"{dtype} from scratch memory")
 
 
 def all_to_all_takes_even_and_uneven(group: Group) -> None:
@@ -312,6 +318,32 @@ def send_and_recv_match_by_tag(group: Group) -> None:
         group.recv(second, src=0, tag=8)
         group.recv(first, src=0, tag=7)
         assert (first.item(), second.item()) == (1.0, 2.0)
+
+
+def receives_of_other_tags_do_not_wait_for_one_another(group: Group) -> None:
+    """The answer to the second makes the peer send the first; and long ones, of many tags, in any order."""
+    if group.rank == 0:
+        first, second = torch.zeros(1), torch.zeros(1)
+        work = group.recv(first, src=1, tag=1, async_op=True)
+        group.recv(second, src=1, tag=2)
+        group.send(second + 1, dst=1)
+        work.wait()
+        same(torch.cat([first, second]), torch.tensor([4.0, 2.0]), "tags 1 and 2")
+    elif group.rank == 1:
+        group.send(torch.tensor([2.0]), dst=0, tag=2)
+        told = torch.zeros(1)
+        group.recv(told, src=0)
+        group.send(told + 1, dst=0, tag=1)
+    order = [(tag, turn) for turn in range(3) for tag in range(5)]
+    if group.rank == 0:
+        received = {key: torch.zeros(70_000) for key in order}
+        works = {key: group.recv(received[key], src=1, tag=key[0], async_op=True) for key in order}
+        for key in sorted(order, reverse=True):
+            works[key].wait()
+            same(received[key], torch.full((70_000,), 10.0 * key[0] + key[1]), f"tag and turn {key}")
+    elif group.rank == 1:
+        for tag, turn in sorted(order, key=lambda key: (key[1], -key[0])):
+            group.send(torch.full((70_000,), 10.0 * tag + turn), dst=0, tag=tag)
 
 
 def recv_any_takes_each_message_once_and_says_whose_it_is(group: Group) -> None:
@@ -458,6 +490,7 @@ CASES = [
     min_and_max_keep_nan_on_whichever_rank_it_is,
     gather_and_scatter_take_uneven_parts,
     send_and_recv_match_by_tag,
+    receives_of_other_tags_do_not_wait_for_one_another,
     recv_any_takes_each_message_once_and_says_whose_it_is,
     recv_any_goes_on_while_this_rank_sends,
     monitored_barrier_lets_all_pass,

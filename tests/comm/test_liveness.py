@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +63,71 @@ def test_an_old_event_does_not_count_for_the_process_that_has_the_number_now() -
         assert identity in watcher._fds, "it is watched as before"
         watcher.remove(identity, told.append)
         assert watcher._fds == {}
+
+
+THREADED = """
+import os, sys, threading
+leave = threading.Event()
+thread = threading.Thread(target=leave.wait)
+thread.start()
+print(thread.native_id, flush=True)
+sys.stdin.readline()
+leave.set()
+thread.join()
+print("alone", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def threaded() -> Iterator[tuple[subprocess.Popen[str], Identity]]:
+    """A process with a second thread, which ends at the first line that it is told."""
+    command = [sys.executable, "-c", THREADED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        thread = int(process.stdout.readline())
+        started = _liveness._proc_stat(process.pid)[1]
+        try:
+            yield process, replace(own_identity(), pid=process.pid, started=started, thread=thread)
+        finally:
+            process.kill()
+
+
+def test_the_end_of_its_threads_tells_of_a_death_before_the_process_is_gone() -> None:
+    told = threading.Event()
+    watcher = _liveness._Watcher()
+    with threaded() as (process, identity):
+        assert watcher.add(identity, lambda who: told.set())
+        if identity not in watcher._threads:
+            pytest.skip("this kernel cannot watch threads (Linux 6.9 can)")
+        watcher._epoll.unregister(watcher._fds[identity])  # as long as the kernel frees its memory it says nothing
+        process.kill()
+        assert told.wait(60)
+        assert watcher._fds == watcher._threads == watcher._identities == {}
+
+
+def test_a_thread_that_ends_alone_is_no_death() -> None:
+    told = threading.Event()
+    watcher = _liveness._Watcher()
+    with threaded() as (process, identity):
+        assert watcher.add(identity, lambda who: told.set())
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print("go", file=process.stdin, flush=True)
+        assert process.stdout.readline() == "alone\n"
+        deadline = time.monotonic() + 60
+        while identity in watcher._threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not told.is_set()
+        assert identity in watcher._fds, "the process is watched as before"
+        process.kill()
+        assert told.wait(60)
+
+
+def test_everybody_tells_by_which_thread_its_end_is_noticed() -> None:
+    first, second = own_identity(), own_identity()
+    assert first.thread == second.thread != 0
+    assert first == replace(first, thread=0), "it says how to watch a process, not which one it is"
 
 
 def detector(peer: Identity) -> FailureDetector:

@@ -55,19 +55,25 @@ class Cluster:
         self.scratch = directory / "tmp"
         self.scratch.mkdir(parents=True, exist_ok=True)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "script_flag"]
+        self._flags = [f"--nproc-per-node={num_workers}", "--on-failure=heal", f"--preload={PRELOAD}", *flags]
         script_flag = options.get("script_flag", "").split()
+        self._command = [str(script), str(directory), str(num_steps), str(pace), *script_flag]
         self.output = (directory / "output").open("wb")
-        self.agents = [
+        self.agents: list[subprocess.Popen[bytes]] = []
+        for node in nodes:
+            self.add(node)
+        self.process = self.agents[0]
+
+    def add(self, node: Node) -> None:
+        """Start another agent."""
+        self.agents.append(
             subprocess.Popen(
-                [*node.prefix, sys.executable, "-m", "phalanx", "run", f"--nproc-per-node={num_workers}",
-                 "--on-failure=heal", f"--preload={PRELOAD}", *flags, *node.flags,
-                 str(script), str(directory), str(num_steps), str(pace), *script_flag, *node.script_flags],
-                stdout=self.output, stderr=subprocess.STDOUT, cwd=directory,
+                [*node.prefix, sys.executable, "-m", "phalanx", "run", *self._flags, *node.flags,
+                 *self._command, *node.script_flags],
+                stdout=self.output, stderr=subprocess.STDOUT, cwd=self.directory,
                 env={**os.environ, "TMPDIR": str(self.scratch)},
             )
-            for node in nodes
-        ]  # fmt: skip
-        self.process = self.agents[0]
+        )  # fmt: skip
 
     # -- looking ----------------------------------------------------------------------------------------------
 

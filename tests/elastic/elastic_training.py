@@ -86,8 +86,39 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def make_job(kind: str = "adamw", parts: int = 1, num_workers: int = 0, length: int = 203, **keywords: Any) -> Job:
+class Count:
+    """A user's object: a number of commits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def make_job(
+    kind: str = "adamw",
+    parts: int = 1,
+    num_workers: int = 0,
+    length: int = 203,
+    copies: int | None = None,
+    **keywords: Any,
+) -> Job:
+    """With ``copies`` the model is sharded."""
     model = make_model()
+    if copies is not None:
+        from phalanx.fsdp import fully_shard
+
+        fully_shard(model.inner[0])
+        fully_shard(model.inner[5])
+        fully_shard(model)
+        keywords["copies"] = copies
     optimizer = make_optimizer(kind, model)
     mean = Mean(model)
     job = Job(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from phalanx import protocol as ms
 from phalanx.comm.stores import MemoryStore
-from phalanx.elastic import Callbacks, Job, RunOptions, Saves
+from phalanx.elastic import Callbacks, DataOptions, Guard, Job, RunOptions, Saves, VerifySlots
 from phalanx.elastic import _job as job_module
 from phalanx.elastic.membership._store_coordinator import StoreCoordinator
 
@@ -49,7 +49,11 @@ class World:
         self.threads: list[threading.Thread] = []
         self.num_steps = 15  # three epochs
         self.saves: Saves | None = None
+        self.guard = Guard()
+        self.verify_slots: VerifySlots | None = None
         self.hold = 3600.0
+        self.make_dataset = Rows
+        self.data = DataOptions()
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator)
 
@@ -97,10 +101,13 @@ class World:
         job = Job(
             model,
             optimizer,
-            Rows(),
+            self.make_dataset(),
             num_slots=8,
             slot_batch_size=4,
+            data=self.data,
             saves=self.saves,
+            guard=self.guard,
+            verify_slots=self.verify_slots,
             run=run,
             callbacks=callbacks,
             state={"mean": (mean := Mean(model))},

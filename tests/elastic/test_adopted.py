@@ -28,8 +28,9 @@ LAST_OF_EPOCH = 4
 class Script:
     """b misses the end of ``step``; ``dies`` dies after it: all others have committed it."""
 
-    def __init__(self, world, step, dies="c", workers="abc"):
+    def __init__(self, world, step, dies="c", workers="abc", collective="all_gather_into_tensor"):
         self.world, self.step, self.dies, self.workers = world, step, dies, workers
+        self.collective = collective
         self.outcomes = {worker: [] for worker in workers}
         self.told = {worker: [] for worker in workers}
         self.evaluated = {worker: [] for worker in workers}
@@ -48,7 +49,7 @@ class Script:
 
     def on_step(self, job, step):
         if job.generation == 0 and step.number == self.step and job.worker_id == "b":
-            self.stack.enter_context(play(lose_result_at(job.rank, 0, name="all_gather_into_tensor")))
+            self.stack.enter_context(play(lose_result_at(job.rank, 0, name=self.collective)))
 
     def on_commit(self, job, step, outcome):
         self.outcomes[job.worker_id].append((step.number, outcome))

@@ -19,9 +19,10 @@ from elastic_training import make_job, train
 from phalanx.comm import simulate
 from phalanx.elastic import NotSaved, RunOptions, Saves
 from phalanx.elastic.audit import check_directory
-from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
+from phalanx.elastic.checkpoint import _save_folder, _save_writer
 from phalanx.elastic.checkpoint._save_folder import find_save, write_save
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
+from phalanx.elastic.checkpoint._tensor_files import TensorRange, write_tensor_file
 from phalanx.elastic.tools._audit_log import Audit
 from phalanx.errors import JobStopped
 from phalanx.events import _troubles
@@ -136,7 +137,7 @@ def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, 
 
     monkeypatch.setattr(safetensors.torch, "save_file", fail)
     with pytest.raises(OSError, match=r"No space left on device: .*file") as error:
-        _saves._write_tensors(tmp_path / "file", [torch.ones(3)])
+        write_tensor_file(tmp_path / "file", [TensorRange.of("w", torch.ones(3))])
     assert error.value.errno == errno.ENOSPC
 
 
@@ -170,7 +171,7 @@ def test_the_writer_tries_again_by_itself_with_the_newest_snapshot(tmp_path, mon
 
     monkeypatch.setattr(_save_writer, "write_save", write)
     writer = SaveWriter(tmp_path, keep=1, on_saved=lambda step, path: None, on_failed=lambda *told: tick(*told))
-    writer._backoff = Backoff(clock=lambda: now[0])
+    writer._saves.backoff = Backoff(clock=lambda: now[0])
 
     def tick(step, error, delay):
         if step == 1:

@@ -186,22 +186,22 @@ def test_workers_that_run_different_jobs_are_told_so():
 
 def test_unequal_machines_are_warned_of():
     from phalanx.elastic.membership._rounds import Membership
-    from phalanx.elastic.membership._sync import _check_same, fingerprint
+    from phalanx.elastic.membership._sync import check_same, fingerprint
 
     told = [{"job": {}, "machine": {**fingerprint(), "threads": threads}} for threads in (1, 1, 2)]
     with pytest.warns(BitsWarning, match="workers a and c differ in threads 1 and 2"):
-        _check_same(Membership(0, 0, ("a", "b", "c"), 0, None), told, job=None)
+        check_same(Membership(0, 0, ("a", "b", "c"), 0, None), told, job=None)
 
 
 def test_a_save_of_an_unequal_machine_is_warned_of(tmp_path, monkeypatch):
-    from phalanx.elastic import _job
+    from phalanx.elastic import _job_state
 
     job = linear_job(saves=Saves(directory=tmp_path))
     run_loop(job)
     job.save()
     again = linear_job(saves=Saves(directory=tmp_path))
     unlike = {**job.state_dict()["machine"], "threads": 77}
-    monkeypatch.setattr(_job, "fingerprint", lambda: unlike)
+    monkeypatch.setattr(_job_state, "fingerprint", lambda: unlike)
     with pytest.warns(BitsWarning, match=r"the save and this worker differ in threads \d+ and 77"):
         assert again.load_save()
 
@@ -411,8 +411,11 @@ def test_events_tell_the_story(tmp_path):
     train(job, max_steps=4)
     job.close()
     events = [json.loads(line) for line in (tmp_path / "events-rank0.jsonl").read_text().splitlines()]
-    kinds = [event["event"] for event in events if event["event"] != "saved"]
+    kinds = [event["event"] for event in events if event["event"] not in ("saved", "times")]
     assert kinds == ["started", "regrouped", "step", "step", "step", "step", "finished"]
+    times = [event for event in events if event["event"] == "times"]  # one a second, and one at the end
+    told = [step for event in times for step in range(event["step"], event["step"] + len(event["compute"]))]
+    assert told == [0, 1, 2, 3]
     assert events[0]["pid"] == os.getpid()
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == [0, 1, 2, 3]

@@ -42,12 +42,18 @@ def test_a_function_under_elastic_launch():
 
 
 def start_agent(
-    directory: Path, backend: str, endpoint: str, num_steps: int, nodes: str = "1:2"
+    directory: Path,
+    backend: str,
+    endpoint: str,
+    num_steps: int,
+    nodes: str = "1:2",
+    nproc: int = 1,
+    flags: tuple[str, ...] = (),
 ) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", "--nproc-per-node=1", "--on-failure=heal",
+        sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", f"--nproc-per-node={nproc}", "--on-failure=heal",
         f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", f"--rdzv-conf=lease={LEASE}",
-        f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03",
+        f"--preload={PRELOAD}", str(SCRIPT), str(directory), str(num_steps), "0.03", *flags,
     ]  # fmt: skip
     with (directory / "output").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)

@@ -18,7 +18,6 @@ from phalanx.elastic._guard import BAD_GRADIENT, Reaction, SlotReport, StepFacts
 from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
-from phalanx.elastic.checkpoint._state_codec import decode
 
 NAN, INF = math.nan, math.inf
 STEP, SLOT = 2, 3
@@ -115,9 +114,11 @@ def stopped(job, spoil, **commit):
     [
         (StepFacts(loss=1.0), Reaction.GO_ON),
         (StepFacts(loss=None), Reaction.GO_ON),
-        (StepFacts(loss=NAN), Reaction.STOP),
-        (StepFacts(loss=-INF), Reaction.STOP),
-        (StepFacts(loss=NAN, grads=("w",)), Reaction.STOP),
+        (StepFacts(loss=NAN), Reaction.COMPUTE_AGAIN),
+        (StepFacts(loss=NAN, is_again=True), Reaction.STOP),
+        (StepFacts(loss=-INF, is_again=True), Reaction.STOP),
+        (StepFacts(loss=NAN, grads=("w",)), Reaction.COMPUTE_AGAIN),
+        (StepFacts(loss=NAN, grads=("w",), is_again=True), Reaction.STOP),
         (StepFacts(loss=1.0, grads=("w",)), Reaction.COMPUTE_AGAIN),
         (StepFacts(loss=1.0, grads=("w",), is_again=True), Reaction.STOP),
         (StepFacts(loss=1.0, is_again=True), Reaction.GO_ON),
@@ -125,9 +126,10 @@ def stopped(job, spoil, **commit):
         (StepFacts(loss=1.0, grad_norm=INF), Reaction.STOP),
         (StepFacts(loss=NAN, grads=("w",), scale=1024.0), Reaction.LEAVE_TO_SCALER),
         (StepFacts(loss=NAN, grads=("w",), buffers=("b",), scale=1.0), Reaction.LEAVE_TO_SCALER),
-        (StepFacts(loss=NAN, scale=1024.0), Reaction.STOP),
+        (StepFacts(loss=NAN, scale=1024.0), Reaction.COMPUTE_AGAIN),
+        (StepFacts(loss=NAN, scale=1024.0, is_again=True), Reaction.STOP),
         (StepFacts(loss=1.0, buffers=("b",), scale=1024.0), Reaction.STOP),
-        (StepFacts(loss=NAN, grads=("w",), scale=1e-9), Reaction.STOP),
+        (StepFacts(loss=NAN, grads=("w",), scale=1e-9, is_again=True), Reaction.STOP),
     ],
 )
 def test_the_decision_is_a_function_of_facts_that_all_workers_have(facts, wanted):
@@ -137,7 +139,7 @@ def test_the_decision_is_a_function_of_facts_that_all_workers_have(facts, wanted
 
 @pytest.mark.fast
 def test_mistakes_in_the_guard_are_named_and_long_lists_are_cut():
-    with pytest.raises(ValueError, match="nonfinite is 'maybe'; expected 'stop' or 'ignore'"):
+    with pytest.raises(ValueError, match="nonfinite is 'maybe'; expected 'stop', 'skip', 'raise' or 'ignore'"):
         Guard(nonfinite="maybe")
     reports = [SlotReport(slot, "w", tuple(range(20)), BAD_GRADIENT) for slot in range(12)]
     text = explain(1, 0, StepFacts(loss=1.0, grads=tuple("abcdefghijkl")), reports, ())
@@ -349,7 +351,7 @@ def test_a_state_that_the_update_made_infinite_is_not_saved_and_does_not_leave_t
         assert save is None
         return
     assert save.step == STEP
-    model = decode(save.tree, save.tensors)["parts"]["model"]
+    model = save.state()["parts"]["model"]
     assert all(is_finite(value) for value in model.values())
 
 
@@ -412,4 +414,4 @@ def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_s
         "step-000000000005",
     ]
     save, _ = find_save(tmp_path / "saves")
-    assert all(is_finite(value) for value in decode(save.tree, save.tensors)["parts"]["model"].values())
+    assert all(is_finite(value) for value in save.state()["parts"]["model"].values())

@@ -17,8 +17,10 @@ def test_public_names():
         "Ejected",
         "Guard",
         "Job",
+        "LossSpike",
         "Micro",
         "NoReadableSave",
+        "NobodyDecides",
         "NonFinite",
         "NotSaved",
         "Outcome",
@@ -31,6 +33,10 @@ def test_public_names():
         "StateTypeError",
         "Step",
         "StepsLost",
+        "Tracker",
+        "VerifySlots",
         "WorkersDiffer",
+        "materialise",
+        "write_once",
     ]
     assert all(hasattr(phalanx.elastic, name) for name in phalanx.elastic.__all__)

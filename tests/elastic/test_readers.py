@@ -16,12 +16,14 @@ from junk import changed, junk, long, quick, raw, torn
 from phalanx.elastic import RunOptions, SaveError, Saves
 from phalanx.elastic.audit import check
 from phalanx.elastic.checkpoint._save_folder import find_save, write_save
-from phalanx.elastic.checkpoint._saves import _hash, read_save
+from phalanx.elastic.checkpoint._saves import _hash, check_save
 from phalanx.elastic.checkpoint._state_codec import decode, encode
 from phalanx.elastic.checkpoint._stream import parse_header
-from phalanx.elastic.tools._history import make_history
-from phalanx.elastic.tools._report import render
 from phalanx.events._writer import parse_lines
+from phalanx.watch._hub import Hub
+from phalanx.watch._page_file import page_html
+from phalanx.watch._prometheus import exposition
+from phalanx.watch._report import with_details
 
 TENSORS = [torch.arange(4.0), torch.ones(2, dtype=torch.int64)]
 STATE = {
@@ -54,16 +56,16 @@ def fuzz_saves(given_settings):
         state = data.draw(st.one_of(changed(body).map(seal), junk.map(seal), raw, torn(good["state.json"])))
         tensors = data.draw(st.one_of(st.just(good["tensors.safetensors"]), torn(good["tensors.safetensors"]), raw))
         if data.draw(st.booleans()) and tensors != good["tensors.safetensors"]:
-            state = seal({**body, "tensors": _hash(tensors)})  # crafted: the checksum fits
+            state = seal({**body, "files": [{**body["files"][0], "checksum": _hash(tensors)}]})  # crafted: it fits
         (path / "state.json").write_bytes(state)
         (path / "tensors.safetensors").write_bytes(tensors)
         try:
-            save = read_save(path)
+            save = check_save(path)
         except SaveError:
             found, problems = find_save(folder)
             assert (found.step, len(problems)) == (1, 1), "the one before is used"
         else:
-            decode(save.tree, save.tensors)
+            save.state()  # what is readable can be read
 
     return test
 
@@ -137,7 +139,11 @@ def fuzz_lines(given_settings):
         records = data.draw(st.one_of(changed(logs["audit"], most=6), st.lists(junk, max_size=5)))
         check(records if isinstance(records, list) else [])
         events = data.draw(st.one_of(changed(logs["events"], most=6), st.lists(junk, max_size=5)))
-        render(make_history(events if isinstance(events, list) else []), title="")
+        hub = Hub()
+        for event in events if isinstance(events, list) else []:
+            hub.add_record(event)
+        assert page_html(hub.read(with_details)).count("<script") == 2
+        assert exposition(hub.view, 1e9).endswith("\n")
         parse_lines(data.draw(raw) + b"\n" + data.draw(raw))
 
     return test

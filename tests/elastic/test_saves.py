@@ -17,7 +17,7 @@ from phalanx.elastic import NoReadableSave, RunOptions, SaveError, Saves
 from phalanx.elastic.checkpoint import _save_folder, _save_writer, _saves
 from phalanx.elastic.checkpoint._save_folder import _put_in_place, find_save, write_save
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
-from phalanx.elastic.checkpoint._saves import read_save
+from phalanx.elastic.checkpoint._saves import check_save
 from phalanx.errors import JobStopped
 
 pytestmark = pytest.mark.fast
@@ -37,7 +37,9 @@ def test_a_save_is_read_back_and_old_ones_are_removed(tmp_path):
     assert problems == []
     assert save.step == 10
     assert save.tree == {"step": 10}
-    assert all(torch.equal(a, b) for a, b in zip(save.tensors, TENSORS, strict=True))
+    with save.open() as files:
+        found = [files.read(name) for name in save.names]
+    assert all(torch.equal(a, b) for a, b in zip(found, TENSORS, strict=True))
 
 
 def test_a_save_is_on_the_disk_before_it_gets_its_name_and_its_name_after(tmp_path, monkeypatch):
@@ -74,7 +76,7 @@ def test_a_torn_or_altered_save_is_detected_and_the_one_before_is_used(tmp_path,
     else:
         file.unlink()
     with pytest.raises(SaveError, match="step-000000000002"):
-        read_save(file.parent)
+        check_save(file.parent)
     save, problems = find_save(tmp_path)
     assert save.step == 1
     assert len(problems) == 1
@@ -93,8 +95,8 @@ def test_a_save_of_another_format_is_refused(tmp_path):
     body = json.dumps({**json.loads(json.loads((path / "state.json").read_text())["body"]), "format": 99})
     checksum = hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
     (path / "state.json").write_text(json.dumps({"checksum": checksum, "body": body}))
-    with pytest.raises(SaveError, match="format 99; this release reads 1"):
-        read_save(path)
+    with pytest.raises(SaveError, match="format 99; this release reads 1 and 2"):
+        check_save(path)
 
 
 def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(tmp_path):
@@ -135,8 +137,8 @@ def test_a_save_older_than_readable_ones_is_written_and_stays_beside_the_newest(
 
 def test_rotation_reads_a_save_once_and_not_those_it_wrote(tmp_path, monkeypatch):
     write_save(tmp_path, 1, {}, TENSORS, keep=3)
-    read, real = [], _saves._hash_file
-    monkeypatch.setattr(_saves, "_hash_file", lambda path: read.append(path.parent.name) or real(path))
+    read, real = [], _saves.hash_file
+    monkeypatch.setattr(_saves, "hash_file", lambda path: read.append(path.parent.name) or real(path))
     known = {}
     for step in (2, 3, 4):
         write_save(tmp_path, step, {}, TENSORS, keep=5, known=known)
@@ -161,24 +163,24 @@ def test_other_names_in_the_folder_are_left_alone(tmp_path, name):
 def test_a_save_under_the_name_of_another_is_refused(tmp_path):
     write(tmp_path, 1).rename(tmp_path / "step-000000000009")
     with pytest.raises(SaveError, match="holds step 1; it was renamed"):
-        read_save(tmp_path / "step-000000000009")
+        check_save(tmp_path / "step-000000000009")
 
 
 def test_saves_are_signed_when_there_is_a_secret(tmp_path, monkeypatch):
     unsigned = write(tmp_path, 1)
     with pytest.raises(SaveError, match=r'is not signed, but there is a secret; .* pass Saves\(secret=b""\)'):
-        read_save(unsigned, b"secret")
+        check_save(unsigned, b"secret")
     signed = write_save(tmp_path, 2, {"step": 2}, TENSORS, keep=3, secret=b"secret")
-    assert read_save(signed, b"secret").step == read_save(signed).step == 2, "damage is found without it too"
+    assert check_save(signed, b"secret").step == check_save(signed).step == 2, "damage is found without it too"
     with pytest.raises(SaveError, match="tampered with, or saved with another secret"):
-        read_save(signed, b"another")
+        check_save(signed, b"another")
     state = json.loads((signed / "state.json").read_text())
     state["body"] = state["body"].replace('"step": 2}', '"step": 3}')
     state["checksum"] = _saves._hash(state["body"].encode())
     (signed / "state.json").write_text(json.dumps(state))
     with pytest.raises(SaveError, match="tampered with"):
-        read_save(signed, b"secret")
-    assert read_save(signed).tree == {"step": 3}, "who has no secret cannot know"
+        check_save(signed, b"secret")
+    assert check_save(signed).tree == {"step": 3}, "who has no secret cannot know"
 
 
 def test_a_job_signs_its_saves_and_falls_back_to_one_that_is_signed(tmp_path, monkeypatch):
@@ -202,7 +204,7 @@ def test_the_same_step_written_twice_is_kept_unless_it_is_torn(tmp_path):
     assert (path / "state.json").stat().st_mtime_ns == before
     (path / "state.json").write_text("torn")
     write(tmp_path, 4)
-    assert read_save(path).step == 4
+    assert check_save(path).step == 4
 
 
 def test_two_workers_may_save_the_same_step_at_once(tmp_path):
@@ -212,7 +214,7 @@ def test_two_workers_may_save_the_same_step_at_once(tmp_path):
         (tmp_path / name / "step-000000000004").rename(tmp_path / f".partial-{name}")
     for name in ("one", "other"):
         _put_in_place(tmp_path / f".partial-{name}", tmp_path / "step-000000000004", b"")
-    assert read_save(tmp_path / "step-000000000004").step == 4
+    assert check_save(tmp_path / "step-000000000004").step == 4
     assert not list(tmp_path.glob(".partial-*"))
 
 

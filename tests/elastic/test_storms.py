@@ -44,7 +44,7 @@ def _signal(cluster: Cluster, worker: str, signum: int = signal.SIGKILL) -> None
         pass  # it has gone by itself
 
 
-def storm(directory, seed: int) -> tuple[list[str], set[str], int]:
+def storm(directory, seed: int, script_flag: str = "--save", first_step: int = 2) -> tuple[list[str], set[str], int]:
     chance = random.Random(seed)
     cluster = Cluster(
         directory,
@@ -53,11 +53,11 @@ def storm(directory, seed: int) -> tuple[list[str], set[str], int]:
         hold=0,
         hang_timeout="3",
         max_restarts="1000",
-        script_flag="--save",
+        script_flag=script_flag,
     )
     try:
         kinds = []
-        for step in sorted(chance.sample(range(2, NUM_STEPS - 8), 4)):
+        for step in sorted(chance.sample(range(first_step, NUM_STEPS - 8), 4)):
             cluster.hold(step + 2)  # they wait there for the strike, however late it comes
             workers: list[str] = []
 

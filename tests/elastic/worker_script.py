@@ -1,11 +1,15 @@
 """What the workers of the fault tests run: the job of ``elastic_training``, slowed down, its result written to a file.
 
-``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, the logs and the saves. By files in DIR a test
-decides what must not be left to the speed of the machine: ``closed`` keeps workers that start from joining, ``hold``
-names the step that nobody may pass, ``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
-whose commit it dies; ``fail-WORKER`` says what a worker does to itself, once, and ``cut-WORKER`` that its connections
-to the others end before every step. ``--save`` saves, ``--gloo`` leaves shared memory alone, ``--timeout=S`` is the
-group's.
+``python worker_script.py DIR STEPS PACE``: DIR gets ``digest-WORKER``, ``made-WORKER`` (how many copies of gradients it
+made room for), the logs and the saves. By files in DIR a test decides what must not be left to the speed of the
+machine: ``closed`` keeps workers that start from joining, ``hold`` names the step that nobody may pass,
+``miss-WORKER`` the step whose end a worker misses, ``die-WORKER`` the step after
+whose commit it dies, ``send-WORKER`` the step in whose backward pass it dies, when half of its gradients are sent;
+``fail-WORKER`` says what a worker does to itself, once, and ``cut-WORKER`` that its connections to the others end
+before every step. ``--copies=K`` shards the model; ``--save`` saves every 5 steps (``--save=N``: N), ``--gloo`` leaves
+shared memory alone, ``--overlap`` sends gradients while they come, ``--timeout=S`` is the group's. ``--verify`` has
+every step checked, and ``lie-WORKER`` names the step before which a bit of a worker's weights changes; ``--spike=N``
+makes the loss of step N explode, and goes back from there.
 """
 
 from __future__ import annotations
@@ -18,25 +22,39 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from elastic_training import make_job
 from torch.nn import functional as F
 
-from phalanx.comm.faults import lose_result_at, play
+from phalanx.comm.faults import kill_at, lose_result_at, play
 from phalanx.comm.transports import _auto
-from phalanx.elastic import Job, RunOptions, Saves
+from phalanx.elastic import Guard, Job, RunOptions, Saves, VerifySlots
+from phalanx.elastic.reduce._flat_layout import FlatLayout
 
 
 def main() -> None:
     directory, num_steps, pace = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     while (directory / "closed").exists():
         time.sleep(0.01)
-    saves = Saves(directory=directory / "saves", every=5) if "--save" in sys.argv else None
+    every = next((int(w.partition("=")[2] or 5) for w in sys.argv if w.startswith("--save")), 0)
+    saves = Saves(directory=directory / "saves", every=every) if every else None
     if "--gloo" in sys.argv:
         _auto.choose = lambda identities: _auto.TransportChoice("gloo", "the test says so")
     timeout = next((float(w.partition("=")[2]) for w in sys.argv if w.startswith("--timeout=")), 120.0)
+    overlap = "--overlap" in sys.argv
+    if overlap:
+        of = FlatLayout.of
+        FlatLayout.of = lambda *args: of(*args, bucket_bytes=512)
+    spike = next((int(w.partition("=")[2]) for w in sys.argv if w.startswith("--spike=")), None)
+    copies = next((int(w.partition("=")[2]) for w in sys.argv if w.startswith("--copies=")), None)
     job = make_job(
-        run=RunOptions(log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=timeout),
+        copies=copies,
+        run=RunOptions(
+            log_dir=directory / "logs", progress=False, threads=1, verify=True, timeout=timeout, overlap=overlap
+        ),
         saves=saves,
+        verify_slots=VerifySlots(every=1) if "--verify" in sys.argv else None,
+        guard=Guard() if spike is None else Guard(spike=50.0, on_spike="rollback"),
     )
     for name in ("store", "job"):
         put(directory / name, os.environ.get(f"PHALANX_{name.upper()}", ""))
@@ -44,15 +62,22 @@ def main() -> None:
     put(directory / f"pid-{job.worker_id}", f"{os.getpid()} {started}")
     for step in job.steps(max_steps=num_steps):
         hold(job, step.number, directory)
-        for micro in step:
-            micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
-            time.sleep(pace)
+        if is_due(directory / f"lie-{job.worker_id}", step.number):
+            job.model.extra.detach()[1:2].view(torch.int32).bitwise_xor_(1)
+        if spike is not None:
+            job.saving.wait_idle()  # which save is the last good one must not be left to the speed of the disk
+        with dying_in_the_middle(job, step.number, directory):
+            for micro in step:
+                loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+                micro.backward(loss * 1000 if step.number == spike else loss)
+                time.sleep(pace)
         with missing_the_end(job, step.number, directory):
             outcome = step.commit(max_grad_norm=1.0)
         if outcome:
             job.mean.update(job.model)
         if is_due(directory / f"die-{job.worker_id}", step.number):
             os.kill(os.getpid(), signal.SIGKILL)
+    put(directory / f"made-{job.worker_id}", str(job.pool.num_made))
     put(directory / f"digest-{job.worker_id}", f"{job.step} {job.digest()}")
 
 
@@ -89,6 +114,13 @@ def missing_the_end(job: Job, step: int, directory: Path) -> contextlib.Abstract
     if not is_due(directory / f"miss-{job.worker_id}", step):
         return contextlib.nullcontext()
     return play(lose_result_at(job.rank, 0, name="all_gather_into_tensor"))
+
+
+def dying_in_the_middle(job: Job, step: int, directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Die when the second bucket of gradients is about to be sent, if the test has written that down."""
+    if not is_due(directory / f"send-{job.worker_id}", step):
+        return contextlib.nullcontext()
+    return play(kill_at(job.rank, 1, name="all_to_all"))
 
 
 def fail(wish: Path) -> None:

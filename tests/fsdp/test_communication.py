@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 from fsdp.models import batch, build
 from fsdp.ranks import on_ranks, shard
-from phalanx.comm import init_device_mesh, simulate
 from phalanx.errors import CollectiveMismatch, RankFailed
 from phalanx.fsdp import FSDPModule, fully_shard
 from phalanx.tensor.debug import CommDebugMode
@@ -159,26 +156,6 @@ def test_collectives_are_shown_by_module():
     assert found["FSDPMLP"] == {"forward": {GATHER: 3}, "backward": {GATHER: 2, REDUCE: 3}}
 
 
-def test_a_thousand_steps_leave_nothing_behind():
-    def body(mesh):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), torch.ones(1, 2)
-
-        def steps(count):
-            for _ in range(count):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            gc.collect()
-            return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
-
-        return steps(3) - steps(1000)
-
-    assert simulate(1, timeout=280.0).run(lambda group: body(init_device_mesh("cpu", (1,)))) == [0]
-
-
 def test_memory_of_gathered_units_comes_and_goes():
     """Between steps no unit is gathered; in forward the root and one block are."""
 
@@ -187,7 +164,7 @@ def test_memory_of_gathered_units_comes_and_goes():
         units = [m._get_fsdp_state().unit for m in model.modules() if isinstance(m, FSDPModule)]
 
         def gathered():
-            return sum(section.gather.flat.untyped_storage().size() > 0 for unit in units for section in unit.sections)
+            return sum(section.gather.is_there for unit in units for section in unit.sections)
 
         one_step(model)
         assert gathered() == 0

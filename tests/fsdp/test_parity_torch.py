@@ -37,14 +37,16 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def sharded(api: Any, kind: str, mesh: Any, policy: dict[str, Any]) -> Any:
     model = build(kind)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": api.MixedPrecisionPolicy(**policy.get("precision", {}))}
+    precision = policy.get("precision", {})
+    options: dict[str, Any] = {"mesh": mesh}
     if "reshard_after_forward" in policy:
         options["reshard_after_forward"] = policy["reshard_after_forward"]
     if policy.get("offload"):
         options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+    inner = {name: value for name, value in precision.items() if name != "output_dtype"}
     for block in model.blocks():
-        api.fully_shard(block, **options)
-    api.fully_shard(model, **options)
+        api.fully_shard(block, mp_policy=api.MixedPrecisionPolicy(**inner), **options)
+    api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(**precision), **options)
     if "divide" in policy:
         for module in model.modules():
             if isinstance(module, api.FSDPModule):
@@ -64,7 +66,10 @@ def run(api: Any, kind: str, mesh: Any, policy: dict[str, Any], worker: Any, ste
     return train(model, rank=worker.rank, size=worker.size, steps=steps, before_backward=sync, **options)
 
 
-def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backends: list[str], steps: int) -> None:
+Cases = list[tuple[str, str, tuple[int, ...]]]
+
+
+def _compare(worker: Any, cases: Cases, backends: list[str], steps: int) -> None:
     warnings.simplefilter("ignore")  # torch's own warn about themselves
     join_torch(worker)
     groups = {backend: worker.group(backend=backend, generation=i) for i, backend in enumerate(backends)}
@@ -76,8 +81,6 @@ def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backend
             # bfloat16: sums of two roundings, in another order; gradients have 8 bits
             loose = {"rtol": 5e-2, "atol": 2e-2} if "precision" in policy else {}
             for backend, group in groups.items():
-                if backend == "gloo" and name not in ("default", "accumulate", "reduce float32"):
-                    continue  # what differs between transports is how units are gathered
                 with use_group(group):
                     found = run(ours, kind, our_mesh("cpu", shape, mesh_dim_names=names), policy, worker, steps)
                 assert_runs_close(found, expected, f"{kind}, {name}, {shape} on {backend}", **loose)
@@ -85,12 +88,55 @@ def _compare(worker: Any, cases: list[tuple[str, str, tuple[int, ...]]], backend
         dist.destroy_process_group()
 
 
+def matrix(*shapes: tuple[int, ...]) -> Cases:
+    """Every model with every policy."""
+    return [(kind, name, shape) for shape in shapes for kind in MODELS for name in POLICIES]
+
+
+def spread(shape: tuple[int, ...], start: int) -> Cases:
+    """Every policy once, and the models in turn, each with several."""
+    kinds = list(MODELS)
+    return [(kinds[(start + i) % len(kinds)], name, shape) for i, name in enumerate(POLICIES)]
+
+
 def test_two_ranks_train_as_with_torch():
-    cases = [(kind, "default", (2,)) for kind in MODELS]
-    cases += [("transformer" if i % 2 else "mlp", name, (2,)) for i, name in enumerate(POLICIES) if name != "default"]
-    run_processes(2, _compare, cases, ["gloo", "auto"], 10, timeout=560.0)
+    run_processes(2, _compare, spread((2,), 0), ["gloo", "auto"], 10, timeout=560.0)
 
 
 def test_four_ranks_train_as_with_torch():
-    cases = [("mlp", "default", (4,)), ("tied", "free", (4,)), ("transformer", "accumulate", (2, 2))]
+    cases: Cases = [("mlp", "default", (4,)), ("tied", "free", (4,)), ("transformer", "accumulate", (2, 2))]
     run_processes(4, _compare, cases, ["gloo", "auto"], 4, timeout=560.0)
+
+
+def _divide(worker: Any) -> tuple[float, float]:
+    """The gradient of one weight, which is 1 undivided, with torch's and with ours: hybrid, each shard on one rank."""
+    warnings.simplefilter("ignore")  # torch's own warn about themselves
+    join_torch(worker)
+    found = []
+    try:
+        with use_group(worker.group(backend="auto")):
+            for api, make_mesh in ((theirs, their_mesh), (ours, our_mesh)):
+                model = torch.nn.Linear(1, 1, bias=False)
+                mesh = make_mesh("cpu", (worker.size, 1), mesh_dim_names=("replicate", "shard"))
+                api.fully_shard(model, mesh=mesh)
+                model.set_gradient_divide_factor(4.0)
+                model.set_force_sum_reduction_for_comms(True)
+                model(torch.full((1, 1), 1 / worker.size)).sum().backward()
+                found.append(model.weight.grad.to_local().item())
+    finally:
+        dist.destroy_process_group()
+    return found[0], found[1]
+
+
+def test_a_shard_of_one_rank_divides_once_where_torch_divides_twice():
+    """Torch divides where it would have reduced over one rank, and once more at the end."""
+    for outcome in run_processes(2, _divide, timeout=240.0):
+        assert outcome.value == (1 / 16, 1 / 4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_model_with_every_policy_trains_as_with_torch(size):
+    shapes = [(2,)] if size == 2 else [(4,), (2, 2)]
+    run_processes(size, _compare, matrix(*shapes), ["gloo", "auto"], 10, timeout=3500.0)

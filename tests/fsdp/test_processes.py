@@ -85,8 +85,9 @@ def _main(worker: Any, backend: str) -> str:
             assert isinstance(model._get_fsdp_state().unit.sections[0].gather, MappedGather)
             _gather_every_layout(group)
             _writes_stay_private(group, model)
-        if worker.rank == 1:
-            model.first.register_forward_hook(lambda *unused: os.kill(os.getpid(), signal.SIGKILL))
+        if worker.rank == 1:  # before it has sent anything of that unit, which gloo begins to gather early
+            second = model.second._get_fsdp_state().unit.sections[0].gather
+            second.start = lambda *unused, **named: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"while gathering unit 'second', on rank \d of the group"):
             model(batch(0))
         group.abort()

@@ -16,13 +16,15 @@ def test_public_names_are_frozen():
         "DataParallelMeshDims",
         "FSDPModule",
         "MixedPrecisionPolicy",
+        "ModelDigest",
         "OffloadPolicy",
         "UnshardHandle",
         "context",
         "fully_shard",
+        "layout_summary",
+        "model_digest",
         "register_fsdp_forward_method",
         "share_comm_ctx",
-        "unit_summary",
     ]
     assert all(hasattr(phalanx.fsdp, name) for name in phalanx.fsdp.__all__)
 

@@ -11,14 +11,16 @@ from torch import nn
 
 from fsdp.models import MLP, batch, build
 from fsdp.ranks import on_ranks, shard
+from phalanx.comm import init_device_mesh
 from phalanx.errors import RankFailed
 from phalanx.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
+    layout_summary,
     register_fsdp_forward_method,
     share_comm_ctx,
-    unit_summary,
 )
 from phalanx.fsdp._policies import AllGather, ReduceScatter
 from phalanx.tensor import DTensor, Shard
@@ -318,14 +320,21 @@ def test_methods_that_run_as_forward():
     on_ranks(body, 2)
 
 
-def test_units_in_words():
+def test_what_each_rank_holds_in_words():
     def body(mesh):
-        return unit_summary(shard(build("mlp"), mesh))
+        return layout_summary(shard(build("mlp"), mesh))
 
-    text = on_ranks(body, 2)[0]
-    assert "unit 'first' of 2 ranks: 2 parameters, 77 elements float32; by rank 42, 35 (168 B, 140 B)" in text
-    assert text.endswith("all units, by rank: 692 B, 540 B")
-    assert "no unit" in unit_summary(build("mlp"))
+    assert on_ranks(body, 2)[1].splitlines() == [
+        "scale            float32[1, 5] [shard:S(0)]    20 B, 0 B of 20 B        unit 'root'",
+        "first.weight     float32[11, 6] [shard:S(0)]   144 B, 120 B of 264 B    unit 'first'",
+        "first.bias       float32[11] [shard:S(0)]      24 B, 20 B of 44 B       unit 'first'",
+        "second.0.weight  float32[13, 11] [shard:S(0)]  308 B, 264 B of 572 B    unit 'second'",
+        "second.0.bias    float32[13] [shard:S(0)]      28 B, 24 B of 52 B       unit 'second'",
+        "second.2.weight  float32[5, 13] [shard:S(0)]   156 B, 104 B of 260 B    unit 'second'",
+        "second.2.bias    float32[5] [shard:S(0)]       12 B, 8 B of 20 B        unit 'second'",
+        "total                                          692 B, 540 B of 1.23 kB",
+    ]
+    assert "  0 B to 24 B on 16 ranks of 264 B  " in on_ranks(body, 16)[0].splitlines()[1]
 
 
 # ---- hooks, errors
@@ -399,6 +408,8 @@ def test_mistakes_are_named():
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: 1)
         with pytest.raises(ValueError, match="float"):
             MixedPrecisionPolicy(param_dtype=torch.int32)
+        with pytest.raises(NotImplementedError, match="CPUOffloadPolicy on a mesh of 'meta' devices"):
+            fully_shard(model, mesh=init_device_mesh("meta", (2,)), offload_policy=CPUOffloadPolicy())
         model.scalar = nn.Parameter(torch.tensor(1.0))
         with pytest.raises(ValueError, match="'scalar' is a 0-d tensor"):
             fully_shard(model, mesh=mesh)

@@ -238,7 +238,9 @@ def test_every_generation_has_one_recovery():
 def test_everything_in_a_recovery_travels_to_the_other_agents():
     channel = AgentChannel(MemoryStore())
     streak = Streak(errors=2, kills=1, generation=4, begin=7, step=9)
+    streak = replace(streak, place="step 9, slot 2", workers=("a", "b"), hosts=("h", "i"))
     sent = Recovery(action=Action.REGROUP, restarts=3, reason="x", starts_anew=True, streak=streak, ports_taken=2)
+    sent = replace(sent, failures=("12.500 n", "13.000 m"), leave_out=("n",), limit="node")
     channel.decide(4, sent)
     assert channel.recovery_before(5) == sent
 
@@ -412,7 +414,8 @@ def test_a_huge_failure_is_told_to_others_in_a_size_that_every_store_takes():
 
 
 def test_wishes_that_make_no_sense_are_no_wishes():
-    assert [parse_wish(data) for data in (None, b"", b"x", b"0", b"-1", b"3")] == [None] * 5 + [3]
+    assert [parse_wish(data) for data in (None, b"", b"x", b"-1", b"9" * 10)] == [None] * 5
+    assert [parse_wish(data) for data in (b"0", b"3")] == [0, 3]  # none: the node is to be drained
 
 
 def test_report_shows_what_is_known(tmp_path):

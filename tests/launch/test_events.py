@@ -20,10 +20,17 @@ EVENTS: list[events.AnyEvent] = [
     events.GenerationEnded(job="j", generation=2, how="broken", reason="worker died"),
     events.WorkerStarted(job="j", worker_id="w", rank=4, local_rank=1, pid=77),
     events.WorkerExited(job="j", worker_id="w", rank=4, local_rank=1, pid=77, exit_code=-9),
+    events.WorkerFailed(
+        job="j", worker_id="w", rank=4, local_rank=1, pid=77, exit_code=1, cause="KeyError", message="x", stderr=("a",)
+    ),
+    events.NodeLoad(job="j", node="n", cpu=0.5, memory_used=1, memory_total=2, received=3.0, sent=4.0),
+    events.ActionAsked(job="j", action="scale", detail="to 4", by="somebody"),
     events.WorkerReplaced(job="j", old_worker_id="w", worker_id="x", rank=4),
     events.JobRestarted(job="j", restart_count=1, max_restarts=3, reason="w died"),
     events.WorkerHung(job="j", worker_id="w", rank=4, seconds=30.5),
     events.JobWentBack(job="j", from_step=57, to_step=50, count=1),
+    events.LimitReached(job="j", limit="node", reason="node n is left out", nodes=("n",)),
+    events.NodeNoticed(job="j", source="aws", reason="AWS will stop this instance", seconds=119.5),
     events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
     types.TrainingStarted(worker="w", pid=7),
     types.RoundFormed(
@@ -39,12 +46,17 @@ EVENTS: list[events.AnyEvent] = [
         machine={"threads": 1},
     ),
     types.StepCommitted(worker="w", step=4, epoch=0, loss=None, samples=32, generation=1, round=0, world_size=2),
+    types.WorkerStepTimes(worker="w", step=4, compute=(5, 6), wait=(1, 2), data=(0, 0), save=(7, 0)),
     types.GroupLost(worker="w", generation=1, step=5, reason="closed"),
     types.StateSent(worker="w", to="x", bytes=100),
+    types.CellsMoved(worker="w", step=3, cells=2, bytes=100, left=1),
+    types.CellsHeld(worker="w", step=3, cells=9, owned=5, unprotected=2, mirrors=("x", "y"), copies=2, bytes=90),
     types.StateReceived(worker="x", step=5, source="w"),
     types.RankTakenOver(worker="x", step=9, rank=1, generation=2),
     types.StepsRepeated(worker="w", step=0, before=5),
     types.NonFiniteFound(worker="w", step=3, reaction="stop", epoch=0, loss="nan", grads=("a",), slots={"1": [4, 5]}),
+    types.StepSkipped(worker="w", step=3, epoch=0, reason="the loss is nan", in_row=1),
+    types.RolledBack(worker="w", step=57, to=40, reason="the loss is 9"),
     types.Resumed(worker="w", step=3),
     types.Saved(worker="w", step=3, path="/saves/3"),
     types.SaveFailed(worker="w", step=3, error="full", next_attempt_in=2.0),
@@ -53,6 +65,10 @@ EVENTS: list[events.AnyEvent] = [
     types.NotNeeded(worker="w", step=9),
     types.TrainingFinished(worker="w", step=9),
     types.EventsLost(worker="w", lines=4),
+    types.SlotsDealt(worker="w", step=8, generation=1, workers=("a", "b"), sizes=(3, 1), pace=(0.1, 0.3), gain=1.5),
+    types.WrongBitsFound(
+        worker="w", step=8, what="slot", culprit="b", slot=2, parameter="p", element=4, values=("1", "2")
+    ),
     events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
 ]
 

@@ -74,7 +74,8 @@ def unusual(config_type: type, tmp_path: Path) -> dict[str, Any]:
         "min_nodes": 1, "max_nodes": 1000, "nproc_per_node": 1001, "logs_specs": DefaultLogsSpecs(str(tmp_path)),
         "signals_to_handle": "SIGUSR1", "on_failure": "heal", "start_method": "exec", "rdzv_backend": "c10d",
         "rdzv_endpoint": "node0:29400", "rdzv_configs": {"lease": 40}, "metrics_cfg": {"type": "null"},
-        "event_log_handler": "null", "numa_options": None, "rdzv_timeout": 12345,
+        "event_log_handler": "null", "numa_options": None, "rdzv_timeout": 12345, "notice": ("file:/nowhere/notice",),
+        "leave_signal": "SIGUSR2", "otel": "http://127.0.0.1:4318",
     }  # fmt: skip
     for n, each in enumerate(fields(config_type)):
         if each.name not in values:

@@ -1,10 +1,13 @@
-"""Which zygote forks the next worker when one is killed: without processes, on zygotes that only pretend."""
+"""Which zygote forks the next worker when one is killed (on pretended ones), and what a real one's forks die of."""
 
 from __future__ import annotations
 
+import queue
+import signal
+
 import pytest
 
-from phalanx.launch.workers._processes import ProcessStartError
+from phalanx.launch.workers._processes import ProcessStartError, WorkerProcess, Zygote
 from phalanx.launch.workers._zygotes import MAX_ATTEMPTS, Zygotes
 
 pytestmark = pytest.mark.fast
@@ -102,3 +105,20 @@ def test_one_that_holds_the_callers_functions_has_no_successor():
     with pytest.raises(ProcessStartError):
         zygotes.park()
     zygotes.close()
+
+
+def test_sigterm_to_a_fork_that_is_no_worker_yet_ends_it_and_nobody_else():
+    exits: queue.Queue[WorkerProcess] = queue.Queue()
+    zygote = Zygote.execute()
+    try:
+        zygote.start(exits.put)
+        zygote.wait_ready()
+        bystander = zygote.park()
+        for _ in range(20):
+            process = zygote.park()
+            process.send_signal(signal.SIGTERM, to_group=False)  # at once: it has hardly begun to run
+            ended = exits.get(timeout=60)
+            assert (ended.pid, ended.exit_code) == (process.pid, -signal.SIGTERM)
+        assert bystander.waits
+    finally:
+        zygote.close()

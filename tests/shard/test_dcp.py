@@ -166,6 +166,7 @@ def between_ours_and_torchs(worker: Any, folder: str) -> None:
     from torch.distributed import tensor as theirs
 
     import phalanx.tensor as ours
+    from phalanx import shard
 
     pairs = [("S0", "S1"), ("R", "S0"), ("S1", "R"), ("R", "R"), ("S0", "S0")]
     tensors: dict[str, dict[str, Any]] = {"ours": {}, "theirs": {}}
@@ -186,6 +187,10 @@ def between_ours_and_torchs(worker: Any, folder: str) -> None:
         dcp.save(tensors[side], checkpoint_id=f"{folder}/of {side}")
         dcp.load(blank[other], checkpoint_id=f"{folder}/of {side}")
         for key, tensor in blank[other].items():
+            assert torch.equal(tensor.full_tensor(), value_of(tuple(tensor.shape))), (side, key)
+            tensor.zero_()
+        shard.load(f"{folder}/of {side}", blank["ours"])  # our reader, which runs nothing of the metadata
+        for key, tensor in blank["ours"].items():
             assert torch.equal(tensor.full_tensor(), value_of(tuple(tensor.shape))), (side, key)
             tensor.zero_()
         metadata = dcp.FileSystemReader(f"{folder}/of {side}").read_metadata().state_dict_metadata

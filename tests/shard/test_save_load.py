@@ -18,7 +18,7 @@ from phalanx import shard
 from phalanx._signature import sign
 from phalanx.comm import init_device_mesh, observe, simulate
 from phalanx.errors import RankFailed
-from phalanx.shard.checkpoint._load import runs
+from phalanx.shard.checkpoint._checkpoint import runs
 from phalanx.shard.files import _safetensors
 from phalanx.shard.files._index import BLOCK, digest
 from phalanx.shard.layout._boxes import Box

@@ -15,7 +15,7 @@ from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
 from phalanx.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from phalanx.tensor.layout._spec import Spec
-from phalanx.tensor.redistribute._execute import _apply_move, follow, route_of, turn_back
+from phalanx.tensor.redistribute._execute import apply_move, follow, route_of, turn_back
 from phalanx.tensor.redistribute._plan import plan_redistribute
 
 LAYOUTS = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]
@@ -101,7 +101,7 @@ def test_the_short_way_of_a_sum_has_the_bits_of_the_node(placements: Any) -> Non
         route = turn_back(route_of(plan_redistribute(spec, target)))
         assert route.sums is not None
         found = []
-        for way in (lambda local: _apply_move(local, route), lambda local: follow(route, local)):
+        for way in (lambda local: apply_move(local, route), lambda local: follow(route, local)):
             generator = torch.Generator().manual_seed(mesh.get_rank())
             leaf = torch.randn(spec.local_shape[::-1], generator=generator).requires_grad_()
             total = way(leaf.t() ** 2)

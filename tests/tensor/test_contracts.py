@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import DeviceMesh, Group, init_device_mesh, simulate
 from phalanx.errors import RankFailed
-from phalanx.tensor import Shard, distribute_tensor
+from phalanx.tensor import Replicate, Shard, distribute_tensor
 from phalanx.tensor.debug import (
     Allowance,
     CommContract,
@@ -222,10 +222,14 @@ def test_sequence_parallel_gathers_and_reduce_scatters() -> None:
     check_contract(sequence_parallel, contracts.sequence_parallel_pair("layers.*", nbytes=ACTIVATION), mesh={"tp": 2})
 
 
-@pytest.mark.xfail(strict=True, raises=ContractBreach, reason="the input's gradient is all-reduced, then cut")
-def test_sequence_parallel_reduce_scatters_backward_too() -> None:
-    wanted = contracts.sequence_parallel_pair("layers.*", nbytes=ACTIVATION, input_gradient="reduce_scatter")
-    check_contract(sequence_parallel, wanted, mesh={"tp": 2})
+def test_an_activation_that_the_model_itself_gathers_is_all_reduced_and_cut() -> None:
+    def by_hand(mesh: DeviceMesh):
+        model, _ = tensor_parallel(mesh)
+        x = distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]).requires_grad_()
+        return model.layers[0], lambda: model.layers[0](x.redistribute(placements=[Replicate()])).sum().backward()
+
+    wanted = contracts.column_row_pair("", nbytes=ACTIVATION) + CommContract(line(collective="all_gather"))
+    check_contract(by_hand, wanted, mesh={"tp": 2})
 
 
 def test_loss_parallel_is_three_numbers_per_row() -> None:

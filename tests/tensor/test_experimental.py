@@ -22,7 +22,7 @@ from phalanx.tensor import (
     fallback_counts,
     implicit_replication,
 )
-from phalanx.tensor.core._dtensor import handlers as found_handlers
+from phalanx.tensor.core._tracing import handlers as found_handlers
 from phalanx.tensor.debug import CommDebugMode
 from phalanx.tensor.experimental import implicit_replication as exported
 from phalanx.tensor.experimental import local_map, register_sharding

@@ -201,8 +201,8 @@ def test_lbfgs_takes_the_same_steps(search: str | None) -> None:
             torch.testing.assert_close(ours, reference)
 
 
-def test_muon_takes_the_same_step_as_far_as_its_bfloat16_goes() -> None:
-    """It rounds to eight bits inside, and amplifies what was rounded; exact where nothing is cut."""
+def test_muon_takes_the_step_of_one_device() -> None:
+    """It rounds to eight bits inside, and amplifies what was rounded: only the same computation is close."""
     generator = torch.Generator().manual_seed(1)
     value, grad = torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator)
 
@@ -214,10 +214,10 @@ def test_muon_takes_the_same_step_as_far_as_its_bfloat16_goes() -> None:
     expected = step(nn.Parameter(value.clone()), grad.clone())
 
     def body(mesh: Any) -> None:
-        for placement, close in ((Replicate(), 1e-6), (Shard(0), 0.05), (Shard(1), 0.05)):
+        for placement in (Replicate(), Shard(0), Shard(1)):
             mine = nn.Parameter(distribute_tensor(value, mesh, [placement]))
             found = step(mine, distribute_tensor(grad, mesh, [placement]))
-            torch.testing.assert_close(found, expected, rtol=0, atol=close)
+            assert torch.equal(found, expected), placement
 
     assert (expected - value).abs().max() > 0.3
     on_mesh(body, 2)

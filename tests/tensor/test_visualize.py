@@ -146,11 +146,11 @@ def test_summary_of_a_module() -> None:
         return layout_summary(parallelize_module(MLP(6, 10), mesh, {"up": ColwiseParallel()}))
 
     assert on_mesh(body, 2)[0].splitlines() == [
-        "up.weight    float32[10, 6] [tp:S(0)]  120 B of 240 B",
-        "up.bias      float32[10] [tp:S(0)]     20 B of 40 B",
-        "down.weight  float32[6, 10]            240 B of 240 B",
-        "down.bias    float32[6]                24 B of 24 B",
-        "total                                  404 B of 544 B",
+        "up.weight    float32[10, 6] [tp:S(0)]  120 B, 120 B of 240 B",
+        "up.bias      float32[10] [tp:S(0)]     20 B, 20 B of 40 B",
+        "down.weight  float32[6, 10]            240 B on each rank",
+        "down.bias    float32[6]                24 B on each rank",
+        "total                                  404 B, 404 B of 544 B",
     ]
 
 

@@ -3,8 +3,8 @@
 ``python tests/tensor/coverage.py --against-torch`` takes torch's operator samples and lays their tensors out on two
 ranks in many ways. torch's side runs on its fake process group, once as each rank: no byte moves, but collectives are
 counted, and where there are none the ranks' results together show whether torch is right. Ours runs on simulated ranks.
-A cell is one operator, sample and layout that torch's DTensor takes. Of the cells in which torch sends nothing and
-we do each needs a reason in ``traffic_reasons.py``, or that torch's result is wrong.
+A cell is one operator, sample and layout that torch's DTensor takes. Each cell in which we send more than torch (more
+bytes, in no fewer collectives) needs a reason in ``traffic_reasons.py``, or that torch, which sends nothing, is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from traffic_reasons import reason_for, unused
 
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
+from phalanx.errors import PhalanxError
 from phalanx.tensor import Shard, manual_seed
 from phalanx.tensor.debug import CommDebugMode
 
@@ -43,11 +44,12 @@ Layout = list[tuple[Any, ...]]
 
 @dataclass
 class Sent:
-    """What one side sent for one cell: collectives by name, bytes; or why it refused."""
+    """What one side sent for one cell: collectives by name, bytes that a rank sends; or why it refused."""
 
     counts: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
     refused: str = ""
+    failed: str = ""  # ours: a rank failed alone, or the ranks wait for each other
     results: list[Any] = field(default_factory=list)  # torch's: (placements, local) of each tensor, this rank's
 
     def __str__(self) -> str:
@@ -102,6 +104,14 @@ def cases_of(op: OpInfo, limit: int, num_layouts: int) -> list[Case]:
     return found
 
 
+def on_the_wire(collective: str, nbytes: int) -> int:
+    """Say what a rank of a ring sends of a collective in which ``nbytes`` go in or come out, whichever is more: an
+    all-reduce goes around twice, a gather, a scattered reduction and an exchange once.
+    """
+    rounds = 2 if "all_reduce" in collective else 1
+    return nbytes * rounds * (RANKS - 1) // RANKS
+
+
 # ---- torch's DTensor
 
 
@@ -118,7 +128,8 @@ class _Counting(TorchDispatchMode):
         if space in _NAMESPACES and name not in _LOCAL:
             self.sent.counts[name] += 1
             sides = [[t for t in tree_flatten(side)[0] if isinstance(t, Tensor)] for side in ((args, kwargs), result)]
-            self.sent.nbytes += max(sum(t.numel() * t.element_size() for t in side) for side in sides)
+            largest = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
+            self.sent.nbytes += on_the_wire(name, largest)
         return result
 
 
@@ -238,7 +249,10 @@ def we_send(cases: Sequence[Case]) -> list[Sent]:
         mesh = init_device_mesh("cpu", (RANKS,))
         return [_we_send(case, mesh) for case in cases]
 
-    return comm.simulate(RANKS).run(rank_main)[0]
+    try:
+        return comm.simulate(RANKS).run(rank_main)[0]
+    except PhalanxError as error:  # the ranks part ways, wait for each other, or do not end
+        return [Sent(failed=f"{type(error).__name__}: {str(error)[:400]} / {error.__cause__!r}")] * len(cases)
 
 
 def _we_send(case: Case, mesh: Any) -> Sent:
@@ -256,7 +270,7 @@ def _we_send(case: Case, mesh: Any) -> Sent:
     except Exception as error:
         sent.refused = f"{type(error).__name__}: {str(error)[:200]}"
     sent.counts.update(seen.get_comm_counts())
-    sent.nbytes = seen.get_total_bytes()
+    sent.nbytes = sum(on_the_wire(name, nbytes) for name, nbytes in seen.get_comm_bytes().items())
     return sent
 
 
@@ -265,13 +279,14 @@ def _we_send(case: Case, mesh: Any) -> Sent:
 KINDS = (
     "equal",  # both send nothing, or as many bytes
     "we_send_less",
-    "we_send_more",  # both send, ours more bytes
+    "fewer_collectives",  # more bytes in fewer collectives; one counts as 4 KiB, and the samples are small
     "torch_sends_alone",
     "torch_is_wrong",  # we send alone; torch's result is not that of one device
-    "explained",  # we send alone, and ``traffic_reasons.py`` says why
-    "unexplained",  # we send alone
+    "explained",  # we send more, and ``traffic_reasons.py`` says why
+    "unexplained",  # we send more
     "torch_refuses",  # no cell: nothing to compare with
     "we_refuse",
+    "failed",  # ours did not end, or not on every rank
 )
 
 
@@ -279,31 +294,37 @@ def kind_of(case: Case, theirs: Sequence[Sent], ours: Sent) -> tuple[str, str]:
     """One of ``KINDS``, and what there is to say."""
     if any(sent.refused for sent in theirs):
         return "torch_refuses", theirs[0].refused
+    if ours.failed:
+        return "failed", ours.failed
     if ours.refused:
         return "we_refuse", ours.refused
     they, we = sum(theirs[0].counts.values()), sum(ours.counts.values())
-    if not we or not they:
-        if they == we:
-            return "equal", ""
-        if they:
-            return "torch_sends_alone", str(theirs[0])
-        wrong = torch_is_wrong(case, theirs)
-        if wrong:
-            return "torch_is_wrong", wrong
-        why = reason_for(case.name, str(case))
-        return ("explained", why) if why else ("unexplained", f"we send {ours}")
-    less, more = ours.nbytes < theirs[0].nbytes, ours.nbytes > theirs[0].nbytes
-    return "we_send_less" if less else "we_send_more" if more else "equal", f"torch {theirs[0]}, ours {ours}"
+    both = f"torch {theirs[0]}, ours {ours}"
+    if not we:
+        return "torch_sends_alone" if they else "equal", both
+    if they and ours.nbytes <= theirs[0].nbytes:
+        return "equal" if ours.nbytes == theirs[0].nbytes else "we_send_less", both
+    if we < they:
+        return "fewer_collectives", both
+    wrong = "" if they else torch_is_wrong(case, theirs)
+    return ("torch_is_wrong", wrong) if wrong else _explained(case, both)
 
 
-def compare(ops: Sequence[OpInfo], samples: int, layouts: int) -> list[tuple[Case, str, str]]:
-    """(case, kind, words) of every cell of these operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cases = [case for op in ops for case in cases_of(op, samples, layouts)]
-        theirs = [torch_sends(cases, rank) for rank in range(RANKS)]
-        ours = we_send(cases)
-    return [(case, *kind_of(case, [t[i] for t in theirs], ours[i])) for i, case in enumerate(cases)]
+def _explained(case: Case, sent: str) -> tuple[str, str]:
+    why = reason_for(case.name, str(case))
+    return ("explained", f"{sent}: {why}") if why else ("unexplained", sent)
+
+
+def compare(ops: Sequence[OpInfo], samples: int, layouts: int) -> Iterator[tuple[Case, str, str]]:
+    """(case, kind, words) of every cell of these operators, each in a simulation of its own."""
+    for op in ops:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cases = cases_of(op, samples, layouts)
+            theirs = [torch_sends(cases, rank) for rank in range(RANKS)]
+            ours = we_send(cases)
+        for i, case in enumerate(cases):
+            yield (case, *kind_of(case, [t[i] for t in theirs], ours[i]))
 
 
 def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) -> int:
@@ -313,8 +334,8 @@ def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) 
     for case, kind, words in compare(ops, samples, layouts):
         total[kind] += 1
         rows.setdefault(case.name, []).append((kind, str(case), words))
-        if kind == "unexplained":
-            print(f"{case}: {words}", flush=True)
+        if kind in ("unexplained", "failed"):
+            print(f"{case}: {kind}: {words}", flush=True)
     cells = sum(total.values()) - total["torch_refuses"]
     alone = sum(any(kind == "unexplained" for kind, *_ in row) for row in rows.values())
     print(
@@ -326,4 +347,4 @@ def report_traffic(ops: Sequence[OpInfo], samples: int, layouts: int, out: str) 
     if out:
         with open(out, "w") as file:
             json.dump({"total": total, "operators": rows}, file, indent=1)
-    return 1 if total["unexplained"] else 0
+    return 1 if total["unexplained"] or total["failed"] else 0

@@ -1,4 +1,4 @@
-"""Why we send where torch's DTensor sends nothing: each cell that ``traffic.py`` finds needs a reason here.
+"""Why we send more than torch's DTensor: each such cell that ``traffic.py`` finds needs a reason here.
 
 A reason names operators and, by a pattern, the layouts and shapes that it holds for. ``unused`` lists those that no
 cell of a complete run needed: they are to be removed.
@@ -46,7 +46,18 @@ REASONS = (
         "a contribution that is none of the result may be out of the range of the integers, and wraps around",
     ),
     Reason(
-        "fmax fmin nan_to_num sgn sign",
+        "fmax",
+        r"P\(max\)",
+        "of not-a-number and y it is y, which another contribution may exceed: the maximum, not-a-number, comes first",
+    ),
+    Reason(
+        "fmin",
+        r"P\(min\)",
+        "of not-a-number and y it is y, which another contribution may be below: the minimum, not-a-number, comes "
+        "first",
+    ),
+    Reason(
+        "nan_to_num sgn sign",
         r"P\((max|min)\)",
         "they turn not-a-number into a number: a contribution that is one makes the maximum one, which comes first",
     ),
@@ -72,7 +83,7 @@ REASONS = (
         "contributions that are not zero (or not numbers) may have a sum that is: they are added first",
     ),
     Reason(
-        "nn.functional.cross_entropy",
+        "nn.functional.cross_entropy nn.functional.linear_cross_entropy",
         r"S\(0\) S\(0\)",
         "a mean is divided by the number of targets that are not ignored on all ranks; torch's is that of each rank",
     ),
@@ -99,9 +110,69 @@ REASONS = (
         "the tensor has no elements: a collective of no bytes",
     ),
     Reason(
+        "native_batch_norm _native_batch_norm_legit _batch_norm_with_update nn.functional.batch_norm",
+        r"P\(",
+        "partial running statistics are written to, as one device's are: all is computed replicated. torch "
+        "reduces copies of "
+        "them and writes to those: its running statistics stay what they were",
+    ),
+    Reason(
+        "nn.functional.local_response_norm",
+        r"S\(1\) of \[\(1, ",
+        "padding exchanges the cut channels for columns, as there is only one image, and pooling gathers those",
+    ),
+    Reason(
+        "nn.functional.gaussian_nll_loss",
+        r"P\(",
+        "a clone of a partial variance is partial, and what follows it (a clamp, a logarithm, a division) reduces "
+        "it each "
+        "time; torch's clone reduces. (What went through exp or softplus is not partial any more.)",
+    ),
+    Reason(
         "_batch_norm_with_update",
         "",
         "an operator inside of torch's batch_norm, which has the rule; called by itself it is computed replicated",
+    ),
+    Reason(
+        "trapezoid trapz cumulative_trapezoid",
+        r"P\(sum\) P\(sum\)|P\(avg\) S\(0\)",
+        "torch takes the differences of neighbours, one less than there are, before it reduces them",
+    ),
+    Reason(
+        "fft.rfft2 fft.rfftn",
+        r"S\(2\) of \[\(5, 6, 7\)\]",
+        "the transform is of fewer rows (s=) than there are: torch drops the others before it gathers, here all "
+        "are exchanged",
+    ),
+    Reason(
+        "special.xlog1py",
+        r"^\S+ sample \d P\((sum|avg)\)",
+        "it is zero where x is, whatever the logarithm: contributions that cancel out would be infinities that do not",
+    ),
+    Reason(
+        "nn.functional.l1_loss nn.functional.margin_ranking_loss nn.functional.kl_div",
+        r"P\((sum|avg)\) P\((sum|avg)\)",
+        "both arguments of a loss are reduced, where torch reduces their difference (or product) once: targets "
+        "are data, "
+        "which is not partial",
+    ),
+    Reason(
+        "linalg.pinv.singular",
+        r"P\((max|min)\) P\((max|min)\)",
+        "the sample multiplies its two arguments first: they are scattered along the dim that is summed over, "
+        "half of what "
+        "reducing both takes, and the product, which is larger than they are here, is a partial sum",
+    ),
+    Reason(
+        "index_put",
+        r"S\(0\) P\(\S+ of \[\(5, 5\), \(5,\), \(5,\)\]",
+        "how many places a mask has is known where all of it is: it is computed replicated",
+    ),
+    Reason(
+        "masked.logaddexp",
+        r"P\((sum|avg)\) P\((sum|avg)\) S\(0\) S\(0\)",
+        "masking keeps the contributions, for a mask that is gathered (a byte for each element); their sum comes "
+        "after it",
     ),
     Reason(
         "nn.functional.kl_div",

@@ -68,6 +68,11 @@ class Background:
         return self._thread.ident is not None
 
     @property
+    def native_id(self) -> int:
+        """The number by which the system knows the thread; 0 before it has started."""
+        return self._thread.native_id or 0
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread

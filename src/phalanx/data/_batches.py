@@ -23,9 +23,11 @@ from phalanx.data import _ranks
 from phalanx.data._order import Order
 from phalanx.data._padding import draw
 from phalanx.data._partition import Timeline, checked_tail, slots_of
-from phalanx.data._sampler_state import SamplerState, integer_of
-from phalanx.data._source import Shuffle, checked_seed, length_of, order_over
+from phalanx.data._sampler_state import SamplerState, integer_of, parameters_of
+from phalanx.data._source import Shuffle, adjust_cache, checked_seed, length_of, order_over
 from phalanx.data._wrapped_orders import OrderLike
+from phalanx.data.shards._mixed_order import MixedOrder
+from phalanx.data.shards._shard_order import ShardOrder, ShardWindow
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -76,7 +78,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.seed = checked_seed(seed)
         self.tail = checked_tail(tail)
         self._dataset_length = length_of(dataset)
-        self._order = order_over(self._dataset_length, shuffle, order, block_size)
+        self._order = order_over(dataset, shuffle, order, block_size).settle(num_slots, slot_batch_size)
+        adjust_cache(dataset, self._order)
         self._timeline = Timeline(length=self._order.length, step_size=num_slots * slot_batch_size, tail=self.tail)
         self._step = 0
         self._watch_commits = True  # until the first commit, or until someone was reminded of it
@@ -136,6 +139,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
         drawn = iter(draw(self._order, self.seed, epochs.pop(), positions, self.tail))
         return [[next(drawn) for _ in range(stop - first)] for first, stop in ranges]
 
+    def windows(self, step: int, slot: int) -> list[ShardWindow]:
+        """Return the windows of shards that a slot reads from in a step; none under orders that have no windows."""
+        order = self._order
+        if not isinstance(order, (ShardOrder, MixedOrder)):
+            return []
+        epoch, position = self._timeline.locate(step)
+        positions = np.arange(*self._timeline.slot_range(position, slot, self.num_slots), dtype=np.int64)
+        return order.windows_at(self.seed, epoch, positions % order.length)
+
     def commit(self, step: int) -> None:
         """Say that ``step`` was trained: its samples are used and never issued again.
 
@@ -188,6 +200,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             position=position,
             length=self._dataset_length,
             order=self._order.name,
+            parameters=self._order.parameters(),
         )
         return {**state.to_dict(), "step": self._step}
 
@@ -197,8 +210,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Another number of slots or another batch size is allowed: the epoch goes on at the same position
         with steps of the new size.
         """
-        length = self._order.length
-        state = SamplerState.checked(state_dict, length=self._dataset_length, order=self._order.name, last=length)
+        order = self._order.adopt(parameters_of(state_dict))
+        length = order.length
+        state = SamplerState.checked(state_dict, length=self._dataset_length, order=order.name, last=length)
         step = integer_of(state_dict, "step")
         if step < 0:
             raise ValueError(f"sampler state has step {step}; expected 0 or more")
@@ -212,7 +226,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 first_epoch=state.epoch,
                 first_position=state.position,
             )
-        self._timeline, self.seed, self._step = timeline, state.seed, step
+        self._order, self._timeline, self.seed, self._step = order, timeline, state.seed, step
+        adjust_cache(self.dataset, order)
         self._watch_commits, self._read_in_vain = step == 0, False  # who saved a later step does commit
 
     def epoch_was_read(self) -> None:

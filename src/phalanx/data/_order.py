@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import abc
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,18 @@ class Order(abc.ABC):
     @abc.abstractmethod
     def at(self, seed: int, epoch: int, positions: Indices) -> Indices:
         """Return the dataset indices at ``positions``, an int64 array of numbers in [0, length)."""
+
+    def settle(self, lanes: int, run: int) -> Order:
+        """Return the order with what its user left open: ``lanes`` readers take ``run`` samples each in turn."""
+        return self
+
+    def parameters(self) -> dict[str, Any]:
+        """Return what is saved beside the name, as JSON-able values; most orders have nothing to add."""
+        return {}
+
+    def adopt(self, parameters: Mapping[str, Any]) -> Order:
+        """Return the order with saved ``parameters``; refuse those that it cannot go on with."""
+        return self
 
 
 def checked_length(length: int) -> int:

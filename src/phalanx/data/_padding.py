@@ -49,6 +49,11 @@ class WithWeights(Dataset[tuple[Any, float]]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shards", "expect", "adjust_cache", "is_replayed"):  # what samplers and jobs ask a dataset for
+            return getattr(self.__dict__["dataset"], name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
     def __getitem__(self, index: int) -> tuple[Any, float]:
         return self.dataset[int(index)], weight_of(index)
 

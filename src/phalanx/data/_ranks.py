@@ -51,7 +51,7 @@ def check_agreement(mine: Mapping[str, Any], taken: Iterable[int], num_parts: in
 def disagreements(everyone: Sequence[Mapping[str, Any]], num_parts: int) -> list[str]:
     """Return what is wrong among the ranks' values, in words; nothing if they belong together."""
     problems = [
-        f"rank {rank} has {name}={theirs['mine'].get(name)!r}, rank 0 has {name}={value!r}"
+        f"rank {rank} has {name}={_said(theirs['mine'].get(name))}, rank 0 has {name}={_said(value)}"
         for name, value in everyone[0]["mine"].items()
         for rank, theirs in enumerate(everyone)
         if theirs["mine"].get(name) != value
@@ -61,3 +61,8 @@ def disagreements(everyone: Sequence[Mapping[str, Any]], num_parts: int) -> list
         if len(takers) != 1:
             problems.append(f"part {part} of {num_parts} is taken by ranks {takers}, expected one")
     return problems
+
+
+def _said(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -23,8 +23,8 @@ from phalanx.data._cursor import Cursor
 from phalanx.data._order import Sequential
 from phalanx.data._padding import draw
 from phalanx.data._partition import Share, checked_tail
-from phalanx.data._sampler_state import SamplerState
-from phalanx.data._source import Shuffle, checked_seed, length_of, order_over
+from phalanx.data._sampler_state import SamplerState, parameters_of
+from phalanx.data._source import DEFAULT_LANES, Shuffle, adjust_cache, checked_seed, length_of, order_over
 from phalanx.data._wrapped_orders import OrderLike
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
     ``num_replicas`` and ``rank`` default to the current group's. ``start_index`` is how many samples of
     the first epoch are already done. ``tail`` says what happens when the rest does not divide: "pad"
     (default), "drop" (the same as ``drop_last=True``), "uneven", or "mask" (see ``WithWeights``).
-    ``shuffle="block"`` keeps reads local in blocks of ``block_size``; ``order`` brings any other order.
+    ``shuffle="block"`` keeps reads local in blocks of ``block_size``, ``"shards"`` in the shards of a
+    ``ShardedDataset``; ``order`` brings any other order.
 
     >>> sampler = ElasticDistributedSampler(range(10), num_replicas=2, rank=0, shuffle=False)
     >>> indices = iter(sampler)
@@ -74,7 +75,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         self.drop_last = self.tail == "drop"
         self.start_index = start_index
         self._dataset_length = length_of(dataset)
-        self._order = order_over(self._dataset_length, shuffle, order, block_size)
+        self._order = order_over(dataset, shuffle, order, block_size).settle(DEFAULT_LANES, 1)
+        adjust_cache(dataset, self._order)
         if not 0 <= start_index < self._order.length:
             raise ValueError(f"start_index is {start_index}; expected one in [0, {self._order.length})")
         self.num_replicas, self.rank = _ranks.place(num_replicas, rank)
@@ -144,14 +146,13 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         Iterators made before are closed. Raises ``ValueError`` for a state of another dataset length or
         another order.
         """
-        state = SamplerState.checked(
-            state_dict, length=self._dataset_length, order=self._order.name, last=self._order.length
-        )
+        order = self._order.adopt(parameters_of(state_dict))
+        state = SamplerState.checked(state_dict, length=self._dataset_length, order=order.name, last=order.length)
         self._close_pass("a state was loaded into the sampler")
         # A loader may load its state after set_epoch: who named this very epoch gets the rest of it, even
         # if nothing is left, and names the next one then.
         self._epoch_was_set = self._epoch_was_set and state.epoch == self._epoch
-        self.seed, self._epoch, self._start = state.seed, state.epoch, state.position
+        self._order, self.seed, self._epoch, self._start = order, state.seed, state.epoch, state.position
         self._untouched = False
 
     def resize(self, num_replicas: int, rank: int, *, consumed: int | None = None) -> None:
@@ -222,6 +223,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
             position=position,
             length=self._dataset_length,
             order=self._order.name,
+            parameters=self._order.parameters(),
         )
 
     def _share(self, start: int | None = None, num_replicas: int | None = None, rank: int | None = None) -> Share:

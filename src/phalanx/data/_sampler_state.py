@@ -1,13 +1,13 @@
 """Encodes what is saved of a sampler: a few numbers in a dict of JSON, the same for every rank and world size.
 
 Owns the format and its checks. Version 1: version, seed, epoch, position (samples of the epoch that are
-done), length (of the dataset), order (what a position refers to).
+done), length (of the dataset), order (what a position refers to), and parameters, if the order has any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VERSION = 1
@@ -26,9 +26,11 @@ class SamplerState:
     position: int
     length: int
     order: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self)}
+        values = {"version": VERSION, **asdict(self)}
+        return values if self.parameters else {name: values[name] for name in values if name != "parameters"}
 
     @classmethod
     def checked(cls, state: Mapping[str, Any], *, length: int, order: str, last: int) -> SamplerState:
@@ -52,7 +54,15 @@ class SamplerState:
             raise ValueError(f"sampler state has position {numbers['position']}; expected one in [0, {last}]")
         if numbers["epoch"] < 0:
             raise ValueError(f"sampler state has epoch {numbers['epoch']}; expected none below 0")
-        return cls(order=order, **numbers)
+        return cls(order=order, **numbers, parameters=parameters_of(state))
+
+
+def parameters_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the order's parameters in a state; none in most."""
+    parameters = state.get("parameters", {})
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"sampler state has parameters of type {type(parameters).__name__}; expected a dict")
+    return parameters
 
 
 def integer_of(state: Mapping[str, Any], name: str) -> int:

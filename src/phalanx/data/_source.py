@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.data._order import DEFAULT_BLOCK_SIZE, BlockShuffled, Order, Sequential, Shuffled
 from phalanx.data._wrapped_orders import OrderLike, as_order
+from phalanx.data.shards._shard_order import ShardOrder
 
-Shuffle = bool | Literal["block"]
+Shuffle = bool | Literal["block", "shards"]
+#: Lanes of ``shuffle="shards"`` where there are no slots. Not the number of replicas: any number has the same order.
+DEFAULT_LANES = 8
 
 
 def length_of(dataset: Any) -> int:
@@ -65,27 +68,50 @@ def _can_index(dataset: Any) -> bool:
 
 def check_shuffle(shuffle: Shuffle, order: OrderLike | None, block_size: int | None) -> None:
     """Refuse arguments that contradict each other, whatever the dataset."""
-    if shuffle not in (True, False, "block"):
-        raise ValueError(f"shuffle is {shuffle!r}; expected True, False or 'block'")
+    if shuffle not in (True, False, "block", "shards"):
+        raise ValueError(f"shuffle is {shuffle!r}; expected True, False, 'block' or 'shards'")
     if block_size is not None and (shuffle != "block" or order is not None):
         raise ValueError(f"block_size={block_size} needs shuffle='block' and no order of your own")
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size is {block_size}; expected at least 1")
 
 
-def order_over(length: int, shuffle: Shuffle, order: OrderLike | None, block_size: int | None) -> Order:
-    """Return the order that the arguments of a sampler ask for, over a dataset of ``length``."""
+def order_over(dataset: Any, shuffle: Shuffle, order: OrderLike | None, block_size: int | None) -> Order:
+    """Return the order that the arguments of a sampler ask for."""
     check_shuffle(shuffle, order, block_size)
+    length = len(dataset)
     if order is not None:
         wrapped = as_order(order)
         if wrapped.bound > length:
             raise ValueError(
                 f"order {wrapped.name} gives indices up to {wrapped.bound - 1}, but the dataset's length is {length}"
             )
-        return wrapped
+        return _checked_for(dataset, wrapped)
+    if shuffle == "shards":
+        if not hasattr(dataset, "shards"):
+            raise TypeError(
+                f"shuffle='shards' needs a dataset that has shards; {type(dataset).__name__} has none. Wrap its source "
+                "in a ShardedDataset, or use shuffle='block' for blocks of neighbours"
+            )
+        return _checked_for(dataset, ShardOrder(dataset))
     if shuffle == "block":
-        return BlockShuffled(length, DEFAULT_BLOCK_SIZE if block_size is None else block_size)
-    return Shuffled(length) if shuffle else Sequential(length)
+        return _checked_for(dataset, BlockShuffled(length, DEFAULT_BLOCK_SIZE if block_size is None else block_size))
+    return _checked_for(dataset, Shuffled(length) if shuffle else Sequential(length))
+
+
+def _checked_for(dataset: Any, order: Order) -> Order:
+    if getattr(dataset, "is_replayed", False) and not isinstance(order, Sequential):
+        raise ValueError(
+            f"dataset {type(dataset).__name__} is replayed from its beginning for every step back, so order "
+            f"{order.name} would read it over and over; use shuffle=False, and shuffle where the samples come from"
+        )
+    return order
+
+
+def adjust_cache(dataset: Any, order: Order) -> None:
+    """Tell a dataset that keeps shards near how many that has to be; it refuses if it may not keep so many."""
+    if (adjust := getattr(dataset, "adjust_cache", None)) is not None:
+        adjust(order)
 
 
 def checked_seed(seed: int | torch.Generator) -> int:

@@ -10,7 +10,7 @@ one resumes behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from phalanx.data._source import length_of
 from phalanx.elastic._loading import Fetcher, Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic.membership._coordinator import EvaluationKnown
-from phalanx.elastic.membership._regroup import LOST
+from phalanx.elastic.membership._lost import LOST
 from phalanx.errors import CommError
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def evaluate(
                     job.count_evaluation(_mean(known))
                     job.regrouping.coordinator.publish_evaluation(number, job.last_evaluation)
                     break
-                membership = job.regrouping.membership  # not the job's rank, which is another thing after the last step
-                for b in missing[membership.rank :: len(membership.workers)]:
+                for b in _share(job, missing):
                     job.regrouping.check()
                     indices = tuple(range(b * batch_size, min(length, (b + 1) * batch_size)))
                     batch = fetcher[Ticket(step, b, 0, indices)]
@@ -77,6 +76,8 @@ def evaluate(
                     known[str(b)] = [values, float(len(indices))]
                     job.regrouping.coordinator.report(job.step)
             except LOST as error:
+                if job.sharding is not None:
+                    job.sharding.abandon_pass()
                 job.buffers.restore()  # the regroup compares states and hands them on
                 _recover(job, error)
     finally:
@@ -85,6 +86,14 @@ def evaluate(
         job.model.train(was_training)
     boundary.num_calls += 1
     return job.last_evaluation
+
+
+def _share(job: Job, missing: list[int]) -> Iterable[int]:
+    """Return which batches this worker computes."""
+    if job.sharding is not None:
+        return job.sharding.share_out(missing)
+    membership = job.regrouping.membership  # not the job's rank, which is another thing after the last step
+    return missing[membership.rank :: len(membership.workers)]
 
 
 def _recover(job: Job, cause: CommError) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,35 +18,47 @@ from torch import nn
 from phalanx._torch_faults import check_fused
 from phalanx.data import ElasticBatchSampler
 from phalanx.elastic._boundary import Boundary
+from phalanx.elastic._dealing import Dealing
 from phalanx.elastic._evaluate import evaluate
 from phalanx.elastic._guard import Guard
-from phalanx.elastic._guarding import Guarding
+from phalanx.elastic._job_state import JobState
 from phalanx.elastic._loading import Fetcher, Loading, Schedule
+from phalanx.elastic._loop_state import check_loop_state, check_next
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
+from phalanx.elastic._sharded import make_guarding, make_sharding, make_step, objects_of
 from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
-from phalanx.elastic.checkpoint._saving import Saving, no_readable_save
-from phalanx.elastic.checkpoint._state import State, Stateful, StatefulObjects, digest
-from phalanx.elastic.checkpoint._state_codec import copy_encoded
-from phalanx.elastic.membership._final_state import Encoded
+from phalanx.elastic._tracking import Tracker, Tracking
+from phalanx.elastic._verify_slots import VerifySlots
+from phalanx.elastic._verifying import Verifying
+from phalanx.elastic.checkpoint._saving import Saving
+from phalanx.elastic.checkpoint._state import Stateful, digest
+from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
 from phalanx.elastic.membership._regroup import Regrouping
+from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._store_coordinator import make_coordinator
-from phalanx.elastic.membership._sync import BitsWarning, describe_model, differences, fingerprint
+from phalanx.elastic.membership._sync import bring_level, describe_model
 from phalanx.elastic.reduce._buffers import Buffers
+from phalanx.elastic.reduce._early_send import EarlySend
 from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._partials import Pool
+from phalanx.elastic.reduce._reduction import Reduction
 from phalanx.elastic.tools._audit_log import Audit
+from phalanx.elastic.tools._events_file import events_path
+from phalanx.elastic.tools._position_file import PositionFile
 from phalanx.elastic.tools._status_line import StatusLine
+from phalanx.elastic.tools._step_clock import StepClock
 from phalanx.errors import CommError
-from phalanx.events._event_types import Resumed, TrainingFinished, TrainingStarted
+from phalanx.events._event_types import TrainingFinished, TrainingStarted
 from phalanx.events._troubles import Troubles
 from phalanx.events._writer import EventLog
+from phalanx.protocol import ENV_JOB, ENV_LIVE_LINE, ENV_POSITION_FILE
 
 MAX_WORKERS = 1024
 
 
-class Job:
+class Job(JobState):
     """An elastic training job; the loop stays a plain loop.
 
     >>> job = Job(model, optimizer, dataset, num_slots=8, slot_batch_size=16, seed=0)     # doctest: +SKIP
@@ -59,7 +69,8 @@ class Job:
 
     ``num_slots`` is the number of logical workers: the result depends on it, never on the number of processes.
     ``scheduler`` steps once per committed step; ``scaler`` is a ``torch.amp.GradScaler``; ``state`` names further
-    objects with ``state_dict`` and ``load_state_dict`` that belong to the job.
+    objects with ``state_dict`` and ``load_state_dict`` that belong to the job; ``loop_state`` those that belong to the
+    loop, which changes them alike on all workers: only a newcomer takes them over (see ``docs/elastic.md``).
     """
 
     def __init__(
@@ -74,11 +85,16 @@ class Job:
         scheduler: Stateful | None = None,
         scaler: Any = None,
         state: Mapping[str, Stateful] | None = None,
+        loop_state: Mapping[str, Stateful] | None = None,
         data: DataOptions = DataOptions(),  # noqa: B008  # a frozen value
         saves: Saves | None = None,
         run: RunOptions = RunOptions(),  # noqa: B008  # a frozen value
         callbacks: Callbacks = Callbacks(),  # noqa: B008  # a frozen value
         guard: Guard = Guard(),  # noqa: B008  # a frozen value
+        verify_slots: VerifySlots | None = None,
+        trackers: Sequence[Tracker] = (),
+        copies: int | Literal["all"] | None = None,
+        spread: Literal["node", "worker"] = "node",
     ) -> None:
         if run.threads is not None:
             torch.set_num_threads(run.threads)
@@ -93,16 +109,23 @@ class Job:
         self.run = run
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.param_names, self.params = list(named), list(named.values())
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         _check_optimizer(optimizer, model)
-        others = {"scheduler": scheduler, "scaler": scaler}
-        self._parts = StatefulObjects(
-            model, optimizer, {**{k: v for k, v in others.items() if v is not None}, **(state or {})}
-        )
+        given = {"scheduler": scheduler, "scaler": scaler}
+        others = {**{k: v for k, v in given.items() if v is not None}, **(state or {})}
+        self.sharding = make_sharding(self, copies, spread, others)
+        self._parts = objects_of(self.sharding, model, optimizer, others)
         self._objects = frozenset(state or {})
+        self.loop_state = check_loop_state(loop_state, is_sharded=self.sharding is not None)
         self.buffers = Buffers(model)
+        if self.sharding is not None:
+            self.params = []  # they would keep the whole model in memory
         self.pool = Pool(FlatLayout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
-        self.guarding = Guarding(self, guard)
+        overlaps = run.overlap and self.sharding is None
+        self.early = EarlySend(self.params, self.param_names, self.pool.layout) if overlaps else None
+        self.dealing = Dealing(self, is_on=run.balance)
+        self.verifying = Verifying(self, verify_slots)
+        self.guarding = make_guarding(self, guard, has_saves=saves is not None)
         sampler = ElasticBatchSampler(
             dataset,
             num_slots,
@@ -121,9 +144,11 @@ class Job:
         name = coordinator.worker_id.replace("/", "_")
         self.troubles = Troubles()
         self.audit = Audit(logs and logs / f"audit-{name}.jsonl", troubles=self.troubles)
-        path = logs and logs / f"events-{name}.jsonl"
+        path = events_path(logs, name, os.environ)
         self.events = EventLog(path, worker=coordinator.worker_id, troubles=self.troubles)
-        self.progress = StatusLine(run.progress)
+        self.clock = StepClock(self.events)
+        self.progress = StatusLine(run.progress and ENV_LIVE_LINE not in os.environ)
+        self.position = PositionFile(os.environ.get(ENV_POSITION_FILE, ""))
         self.saving = Saving(saves, self.events, self.troubles)
         self.regrouping: Regrouping = Regrouping(self, coordinator)
         self.is_fresh = True
@@ -132,22 +157,24 @@ class Job:
         """Loss of the last committed step."""
         self.grad_norm: float | None = None
         """Its gradient's norm before clipping, if it was clipped."""
+        self.logs: dict[str, float] = {}
+        """What its micro-batches logged."""
+        self.is_finishing = False
+        """Whether the loop has said that the last committed step was the last of all."""
+        self._current: Step | None = None
         self.boundary = Boundary()
         self.telling = Telling(self)
+        self.tracking = Tracking(trackers, os.environ.get(ENV_JOB) or "phalanx")
         self.num_evaluations = 0
         self.last_evaluation: dict[str, float] = {}
         self._has_looped = False
+        self.final_digest: str | None = None
         self._resumes = 0
         self.attempt = 0
         """The number of this run of the job from its beginning or from a save; see ``Audit``."""
-        self._read_ahead: tuple[int, int, int] | None = None
+        self._read_ahead: tuple[int, int, int, range] | None = None
 
     # -- what it is -------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Return the number of committed steps."""
-        return self.schedule.step
 
     @property
     def epoch(self) -> int:
@@ -167,18 +194,24 @@ class Job:
         return self.regrouping.world_size
 
     @property
-    def worker_id(self) -> str:
-        return self.regrouping.coordinator.worker_id
+    def is_writer(self) -> bool:
+        """Return whether files, logs and checkpoints are this worker's business: it is there for the longest.
+
+        Unlike rank 0, which a replacement may get, the writer stays the same as long as it lives
+        (``Callbacks.on_writer``).
+        """
+        return self.regrouping.writer == self.worker_id
 
     @property
     def lineage(self) -> list[int]:
         """Return what tells this attempt at a step from earlier ones; later is larger."""
-        return [
-            self.attempt,
-            self.regrouping.membership.generation,
-            self.regrouping.membership.round,
-            *self.guarding.attempt,
-        ]
+        membership = self.regrouping.membership
+        again = len(self.guarding.attempt) + self.verifying.attempt
+        return [self.attempt, membership.generation, membership.round, *([again] if again else [])]
+
+    @property
+    def saves_together(self) -> bool:
+        return self.sharding is not None
 
     @property
     def is_before_evaluation(self) -> bool:
@@ -189,7 +222,10 @@ class Job:
         """Return what must be equal on all workers; ``model`` stands for all of its parameters and buffers."""
         sampler = self.schedule.sampler
         groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        if self.sharding is not None:
+            groups = self.sharding.pieces.group_sizes
         return {
+            **({} if self.sharding is None else self.sharding.identity()),
             "num_slots": self.num_slots,
             "slot_batch_size": self.slot_batch_size,
             "seed": self.seed,
@@ -197,53 +233,60 @@ class Job:
             "order": sampler.order.name,
             "tail": sampler.tail,
             "parts": self.schedule.num_parts,
-            "guard": self.guarding.guard.nonfinite,
+            "guard": str(self.guarding.guard),
+            "balance": self.run.balance,
+            "verify_slots": str(self.verifying.options),
             "model": digest(list(describe_model(self.model).items())),
             "optimizer": f"{type(self.optimizer).__name__} of {'+'.join(map(str, groups))} parameters",
         }
 
-    def digest(self) -> str:
-        """sha256 over weights, optimizer state, the other objects' state and the data position."""
-        return digest({"parts": self._capture(), "sampler": self.schedule.state_dict()})
-
     # -- the loop ---------------------------------------------------------------------------------------------
 
-    def steps(self, epochs: int | None = None, *, max_steps: int | None = None) -> Iterator[Step]:
-        """Return the steps that are not committed yet, up to a number of epochs or of steps, whichever comes first.
+    def steps(
+        self, epochs: int | None = None, *, max_steps: int | None = None, until_finish: bool = False
+    ) -> Iterator[Step]:
+        """Return the steps that are not committed yet, up to a number of epochs or of steps, whichever comes first, or
+        until ``finish`` is called.
 
         A step that could not be committed because a worker was lost comes again, or was taken over from a worker that
         had committed it: ``step.commit()`` says which (``Outcome``).
         """
-        if epochs is None and max_steps is None:
-            raise ValueError("steps() needs epochs or max_steps; expected an end")
+        if epochs is None and max_steps is None and not until_finish:
+            raise ValueError("steps() needs epochs or max_steps, or until_finish=True for a loop that calls finish()")
         if self._has_looped and self.regrouping.coordinator.can_change:
             raise RuntimeError(
                 "steps() was called again after its end; a worker that joins could not tell which loop it is in. "
                 "Use one loop, and job.evaluate() inside it (step.is_last_of_epoch) or after it"
             )
-        with self.regrouping.leave.listen():
+        with self.regrouping.leave.listen(), self.clock.counting():
             try:
-                self.begin()
+                self.final_digest = None
+                self.begin(None if epochs is max_steps is None else self.schedule.last_step(epochs, max_steps))
                 while not self._is_over(epochs, max_steps):
                     self._check_frozen()
                     self._follow_data()
                     self.buffers.begin_step()
                     self.guarding.begin_step()
-                    step = Step(self)
+                    self.verifying.begin_step()
+                    step = self._current = make_step(self)
                     yield step
                     self.take_held_objects()
                     if step.committed:
                         self.telling.tell(step)
+                        self.clock.commit(step.number)
                         self.regrouping.cross_boundary(wish=step.wish, num_leaving=step.num_leaving)
+                        self.dealing.cross_boundary()
                     elif step.dropped:
                         self._read_ahead = None  # it is read once more
                         self.telling.tell_again()
                     else:
                         raise RuntimeError(f"step {step.number} was not committed; call step.commit() in the loop")
-                self.guarding.check_state()
+                if self.sharding is None:  # else in finish_together: workers may come between this and the barrier
+                    self.guarding.check_state()
                 self.regrouping.part()
                 self._has_looped = True
                 self.telling.tell_again()
+                self.clock.flush()
                 self.events.write(TrainingFinished(step=self.step))
                 self.audit.ended(self.lineage, self.step)
                 self.loading.close()
@@ -254,7 +297,34 @@ class Job:
                 self.close()
                 raise
 
-    def begin(self) -> None:
+    def finish(self) -> None:
+        """Say that the last committed step is the last of all: the loop gets no further one.
+
+        Call it after the commit, under the same condition on every worker. A worker that comes later gets no step
+        either: it takes the final state and runs what follows the loop, or is not needed.
+
+        >>> for step in job.steps(until_finish=True):     # doctest: +SKIP
+        ...     ...
+        ...     if step.commit() and step.loss < 0.1:
+        ...         job.finish()
+        """
+        if self._current is not None and not self._current.committed:
+            raise RuntimeError(
+                f"finish() in step {self._current.number}, which is not committed; call it after step.commit(), if "
+                "that is true"
+            )
+        self.is_finishing = True
+
+    def continue_at(self, step: int) -> None:
+        """Begin at a later step: the loop has taken weights and optimizer of a checkpoint of its own. Before the first.
+
+        Where other workers are further already, their state counts.
+        """
+        if self.regrouping.has_begun:
+            raise RuntimeError(f"continue_at({step}) after the job has begun; call it before the first step")
+        self.schedule.sampler.continue_at(step)
+
+    def begin(self, total_steps: int | None = None) -> None:
         """Join the other workers and take their state; ``steps`` does it."""
         if self.regrouping.has_begun:
             return
@@ -266,7 +336,7 @@ class Job:
                 "may_repeat": self.schedule.sampler.order.may_repeat,
             }
         )
-        self.events.write(TrainingStarted(pid=os.getpid()))
+        self.events.write(TrainingStarted(pid=os.getpid(), total_steps=total_steps, num_slots=self.num_slots))
         self.regrouping.begin()
 
     def close(self) -> None:
@@ -278,9 +348,11 @@ class Job:
         self.loading.close()
         self.saving.settle()
         self.progress.close()
+        self.tracking.close()
         self.regrouping.close()
         self.audit.close()
         self.events.close()
+        self.position.close()
         self.troubles.say_last_words()
 
     def _at_exit(self) -> None:
@@ -296,13 +368,14 @@ class Job:
     def _is_over(self, epochs: int | None, max_steps: int | None) -> bool:
         return (
             (self.regrouping.is_over and self.regrouping.coordinator.can_change)  # it came after the last step
+            or self.is_finishing
             or (epochs is not None and self.epoch >= epochs)
             or (max_steps is not None and self.step >= max_steps)
         )
 
     def _check_frozen(self) -> None:
-        for name, param in self._frozen:
-            if param.requires_grad:
+        for name, param in self.model.named_parameters() if self._frozen else ():
+            if name in self._frozen and param.requires_grad:
                 raise RuntimeError(
                     f"{name} did not require a gradient when the job was made and does now; make the job after "
                     "unfreezing, or set requires_grad before and leave the parameter out of the optimizer"
@@ -310,22 +383,26 @@ class Job:
 
     def _follow_data(self) -> None:
         """Have the loader read along our slots, anew after a regroup and at the beginning of an epoch."""
-        now = (self.generation, self.regrouping.membership.round, self.epoch)
+        slots = self.regrouping.reduction.slots
+        now = (self.generation, self.regrouping.membership.round, self.epoch, slots)
         if now != self._read_ahead:
-            slots = self.regrouping.reduction.slots
-            self.loading.follow(lambda: self.schedule.ahead(slots))
+            self.loading.follow(self.schedule, slots)
             self._read_ahead = now
 
     def advance(self, step: Step) -> None:
         """Move everything else along: the optimizer has stepped. For ``Step`` only."""
+        self.move_on(step)
+        self.audit.committed(self.lineage, step.epoch, step.number)
+        self.regrouping.coordinator.report(self.step, self.clock.pace(len(self.regrouping.reduction.slots)))
+        self.regrouping.coordinator.note_commit(self.regrouping.membership, self.step)
+
+    def move_on(self, step: Step) -> None:
+        """Be behind a step: scheduler, position and what is told of it."""
         self.schedule.sampler.commit(step.number)
         if self.scheduler is not None:
             self.scheduler.step()  # type: ignore[attr-defined]  # every scheduler has it; Stateful asks for less
-        self.loss, self.grad_norm = step.loss, step.grad_norm
+        self.loss, self.grad_norm, self.logs = step.loss, step.grad_norm, step.logs
         self.boundary.commit()
-        self.audit.committed(self.lineage, step.epoch, step.number)
-        self.regrouping.coordinator.report(self.step)
-        self.regrouping.coordinator.note_commit(self.regrouping.membership, self.step)
 
     def recover_from(self, step: Step, cause: CommError) -> Outcome:
         """Return the group was lost during a step: form it anew, and say what has become of the step. For ``Step``
@@ -335,10 +412,35 @@ class Job:
             self.regrouping.recover(cause)
         finally:
             self.boundary.is_in_step = False
-        if self.step == step.number:
+        if self.step <= step.number:  # less: cells were lost, and the job has gone back to a save
             return Outcome.DROPPED
+        check_next(self, step.number)
         step.adopt()
         return Outcome.ADOPTED
+
+    def form(self, membership: Membership) -> Reduction:
+        """Take a place in a round. For ``Regrouping`` only."""
+        if self.sharding is not None:
+            return self.sharding.form(membership)  # type: ignore[return-value]  # its step does not ask for sums
+        return Reduction(membership.group, self.num_slots, self.pool)
+
+    def bring_level(self, coordinator: Coordinator, membership: Membership) -> None:
+        """Become what the round's most advanced worker is. For ``Regrouping`` only."""
+        if self.sharding is not None:
+            self.sharding.bring_level(coordinator, membership)
+        else:
+            bring_level(self, coordinator, membership)
+            self.dealing.begin_round(membership)
+
+    def finish_together(self) -> None:
+        """After the last step workers of a sharded job may go one by one: its digest is kept. For ``Regrouping``."""
+        if self.sharding is not None:
+            self.guarding.check_state()
+            self.final_digest = self.sharding.finish()
+
+    def hand_over(self) -> bool:
+        """Before some workers leave; every worker of an unsharded job has everything. For ``Regrouping`` only."""
+        return self.sharding is None or self.sharding.hand_over()
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
@@ -360,118 +462,6 @@ class Job:
         """
         self.begin()
         return evaluate(self, dataset, function, batch_size, collate_fn)
-
-    # -- state ------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        """Return everything that decides what the next step computes; its tensors are the live ones."""
-        return {
-            "parts": self._capture(),
-            "sampler": self.schedule.state_dict(),
-            "resumes": self._resumes,
-            "attempt": self.attempt,
-            "evaluations": [self.num_evaluations, self.last_evaluation],
-            "boundary": self.boundary.state_dict(self.regrouping.is_evaluating),
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "seed": self.seed,
-            "machine": fingerprint(),
-        }
-
-    def copy_state(self) -> Encoded:
-        """Return a copy of the state in main memory, taken after the last step: the gradients' memory is given up for
-        it."""
-        self.pool.free.clear()
-        return copy_encoded(self.state_dict())
-
-    def load_state_dict(self, state: State) -> None:
-        """Become ``state``. The tensors in it may be taken over; do not use them afterwards."""
-        self.take_state(state)
-        self.begin_attempt(parent=self.attempt)
-
-    def take_state(self, state: State) -> None:
-        """As ``load_state_dict``, for the state of another worker of the same attempt."""
-        self._load(state, but=())
-        self.boundary.load_state_dict(state.get("boundary", {"results": []}))
-
-    def take_over(self, state: State) -> None:
-        """Become what another worker is; in mid-step, only what a commit changes. For ``bring_level`` only."""
-        objects = {name: value for name, value in state["parts"]["others"].items() if name in self._objects}
-        if self.boundary.is_in_step and not self.is_fresh:
-            self._load(state, but=self._objects)
-            self.boundary.adopt(state["boundary"], objects)
-        else:
-            self.take_state(state)
-
-    def take_held_objects(self, *, at_evaluation: bool = False) -> None:
-        """Bring the user's objects level with the worker that the last step was taken over from, if it is time."""
-        self._parts.apply_objects(self.boundary.take_held(at_evaluation=at_evaluation))
-
-    def count_evaluation(self, result: dict[str, float]) -> None:
-        """Count an evaluation that is complete."""
-        self.num_evaluations += 1
-        self.last_evaluation = result
-        self.boundary.results.append(result)
-
-    def _capture(self) -> State:
-        parts = self._parts.capture()
-        parts["others"].update(self.boundary.held)
-        return parts
-
-    def _load(self, state: State, but: frozenset[str] | tuple[()]) -> None:
-        if state["seed"] != self.seed:
-            raise ValueError(f"the state is of a job with seed {state['seed']}, this one has {self.seed}")
-        self._parts.apply(state["parts"], but=but)
-        self.schedule.load_state_dict(state["sampler"])
-        self._resumes = state["resumes"]
-        self.attempt = state.get("attempt", self._resumes)
-        self.num_evaluations, self.last_evaluation = state["evaluations"]
-        self.loss, self.grad_norm = state["loss"], state.get("grad_norm")
-        self.is_fresh = False
-
-    def save(self, *, wait: bool = True) -> None:
-        """Write the state to the saves' directory; without ``wait`` in the background.
-
-        Raises:
-            NonFinite: the state is not finite (see ``Guard``); it is not saved.
-            OSError: with ``wait``, the disk does not take it. Else it is tried again, and training goes on.
-        """
-        self.guarding.check_state()
-        self.saving.submit(self.step, self.state_dict())
-        if wait:
-            self.saving.wait_idle()
-
-    def load_save(self) -> bool:
-        """Take the newest readable save; False if there is none. The workers' first place does it by itself.
-
-        Raises:
-            NoReadableSave: there are saves, but none can be read.
-        """
-        problems = self.saving.problems()
-        state = self.saving.load()
-        if problems:
-            raise no_readable_save(self.saving.options, {self.worker_id: problems})
-        if state is None:
-            return False
-        if listed := differences(state["machine"], fingerprint()):
-            warnings.warn(
-                f"the save and this worker differ in {listed}: what follows is computed otherwise than what was "
-                "saved. For equal bits resume alike (RunOptions(threads=1) sets the threads)",
-                BitsWarning,
-                stacklevel=2,
-            )
-        self.load_state_dict({**state, "resumes": state["resumes"] + 1})
-        self.events.write(Resumed(step=self.step))
-        return True
-
-    def begin_attempt(self, parent: int | None = None) -> None:
-        """Nobody has a state in memory: a new attempt begins, with the state that ``parent`` saved or from nothing.
-
-        Its number is the time, so that it is larger than that of any attempt before, also of one that was begun from
-        another save or whose save is gone.
-        """
-        self.attempt = max((parent or 0) + 1, time.time_ns() // 1_000_000)
-        self.audit.attempt(self.attempt, self.step, parent)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from phalanx.comm import Group
 from phalanx.data._source import check_shuffle
 from phalanx.data._wrapped_orders import OrderLike
 from phalanx.protocol import timeouts
+from phalanx.storage import as_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +19,11 @@ class DataOptions:
     """How samples become batches.
 
     ``parts`` cuts each slot's batch into that many micro-batches (gradient accumulation inside a slot).
-    ``num_workers`` loader processes read ahead; the samples' bits do not depend on it.
-    ``shuffle="block"`` keeps reads local in blocks of ``block_size``; ``order`` brings any other order (indices, a
-    sampler, an ``Order`` of ``phalanx.data``), which then decides alone.
+    ``num_workers`` loader processes read ahead; the samples' bits do not depend on it. They live as long as the job,
+    each reading for its own slots; what the loop sets on the dataset between epochs starts them anew.
+    ``shuffle="block"`` keeps reads local in blocks of ``block_size``, ``shuffle="shards"`` in the shards of a
+    ``ShardedDataset``; ``order`` brings any other order (indices, a sampler, an ``Order`` of ``phalanx.data``), which
+    then decides alone.
 
     >>> DataOptions(shuffle="block", block_size=4096).block_size
     4096
@@ -28,7 +31,7 @@ class DataOptions:
 
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
-    shuffle: bool | Literal["block"] = True
+    shuffle: bool | Literal["block", "shards"] = True
     tail: Literal["uneven", "drop"] = "uneven"
     parts: int = 1
     order: OrderLike | None = None
@@ -44,9 +47,14 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Saves:
-    """Where and how often the job's state goes to disk. A SIGTERM to all workers saves too."""
+    """Where and how often the job's state goes to disk. A SIGTERM to all workers saves too.
 
-    directory: str | Path
+    >>> Saves("s3://bucket/run", every=100).keep          # doctest: +SKIP
+    3
+    """
+
+    directory: str | Path = field(kw_only=False)
+    """A folder, or a URL: ``file://``, ``s3://``, ``gs://``, ``az://`` or ``memory://`` (the extra ``[cloud]``)."""
     every: int | None = None
     """Steps between saves; None: only on SIGTERM and ``Job.save``."""
     keep: int = 3
@@ -54,7 +62,16 @@ class Saves:
     secret: bytes | None = field(default=None, repr=False)
     """Signs saves and refuses those that are not signed with it; None: PHALANX_CHECKPOINT_SECRET, b"": no secret."""
 
+    local: str | Path | None = None
+    """With a URL: the folder of this machine in which saves are made before they are uploaded in the background, and to
+    which they are brought; None: in the system's place for temporary files."""
+
     def __post_init__(self) -> None:
+        is_folder = isinstance(as_place(self.directory), Path)
+        if self.local is not None and is_folder:
+            raise ValueError(
+                f"local is {str(self.local)!r}, but the saves' directory {self.directory} is no bucket's URL"
+            )
         if self.keep < 1 or (self.every is not None and self.every < 1):
             raise ValueError(f"every is {self.every} and keep {self.keep}; expected at least 1")
 
@@ -71,6 +88,13 @@ class RunOptions:
     """Set torch's number of threads: equal bits need equal threads on all workers."""
     timeout: float = timeouts.COLLECTIVE
     """Seconds that a collective may wait for a peer that lives but does not come."""
+    overlap: bool = False
+    """Send gradients to the other workers while the backward pass of a worker's last slot goes on, instead of after it.
+    The result has the same bits. It pays where sending takes long beside computing: between machines. On one machine
+    whose cores all compute it does not. Gradients may then be changed after ``step.reduce()`` only."""
+    balance: bool = True
+    """Give slots of slow workers to fast ones, as measured over some steps, where that shortens steps by a tenth or
+    more. The result has the same bits."""
     verify: bool = False
     """Compare the digests of all workers at every regroup; costs one pass over the state."""
     begin_again: bool = False
@@ -79,6 +103,9 @@ class RunOptions:
     """Seconds that a worker whose script has ended stays, with a copy of the final state, for the scripts of the others
     to end: a worker that dies after the last step is replaced by one that takes this state and runs what follows the
     loop. 0: nobody stays or keeps a copy, and such a death fails the job."""
+    leave_signals: tuple[str, ...] | None = None
+    """Names of signals that ask a worker to leave at its next step boundary; (): none does. None: SIGTERM, and the one
+    by which its agent asks (``--leave-signal``)."""
     group: Group | None = None
     """Run on this fixed group instead of the one that the environment names."""
 
@@ -104,3 +131,5 @@ class Callbacks:
     on_regroup: Callable[[Regrouped], None] | None = None
     on_newcomer: Callable[[str], None] | None = None
     on_leave: Callable[[str], None] | None = None
+    on_writer: Callable[[str], None] | None = None
+    """Told the id of the worker that writes from now on (``Job.is_writer``), because the one before is gone."""

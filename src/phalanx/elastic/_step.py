@@ -20,9 +20,13 @@ from phalanx._torch_faults import check_fused
 from phalanx.elastic._guard import Reaction
 from phalanx.elastic._loading import Ticket
 from phalanx.elastic._rng import derive_seed, seed_everything
-from phalanx.elastic.membership._regroup import LOST
+from phalanx.elastic._slot_logs import SlotLogs
+from phalanx.elastic.membership._lost import LOST
+from phalanx.elastic.reduce._early_send import Sending
 from phalanx.elastic.reduce._flat_layout import SCALARS, Flat
+from phalanx.elastic.reduce._norm_blocks import clip
 from phalanx.elastic.reduce._partials import Partials
+from phalanx.elastic.tools._step_clock import COMPUTE, DATA, WAIT
 
 if TYPE_CHECKING:
     from phalanx.elastic._job import Job
@@ -35,13 +39,16 @@ class Outcome(Enum):
     there, also on one that took the step over from another.
 
     >>> [bool(outcome) for outcome in Outcome]
-    [True, True, False]
+    [True, True, True, False]
     """
 
     APPLIED = "applied"
     """This worker made the update itself."""
     ADOPTED = "adopted"
     """A worker was lost when others had made the update and this one had not: it took over their state."""
+    SKIPPED = "skipped"
+    """The guard left the update out (``Guard``); the data position moved on, the weights did not, or went back to a
+    save."""
     DROPPED = "dropped"
     """Nothing was applied anywhere; the loop gives the same step again."""
 
@@ -52,12 +59,14 @@ class Outcome(Enum):
 class Micro:
     """One batch to compute: ``inputs`` and ``targets`` (or the whole ``batch``), then ``backward(loss)``."""
 
-    def __init__(self, step: Step, ticket: Ticket, batch: Any) -> None:
+    def __init__(self, step: Step, ticket: Ticket, batch: Any, *, is_extra: bool = False) -> None:
         self.step = step
         self.slot = ticket.slot
         self.part = ticket.part
         self.indices = ticket.indices
         self.batch = batch
+        self.is_extra = is_extra
+        """Whether another worker computes it too, and this one only compares (``VerifySlots``)."""
         self.done = False
 
     @property
@@ -91,9 +100,21 @@ class Micro:
         value = float(loss.detach())
         if share:  # the mean over no tokens is nan, and nan * 0 is too: leave it out
             scaled = loss if share == 1.0 else loss * share
-            (job.scaler.scale(scaled) if job.scaler is not None else scaled).backward()
+            self.step.run_backward(job.scaler.scale(scaled) if job.scaler is not None else scaled)
+        else:
+            self.step.skip_backward(loss)
         note = job.guarding.note_loss(value) if share else 0
         self.step._count(value * share if share else 0.0, share, self.num_samples, note)
+
+    def log(self, name: str, value: float | Tensor, weight: float | Tensor | None = None) -> None:
+        """Add a mean over this micro-batch to those of the step: ``step.logs[name]``, the same on all workers.
+
+        It is the mean over all micro-batches of all slots, by ``weight``: the number of samples by default. A second
+        value under the same name counts as one more micro-batch.
+        """
+        share = float(self.num_samples if weight is None else weight)
+        if not self.is_extra:  # its own worker logs it
+            self.step.log(self.slot, name, float(value), share)
 
     def _pair(self) -> Any:
         if not isinstance(self.batch, (tuple, list)) or len(self.batch) != 2:
@@ -119,6 +140,11 @@ class Step:
         """Weighted mean over all slots of all workers; known after the reduction."""
         self.num_samples = 0
         self.grad_norm: float | None = None
+        self.logs: dict[str, float] = {}
+        """Means over all slots of what was logged (``Micro.log``), by name; known after the reduction."""
+        self.is_unscaled = False
+        """Whether the loss scale is out of the gradients."""
+        self._slot_logs = SlotLogs()
         self.wish = False
         """Whether any worker wants to regroup at the boundary after this step."""
         self.num_leaving = 0
@@ -127,7 +153,11 @@ class Step:
         self._note = 0
         self._next_slot = self.slots.start
         self._root: Flat | None = None
-        self._micro: Micro | None = None
+        self._is_last = False
+        """Whether this worker computes nothing more of the step after the micro-batch that it is at."""
+        self._sending: Sending | None = None
+        """Of this worker's last slot, when its gradients are sent while they come."""
+        job.clock.begin()
 
     @property
     def is_last_of_epoch(self) -> bool:
@@ -144,27 +174,60 @@ class Step:
         return self.outcome is Outcome.DROPPED
 
     def __iter__(self) -> Iterator[Micro]:
-        for slot in self.slots:
+        extra = self.job.verifying.extra_slots()
+        for slot in (*extra, *self.slots):
+            is_extra = bool(extra) and slot == extra[0]  # another worker's, computed to be compared
             if self.job.regrouping.is_broken:
                 return  # commit() will regroup; what follows would be thrown away
             self._begin_slot()
             tickets = self.job.schedule.tickets(self.number, slot)
             for ticket in tickets:
-                batch = self.job.loading.batch(ticket)
+                self.job.position.note(self.number, slot, ticket.indices)
+                self.job.clock.lap(COMPUTE)
+                batch = self.job.loading.batch(ticket) if not is_extra else self.job.loading.fetcher[ticket]
+                self.job.clock.lap(DATA)
                 seed_everything(derive_seed(self.job.seed, "compute", ticket.step, slot, ticket.part))
-                micro = Micro(self, ticket, batch)
+                micro = Micro(self, ticket, batch, is_extra=is_extra)
+                self._is_last = slot == self.slots.stop - 1 and ticket is tickets[-1]
                 yield micro
-                if not micro.done:
-                    raise RuntimeError(
-                        f"micro.backward(loss) was not called for slot {slot} of step {self.number}; "
-                        "call it once per micro-batch"
-                    )
-            self._end_slot(slot, [index for ticket in tickets for index in ticket.indices])
+                self._check_done(micro)
+            if is_extra:
+                grads = [param.grad for param in self.job.params]
+                self.job.verifying.computed(slot, grads, self._sums)
+                self.job.guarding.note_grads(grads)  # and forget: what is wrong with it its own worker tells
+                self.job.clock.end_slot()
+            else:
+                self._end_slot(slot, [index for ticket in tickets for index in ticket.indices])
+
+    def _check_done(self, micro: Micro) -> None:
+        if not micro.done:
+            raise RuntimeError(
+                f"micro.backward(loss) was not called for slot {micro.slot} of step {self.number}; "
+                "call it once per micro-batch"
+            )
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a weighted loss; send them while they come if nothing can be added to them later."""
+        early, reduction = self.job.early, self.job.regrouping.reduction
+        if early is None or not self._is_last or reduction.is_alone or self.job.regrouping.is_broken:
+            loss.backward()
+            return
+        self._sending = early.begin(reduction, self._partials, self.slots.stop - 1)
+        with early.watch(self._sending):
+            loss.backward()
+
+    def skip_backward(self, loss: Tensor) -> None:
+        """Leave out a loss without weight."""
 
     def _count(self, loss: float, weight: float, samples: int, note: int) -> None:
         self._note |= note
         for name, value in (("loss", loss), ("weight", weight), ("samples", samples)):
             self._sums[name] += value
+
+    def log(self, slot: int, name: str, value: float, weight: float) -> None:
+        """Keep a number that a slot has logged. For ``Micro`` only."""
+        self._slot_logs.add(slot, name, value, weight)
+        self._sums["logs"] = 1.0  # rides along: who has no slot hears by it that there is something to gather
 
     def _begin_slot(self) -> None:
         self.job.buffers.restore()
@@ -179,8 +242,14 @@ class Step:
         for name, grad in zip(job.param_names, grads, strict=True):
             if grad is not None and grad.layout != torch.strided:
                 raise TypeError(f"{name} has a {grad.layout} gradient; elastic jobs sum dense gradients only")
+        job.verifying.computed(slot, grads, self._sums)
         note = self._note | job.guarding.note_grads(grads)
-        self._partials.push(slot, grads, self._sums, job.buffers.live() if slot == 0 else None, note)
+        push = self._partials.begin(slot) if self._sending is None else self._sending.push
+        if self._sending is not None:
+            self._sending.check()
+        buffers = job.buffers.live() if slot == 0 else None
+        push.finish(grads, self._sums, buffers, note, job.clock.end_slot())
+        job.position.note(self.number)
         job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
         job.regrouping.coordinator.report(self.number)
         self._next_slot = slot + 1
@@ -204,16 +273,69 @@ class Step:
             wishes = job.regrouping.wishes(is_again=job.guarding.is_again)
             if self._partials.pieces:  # a worker without slots has nothing to let them ride on; its store keys tell
                 self._partials.pieces[0][1].scalars.add_(wishes)
+            job.clock.lap(COMPUTE)
             job.regrouping.coordinator.waiting(True)
-            self._root = job.regrouping.reduction.reduce(self._partials)
+            if self._sending is None:
+                self._root = job.regrouping.reduction.reduce(self._partials)
+            elif self._sending.error is not None:
+                raise self._sending.error
+            else:
+                self._root = self._sending.sums.finish()
+            is_doubtful = job.verifying.finds_fault(self, self._root)
             job.regrouping.coordinator.waiting(False)
+            job.clock.lap(WAIT)
         except LOST as error:
-            self._partials.abandon()
+            job.clock.lap(WAIT)
+            if self._root is not None:  # it was complete, and a worker is lost because of what it is
+                job.pool.give(self._root)
+                self._root = None
+            # In shared memory everybody fetches for itself, and this worker has stopped: who still reads its copies has
+            # to stop as well before they meet again. New ones would cost as much as the rest of the regroup.
+            if self._sending is not None or not job.regrouping.reduction.in_place:
+                self._partials.abandon()
             self._drop()
             self.outcome = job.recover_from(self, error)
             return False
+        if is_doubtful:
+            job.pool.give(self._root)
+            self._drop()
+            self._root, self.outcome = None, Outcome.DROPPED
+            return False
+        if not self._gather_logs(self._root):
+            return False
         self._take(self._root)
         return True
+
+    def _gather_logs(self, root: Flat) -> bool:
+        """Tell each other what was logged, if anything was; False when a worker was lost meanwhile."""
+        if not root.scalars[SCALARS.index("logs")]:
+            return True
+        job = self.job
+        try:
+            job.regrouping.coordinator.waiting(True)
+            self.logs = self._slot_logs.gather(job.regrouping.membership.group)
+            job.regrouping.coordinator.waiting(False)
+        except LOST as error:
+            job.pool.give(root)
+            self._drop()
+            self.outcome = job.recover_from(self, error)
+            return False
+        return True
+
+    def unscale(self) -> bool:
+        """Sum the gradients as ``reduce`` does, and take the loss scale of ``Job(scaler=...)`` out of them.
+
+        ``commit`` does it; call it yourself where gradients are looked at, clipped or changed before the update.
+        """
+        if not self.reduce():
+            return False
+        if self.job.scaler is not None and not self.is_unscaled:
+            self._unscale()
+        self.is_unscaled = True
+        return True
+
+    def _unscale(self) -> None:
+        self.job.scaler.unscale_(self.job.optimizer)
 
     def _take(self, root: Flat) -> None:
         sums = dict(zip(SCALARS, root.scalars.tolist(), strict=True))
@@ -229,13 +351,15 @@ class Step:
         self.num_samples = int(sums["samples"])
         self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
         self.is_again = sums["again"] > 0
+        self.job.dealing.note(root.times[0].tolist(), self)
 
     def commit(self, max_grad_norm: float | None = None) -> Outcome:
         """Apply the update; model, optimizer, scheduler and data position move together.
 
-        ``max_grad_norm`` clips by the norm over the whole reduced gradient. What it returns is true when the step is
-        part of this worker's state: applied here, or adopted from a worker that was ahead when another was lost. When
-        the step was dropped it is false, and the same step comes again; the loop simply goes on.
+        ``max_grad_norm`` clips by the norm over the whole reduced gradient as ``clip_grad_norm_`` does; the norm is
+        summed over fixed blocks, so that it has the same bits however the gradient is sharded. What ``commit`` returns
+        is true when the step is part of this worker's state: applied here, or adopted from a worker that was ahead when
+        another was lost. When the step was dropped it is false, and the same step comes again; the loop simply goes on.
 
         Raises ``NonFinite``, on all workers alike and before anything is applied, when the loss or the gradient has
         values that are not finite (see ``Guard``).
@@ -253,15 +377,19 @@ class Step:
             self._drop()
             self.outcome = Outcome.DROPPED
             return self.outcome
+        if reaction in (Reaction.SKIP, Reaction.RAISE, Reaction.ROLL_BACK):
+            return self._skip(reaction)
         if reaction is Reaction.GO_ON or not job.guarding.spoils_buffers(self._root):
             self._root.get_buffers(job.buffers.live())
         else:
             job.buffers.restore()
-        if job.scaler is not None:
-            job.scaler.unscale_(job.optimizer)
+        self.unscale()
         if max_grad_norm is not None:
-            self.grad_norm = float(torch.nn.utils.clip_grad_norm_(job.params, max_grad_norm))
-            job.guarding.judge_norm(self, self._root, self.grad_norm)
+            grads = [param.grad for param in job.params]
+            self.grad_norm = clip(grads, [param.numel() for param in job.params], max_grad_norm)
+            reaction = job.guarding.judge_norm(self, self._root, self.grad_norm)
+            if reaction in (Reaction.SKIP, Reaction.RAISE):
+                return self._skip(reaction)
         check_fused(job.optimizer, "Job")  # again: a loaded state may have brought other options
         if job.scaler is not None:
             job.scaler.step(job.optimizer)
@@ -270,14 +398,32 @@ class Step:
             job.optimizer.step()
         job.pool.give(self._root)
         self.outcome = Outcome.APPLIED
+        job.guarding.applied(self)
         job.advance(self)
+        return self.outcome
+
+    def _skip(self, reaction: Reaction) -> Outcome:
+        """Commit the step without its update, after the way back to a save if that is the reaction."""
+        assert self._root is not None, "only a reduced step is judged"
+        error = self.job.guarding.error_of(self, self._root) if reaction is Reaction.RAISE else None
+        self.job.pool.give(self._root)
+        self._drop()
+        try:
+            self.job.guarding.leave_out(self, reaction)
+        except LOST as error:
+            self.outcome = self.job.recover_from(self, error)
+            return self.outcome
+        self.outcome = Outcome.SKIPPED
+        self.job.advance(self)
+        if error is not None:
+            raise error
         return self.outcome
 
     def adopt(self) -> None:
         """Be what the worker whose state was taken over has committed."""
         job = self.job
         self.outcome = Outcome.ADOPTED
-        self.loss, self.grad_norm = job.loss, job.grad_norm
+        self.loss, self.grad_norm, self.logs = job.loss, job.grad_norm, job.logs
         sampler = job.schedule.sampler
         self.num_samples = sum(len(sampler.indices(self.number, slot)) for slot in range(job.num_slots))
 

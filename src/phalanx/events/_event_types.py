@@ -6,51 +6,10 @@ To add one, define it here and put it into ``EVENT_TYPES``: writing and reading 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-
-class EventSource(str, Enum):
-    """Who saw it."""
-
-    AGENT = "AGENT"
-    WORKER = "WORKER"
-
-
-EventMetadataValue = str | int | float | bool | None
-
-
-@dataclass
-class Event:
-    """A free-form event: what is not one of the types below.
-
-    >>> Event("saved", EventSource.WORKER, 7, {"step": 3}).serialize()
-    '{"name": "saved", "source": "WORKER", "timestamp": 7, "metadata": {"step": 3}}'
-    """
-
-    name: str
-    source: EventSource = EventSource.AGENT
-    timestamp: float = 0
-    metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
-
-    kind: ClassVar[str] = "event"
-
-    def serialize(self) -> str:
-        """Return it as JSON, as torch's tools write it."""
-        return json.dumps(asdict(self))
-
-    __str__ = serialize
-
-    @staticmethod
-    def deserialize(data: str | Event) -> Event:
-        """Return the event of such a text; an event is returned as it is."""
-        if isinstance(data, Event):
-            return data
-        found = json.loads(data)
-        return Event(**{**found, "source": EventSource[found["source"]]})
-
+from phalanx.events._free_event import Event
 
 # -- told by agents -----------------------------------------------------------------------------------------------
 
@@ -106,6 +65,19 @@ class WorkerExited(WorkerEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerFailed(WorkerEvent):
+    """A worker ended by itself though it should not have, or was killed; told once for each process."""
+
+    exit_code: int
+    cause: str
+    """One of few words, to count by: a signal's name, ``exit 1``, an exception's class, ``hang``, ``lost contact``."""
+    message: str = ""
+    stderr: tuple[str, ...] = ()
+    """Its last lines."""
+    kind: ClassVar[str] = "worker_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerReplaced(JobEvent):
     old_worker_id: str
     worker_id: str
@@ -126,7 +98,34 @@ class WorkerHung(JobEvent):
     worker_id: str
     rank: int
     seconds: float
+    stacks: str = ""
+    """What it was doing, as far as it said."""
     kind: ClassVar[str] = "worker_hung"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLoad(JobEvent):
+    """What a machine is busy with, every few seconds while somebody can look at it."""
+
+    node: str
+    cpu: float
+    """Share of all its processors, from 0 to 1."""
+    memory_used: int
+    memory_total: int
+    received: float = 0.0
+    """Bytes in a second, over all interfaces but loopback."""
+    sent: float = 0.0
+    kind: ClassVar[str] = "node_load"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionAsked(JobEvent):
+    """Somebody with the job's secret asked for something: ``scale``, ``drain``, ``save`` or ``stop``."""
+
+    action: str
+    detail: str = ""
+    by: str = ""
+    kind: ClassVar[str] = "action"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +140,30 @@ class JobWentBack(JobEvent):
     num_repeated: int = 0
     """How many steps are computed again for it."""
     kind: ClassVar[str] = "job_went_back"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitReached(JobEvent):
+    """The job, or a part of it, does not go on as before: its restarts are used up, it makes no progress, it was told
+    not to retry, or a node is left out."""
+
+    limit: str
+    """``restarts``, ``progress``, ``do not retry`` or ``node``."""
+    reason: str
+    nodes: tuple[str, ...] = ()
+    """Those that are left out."""
+    kind: ClassVar[str] = "limit_reached"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeNoticed(JobEvent):
+    """A node was told that it will be taken away; its workers leave at their next step boundary."""
+
+    source: str
+    reason: str
+    seconds: float | None = None
+    """Until then, if that is known."""
+    kind: ClassVar[str] = "node_noticed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +190,9 @@ class TrainingEvent:
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(TrainingEvent):
     pid: int
+    total_steps: int | None = None
+    """How many steps the loop will have in all."""
+    num_slots: int | None = None
     kind: ClassVar[str] = "started"
 
 
@@ -183,7 +209,27 @@ class RoundFormed(TrainingEvent):
     seconds: float
     rank: int | None = None
     machine: dict[str, Any] | None = None
+    state_seconds: float | None = None
+    """How much of ``seconds`` it took to bring all to one state."""
+    first_slot: int | None = None
+    num_slots: int | None = None
+    """How many slots this worker carries, from ``first_slot`` on."""
+    is_verified: bool | None = None
+    """Whether the digests of all workers were compared, and were equal."""
     kind: ClassVar[str] = "regrouped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsDealt(TrainingEvent):
+    """From ``step`` on workers carry ``sizes`` slots of ``pace`` seconds each; steps get ``gain`` times shorter."""
+
+    step: int
+    generation: int
+    workers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    pace: tuple[float, ...]
+    gain: float
+    kind: ClassVar[str] = "slots_dealt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +245,31 @@ class StepCommitted(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerStepTimes(TrainingEvent):
+    """What a worker spent on steps that it committed one after the other, from ``step`` on, in microseconds each.
+
+    ``wait`` is from the moment that its own part was done to the reduced gradient: for others, and for the exchange.
+    """
+
+    step: int
+    compute: tuple[int, ...]
+    wait: tuple[int, ...]
+    data: tuple[int, ...]
+    save: tuple[int, ...] = ()
+    collective_bytes: dict[str, Any] | None = None
+    """By the name of a collective: the bytes that it moved on this worker since this was last told."""
+    kind: ClassVar[str] = "times"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupLost(TrainingEvent):
     generation: int
     step: int
     reason: str
+    dropped: float | None = None
+    """Seconds of work on a step that has to be done again."""
+    waited: float | None = None
+    """Seconds for which it then waited for others, before the loss was known."""
     kind: ClassVar[str] = "lost"
 
 
@@ -211,6 +278,34 @@ class StateSent(TrainingEvent):
     to: str
     bytes: int
     kind: ClassVar[str] = "sent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellsMoved(TrainingEvent):
+    """Cells of a sharded job that this worker sent or received between two steps, and how many are still to move."""
+
+    step: int
+    cells: int
+    bytes: int
+    left: int
+    kind: ClassVar[str] = "cells_moved"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellsHeld(TrainingEvent):
+    """What this worker holds of a sharded job after a regroup: cells, those it owns, those without another holder."""
+
+    step: int
+    cells: int
+    owned: int
+    unprotected: int
+    mirrors: tuple[str, ...]
+    """Workers that hold some of them too."""
+    copies: int | None = None
+    """How many there shall be of each."""
+    bytes: int | None = None
+    unprotected_bytes: int | None = None
+    kind: ClassVar[str] = "cells_held"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +348,41 @@ class NonFiniteFound(TrainingEvent):
     slots: dict[str, Any] | None = None
     """The samples of each slot that is to blame."""
     kind: ClassVar[str] = "nonfinite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongBitsFound(TrainingEvent):
+    """Workers differ, and the step is repeated without ``culprit`` ("": not known); ``values``: its own, another's."""
+
+    step: int
+    what: str
+    culprit: str
+    slot: int | None = None
+    parameter: str = ""
+    element: int = -1
+    values: tuple[str, ...] = ()
+    kind: ClassVar[str] = "wrong_bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSkipped(TrainingEvent):
+    """A step was committed without its update; ``in_row`` with this one."""
+
+    step: int
+    epoch: int
+    reason: str
+    in_row: int
+    kind: ClassVar[str] = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(TrainingEvent):
+    """The weights became those of the save of step ``to``; the samples of steps ``to`` to ``step`` are left out."""
+
+    step: int
+    to: int
+    reason: str
+    kind: ClassVar[str] = "rolled_back"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,20 +453,32 @@ EVENT_TYPES: dict[str, type[AnyEvent]] = {
         GenerationEnded,
         WorkerStarted,
         WorkerExited,
+        WorkerFailed,
         WorkerReplaced,
         JobRestarted,
         WorkerHung,
+        NodeLoad,
+        ActionAsked,
         JobWentBack,
+        LimitReached,
+        NodeNoticed,
         ShutDown,
         TrainingStarted,
         RoundFormed,
+        SlotsDealt,
         StepCommitted,
+        WorkerStepTimes,
         GroupLost,
         StateSent,
+        CellsMoved,
+        CellsHeld,
         StateReceived,
         RankTakenOver,
         StepsRepeated,
         NonFiniteFound,
+        WrongBitsFound,
+        StepSkipped,
+        RolledBack,
         Resumed,
         Saved,
         SaveFailed,

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._fields import Fields, load_json, read_dataclass, short
-from phalanx.events._event_types import EVENT_TYPES, AnyEvent, Event, EventSource, TrainingEvent
+from phalanx.events._event_types import (
+    EVENT_TYPES,
+    AnyEvent,
+    TrainingEvent,
+)
+from phalanx.events._free_event import Event, EventSource
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.events._event_types import AnyEvent, Event, EventsLost, TrainingEvent
+from phalanx.events._event_types import (
+    AnyEvent,
+    EventsLost,
+    TrainingEvent,
+)
+from phalanx.events._free_event import Event
 from phalanx.events._lines import dump, to_record
 from phalanx.events._troubles import Backoff, Troubles
 
@@ -153,9 +158,14 @@ class EventLog(JsonLines):
         self._worker = worker
         self._has_complained = False
 
+    @property
+    def is_on(self) -> bool:
+        """Return whether what is written goes anywhere."""
+        return self.path is not None or self._handler is not None
+
     def write(self, event: AnyEvent) -> None:
         """Never raises: what cannot be written waits, and is told."""
-        if self.path is None and self._handler is None:
+        if not self.is_on:
             return
         if isinstance(event, TrainingEvent) and not event.worker:
             event = dataclasses.replace(event, worker=self._worker)

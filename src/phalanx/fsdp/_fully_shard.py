@@ -6,6 +6,7 @@ Owns the call: which parameters belong to the unit, checks, and the class that t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
@@ -14,22 +15,25 @@ import torch
 from torch import nn
 
 from phalanx._torch_private import module_parameters
-from phalanx.comm import DeviceMesh, current_group, init_device_mesh
+from phalanx.comm import DeviceMesh, Group, current_group, init_device_mesh
+from phalanx.comm.group._init import has_current_group
+from phalanx.comm.stores import MemoryStore
 from phalanx.fsdp._module import FSDPModule
 from phalanx.fsdp._policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from phalanx.fsdp._taken import mark_taken, taken_by
 from phalanx.fsdp.schedule._module_state import ModuleState, UnitSettings, state_of
 from phalanx.fsdp.unit._mesh_axes import DataParallelAxes, axes_of, block_group
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._section import UnitPlace
 from phalanx.fsdp.unit._unit import Unit
+from phalanx.protocol import ENV_ON_FAILURE
 from phalanx.tensor import Shard
+from phalanx.world import World
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 M = TypeVar("M", bound=nn.Module)
 
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
-_TAKEN = "_phalanx_taken_by"
-"""Attribute of an original parameter, for those who still hold it: which unit has taken its place."""
 
 
 @overload
@@ -87,6 +91,7 @@ def fully_shard(
     device = torch.device(axes.mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    _check_offload(offload_policy, device)
     found = _own_parameters(modules, ignored_params or set())
     managed = [
         ManagedParameter(name, places, parameter, axes, _shard_dim(shard_placement_fn, parameter, name), device)
@@ -103,9 +108,9 @@ def fully_shard(
             precision=mp_policy,
         )
         unit = Unit(_class_names(modules), modules[0], managed, place)
-        for parameter, made in zip(found, managed, strict=True):
+        for made in managed:
             made.register(made.sharded)
-            parameter.__dict__[_TAKEN] = f"{unit.path}.{made.name}"
+        mark_taken({original: f"{unit.path}.{made.name}" for original, made in zip(found, managed, strict=True)})
         unit.bring_home(required=False)
     _move_buffers(modules, device)
     settings = UnitSettings(reshard_after_forward=after_forward)
@@ -130,7 +135,20 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ValueError(f"fully_shard was called on this {type(module).__name__} already")
 
 
+def _check_offload(policy: OffloadPolicy, device: torch.device) -> None:
+    if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":
+        raise NotImplementedError(
+            f"CPUOffloadPolicy on a mesh of {device.type!r} devices: shards in the host's memory would be sent and "
+            f"summed over a transport for {device.type!r}, which was never tried. Use OffloadPolicy(), or a mesh of "
+            f"'cpu', whose shards are in the host's memory anyhow"
+        )
+
+
 def _default_mesh() -> DeviceMesh:
+    heals = os.environ.get(ENV_ON_FAILURE) == "heal"
+    if not has_current_group() and (heals or World.from_env().size == 1):
+        # Alone, or a worker that may lose its peers: an elastic job brings it together with them when it begins.
+        return DeviceMesh.from_group(Group.create(MemoryStore(), 0, 1), "cpu")
     group = current_group()
     device = "cuda" if group.backend == "nccl" else "cpu"
     return init_device_mesh(device, (group.size,))
@@ -181,7 +199,7 @@ def _managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    taken = parameter.__dict__.get(_TAKEN)
+    taken = taken_by(parameter)
     if taken is not None:
         raise ValueError(
             f"parameter {name!r} is shared with {taken}, which an earlier fully_shard took: two units "

@@ -34,6 +34,9 @@ class UnshardHandle:
 class FSDPModule:
     """A module whose parameters are sharded between uses; made of a module by ``fully_shard``."""
 
+    _is_unit = True
+    """For ``layout_summary``."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: ``model.layers[:2]`` builds a container like its own."""
         original: Any = cls.__mro__[_ORIGINAL_CLASS]

@@ -42,7 +42,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keeps shards, their gradients and the optimizer's state in the host's memory.
 
-    On a mesh of CPUs they are there anyhow. ``pin_memory`` page-locks them where there is a device to copy to.
+    On a mesh of CPUs they are there anyhow, so that it changes nothing, ``pin_memory`` included; on another it is
+    refused.
     """
 
     pin_memory: bool = True

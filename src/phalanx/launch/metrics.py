@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
+from phalanx.watch._http import HttpRequest, HttpResponse, HttpServer
+from phalanx.watch._prometheus import CONTENT_TYPE
+
 log = logging.getLogger(__name__)
 
 OWN_GROUP = "phalanx"
@@ -105,9 +108,13 @@ class PrometheusMetricHandler(MetricHandler):
             raise ValueError("the prometheus metrics handler needs the package prometheus-client") from error
         self._client = prometheus_client
         self._registry = prometheus_client.CollectorRegistry()
-        self._server, self._thread = prometheus_client.start_http_server(port, host, registry=self._registry)
-        self.port = int(self._server.server_port)
+        self._server = HttpServer(self._answer, host, port)
+        self._server.start()
+        self.port = self._server.port
         self._collectors: dict[str, Any] = {}
+
+    def _answer(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(body=self._client.generate_latest(self._registry), kind=CONTENT_TYPE)
 
     def emit(self, metric_data: MetricData) -> None:
         name = re.sub(r"\W", "_", f"{metric_data.group_name}_{metric_data.name}")
@@ -125,9 +132,7 @@ class PrometheusMetricHandler(MetricHandler):
             collector.set(metric_data.value)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
 
 
 def make_handler(config: MetricsConfig | Mapping[str, str]) -> MetricHandler:

@@ -35,6 +35,23 @@ which of the script's jobs it is."""
 SETBACKS = "setbacks"
 """``Setbacks``: how often the job went back to an earlier step."""
 
+SAVE_ASKED = "asked/save"
+"""A count: how often somebody asked for a save. The first worker saves after its next step."""
+
+STOP_ASKED = "asked/stop"
+"""``StopRequest``: every agent is to stop its workers, as a signal to it would."""
+
+PAGE = "watch/page"
+"""``PageAddress``: where the agent of the first node shows the job."""
+
+
+def pages_key(node_id: str) -> str:
+    """``PageAddress``: where the agent of a node serves what it knows."""
+    return f"{PAGES}{node_id}"
+
+
+PAGES = "watch/node/"
+
 
 def job_prefix(job: str) -> str:
     return f"phalanx/{job}"
@@ -126,6 +143,11 @@ def progress_key(worker_id: str) -> str:
 def ended_key(worker_id: str) -> str:
     """Present when a worker's script has ended well; the process may stay for a while to hand over its state."""
     return f"ended/{worker_id}"
+
+
+def value_key(name: str) -> str:
+    """Return a text that a script has named (``phalanx.elastic.write_once``). Written once; stays with the job."""
+    return f"values/{name}"
 
 
 # -- the rendezvous: agents among themselves ----------------------------------------------------------------------

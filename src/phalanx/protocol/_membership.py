@@ -41,6 +41,8 @@ class NodeRecord(StoreRecord):
     topology: str = ""
     fixed_rank: int = at_least(-1, default=-1)
     role: str = ""
+    last_choice: bool = False
+    """Whether its workers died again and again, or were wrong: it is taken only if there are too few others."""
 
     @classmethod
     def from_fields(cls, record: Fields) -> NodeRecord:

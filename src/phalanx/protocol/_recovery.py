@@ -37,6 +37,12 @@ class Streak:
     """The furthest step when it began."""
     step: int = -1
     """The furthest step now."""
+    place: str = ""
+    """Where the last one died: step, slot and samples, if it has left a note."""
+    workers: tuple[str, ...] = ()
+    """Those that died in that place, one after the other."""
+    hosts: tuple[str, ...] = ()
+    """Where they ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,12 @@ class Recovery(StoreRecord):
     """Workers that run and must not: their agents kill them."""
     lost_contact: ContactLosses | None = None
     """When workers had lost contact: how often in a row."""
+    failures: tuple[str, ...] = ()
+    """When, and on which node, the failures were that used up restarts; see ``phalanx.launch.recovery._budget``."""
+    leave_out: tuple[str, ...] = ()
+    """Nodes that take part no more, unless the others are too few."""
+    limit: str = ""
+    """Which limit was reached, if that is why: ``restarts``, ``progress``, ``node`` or ``do not retry``."""
 
     @classmethod
     def from_fields(cls, record: Fields) -> Recovery:
@@ -86,6 +98,9 @@ class Recovery(StoreRecord):
             lost_contact=None
             if losses is None
             else read_dataclass(ContactLosses, Fields(losses, f"{cls.what}'s lost_contact", RecordError)),
+            failures=record.texts("failures", default=[]),
+            leave_out=record.texts("leave_out", default=[]),
+            limit=record.text("limit", default=""),
         )
 
 
@@ -109,4 +124,5 @@ class FailureReport(StoreRecord):
     stderr_tail: tuple[str, ...] = ()
     is_incurable: bool = False
     ends_job: bool = False
+    has_wrong_bits: bool = False
     note: str = ""

@@ -24,6 +24,30 @@ class ProgressReport(StoreRecord):
     """How often the worker reported since it has its place in a group; -1: it does not count."""
     waits: int = 0
     """Changes as long as the worker only waits for others."""
+    times: tuple[int, ...] = ()
+    """Microseconds that a step takes it, lately: computation, waiting for others, waiting for data."""
+    slots: int = -1
+    """How many it carries; -1: it does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkPosition(StoreRecord):
+    """What a worker computes just now, in a file beside its error file: it is there however the worker dies.
+
+    >>> WorkPosition(step=812, slot=5, samples="3, 17").describe()
+    'step 812, slot 5, samples 3, 17'
+    """
+
+    what: ClassVar[str] = "position record"
+
+    step: int
+    slot: int = -1
+    """-1: none, it is through with its slots."""
+    samples: str = ""
+
+    def describe(self) -> str:
+        slot = f", slot {self.slot}" if self.slot >= 0 else ""
+        return f"step {self.step}{slot}" + (f", samples {self.samples}" if self.samples else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +91,27 @@ class Setbacks(StoreRecord):
             last_from=before,
             last_to=after,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest(StoreRecord):
+    """Asks every agent to stop its workers."""
+
+    what: ClassVar[str] = "stop record"
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageAddress(StoreRecord):
+    """Where an agent shows the job: page, API, metrics, events."""
+
+    what: ClassVar[str] = "page address"
+
+    url: str
+    host: str = ""
+    is_local: bool = True
+    """Whether only its own machine can reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.shard.checkpoint._checkpoint import Checkpoint
 from phalanx.shard.checkpoint._full_files import save_full
 from phalanx.shard.checkpoint._gather_state_dict import gather_state_dict
-from phalanx.shard.checkpoint._load import Checkpoint, load
+from phalanx.shard.checkpoint._load import load
 from phalanx.shard.checkpoint._save import save
 from phalanx.shard.exchange._groups import _get_current_process_group, load_with_process_group
 from phalanx.shard.exchange._shard import Shard

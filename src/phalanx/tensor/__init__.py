@@ -10,6 +10,7 @@ import warnings
 
 from phalanx.comm import DeviceMesh, init_device_mesh
 from phalanx.tensor._factories import arange, empty, full, ones, rand, randn, randperm, zeros
+from phalanx.tensor.compile import _compilers
 from phalanx.tensor.core._dtensor import DTensor, above
 from phalanx.tensor.core._modes import (
     ImplicitCommunicationError,
@@ -32,6 +33,7 @@ above.from_local = from_local
 above.redistribute = redistribute
 above.distribute = distribute_tensor
 _install.install()
+_compilers.install()
 _log.configure()
 
 __all__ = [

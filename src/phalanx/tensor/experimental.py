@@ -16,8 +16,9 @@ from torch import Tensor
 
 from phalanx._torch_private import CustomOpDef, operations, overload_of, tree_flatten, tree_unflatten
 from phalanx.comm import DeviceMesh
-from phalanx.tensor.core._dtensor import DTensor, handlers
+from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.core._modes import implicit_replication
+from phalanx.tensor.core._tracing import handlers
 from phalanx.tensor.dispatch._inline_python import inlined
 from phalanx.tensor.dispatch._run import forget_decisions, run_rule
 from phalanx.tensor.layout._placement import Placement, normalize

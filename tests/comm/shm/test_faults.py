@@ -65,10 +65,12 @@ def survive_a_death(worker, doing: str) -> tuple[int, ...]:
     error = loss_of(call)
     assert loss_of(lambda: group.all_reduce(torch.ones(1))) is error, "every later call raises the same"
     group.close()
+    assert group.dead_ranks() == (1,), "which can be asked when it is over, too"
     rank = {0: 0, 2: 1}[worker.rank]
     regrouped = worker.group(backend="auto", timeout=TIMEOUT, generation=1, rank=rank, size=2)
     regrouped.all_reduce(shared.fill_(1.0))
     assert shared.eq(2.0).all(), "shared memory outlives the group it was made for"
+    assert regrouped.dead_ranks() == ()
     regrouped.close()
     return error.ranks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +153,18 @@ def test_a_full_job_keeps_spares_waiting_and_uses_them_after_a_loss() -> None:
     assert admissible(running, RULES) == 0
     after = State(nodes=seen(members[0], members[2], members[3], node("e")), current=current, ended="broken")
     assert names(decide(after, RULES, 0.0)) == ["a", "e", "c", "d"]
+
+
+def test_a_node_that_was_left_out_is_taken_only_if_there_are_too_few_others() -> None:
+    left_out = replace(node("b", wants=1), last_choice=True)
+    current = generation(0, *[node(name) for name in "abc"])
+    after = State(nodes=seen(node("a", wants=1), left_out, node("c", wants=1)), current=current, ended="broken")
+    assert names(decide(after, RULES, 0.0)) == ["a", "c"]
+    later = State(nodes=seen(node("a", wants=1), node("c", wants=1), left_out), current=generation(1, *map(node, "ac")))
+    assert decide(later, RULES, 1e6) == Idle(), "nobody is disturbed for it"
+    assert admissible(later, RULES) == 0
+    few = State(nodes=seen(node("a", wants=2), replace(left_out, wants=2)), current=later.current, ended="broken")
+    assert names(decide(few, RULES, 0.0)) == ["a", "b"]
 
 
 def test_a_closed_job_decides_nothing() -> None:

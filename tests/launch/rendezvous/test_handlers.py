@@ -220,6 +220,20 @@ def test_a_broken_generation_ends_for_all_and_survivors_keep_their_ranks(job: Jo
     assert {info.generation for info in after} == {1}
 
 
+def test_a_leader_that_joins_again_does_not_wait_for_its_own_watch(c10d: Job) -> None:
+    handler = c10d.node(1, 1)
+    meet(handler)
+    may_look, looked = threading.Event(), []
+    with handler._changed:
+        handler._participant.pause = lambda timeout: looked.append(may_look.wait(JOIN))  # type: ignore[method-assign]
+    ring(handler._store, handler._signer)  # its thread comes out of the pause before
+    handler.break_generation(0, Broken(reason="worker w died", workers=("w",)))
+    (after,) = meet(handler)
+    assert after.generation == 1
+    assert looked == [], "its thread has seen nothing yet"
+    may_look.set()
+
+
 def test_late_joiners_are_admitted_at_the_next_generation(job: Job) -> None:
     first, second = job.node(1, 2, last_call_timeout=0), job.node(1, 2)
     before = first.next_rendezvous()
@@ -476,7 +490,7 @@ def test_a_strangers_forged_record_of_every_kind_is_refused_and_logged(
         channel = AgentChannel(info.store)
         assert channel.recovery(0) is None
         assert channel.failures(0) == {}
-        assert channel.read_requests(0, info.node.id) == (None, "", Setbacks())
+        assert channel.read_requests(0, info.node.id) == (None, "", Setbacks(), "")
         assert not channel.is_leaving(0, "w")
         assert channel.read_progress(["w"]) == {"w": None}
         assert info.store.get_many([broken_key(0), wanted_key(0), members_key(1)]) == [None] * 3

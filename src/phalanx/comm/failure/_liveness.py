@@ -4,9 +4,14 @@ Owns who a process is (``Identity``, exchanged through the store when a group fo
 that watches the peers' pidfds. It tells; what follows is the transport's business. Death on other machines shows as
 a closed connection or, if the machine vanished, as a lost lease; neither is seen here.
 
-Guarantees: the callback runs in the watcher thread within milliseconds of the death, once; after ``forget`` it never
-runs again; a pid that was reused by another process counts as dead.
-Assumptions: Linux 5.3 (pidfd). Elsewhere nothing is watched and ``watch_deaths`` says so by returning False.
+A process that is killed ends in two acts: its threads end at once, then the kernel frees its memory (10 ms and more for
+one that has imported torch), and only then its pidfd says so. So the end of one of its threads is watched too, its own
+watcher thread, which never ends before; that its first thread is on its way out is then looked up.
+
+Guarantees: the callback runs in the watcher thread within milliseconds of the death, once, and never for a process that
+could still do something; after ``forget`` it never runs again; a pid that was reused by another process counts as dead.
+Assumptions: Linux 5.3 (pidfd), 6.9 to watch threads; before that deaths are told when the memory is freed. Elsewhere
+nothing is watched and ``watch_deaths`` says so by returning False.
 Rejected: a thread per group (a mesh has many groups), SIGCHLD (peers are not children), polling ``kill(pid, 0)``
 (takes a zombie for alive).
 """
@@ -20,8 +25,9 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +36,10 @@ from phalanx.comm import _background as background
 log = logging.getLogger(__name__)
 
 _PF_EXITING = 4  # Linux's flag of a process that has begun to exit
+_PIDFD_THREAD = os.O_EXCL  # Linux's flag of pidfd_open: of a thread, not of its process
+
+_EXIT_TAKES = 0.1
+"""Seconds from the end of a killed process's first thread to that of its last, on a machine with much else to do."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class Identity:
     pid: int
     started: int
     uid: int
+    thread: int = field(default=0, compare=False)
+    """A thread of it that ends only with it; 0: none is known."""
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,12 +72,14 @@ class Identity:
 
 
 def own_identity() -> Identity:
+    """Return who this process is; from now on it has a watcher thread, by whose end others notice its own."""
     return Identity(
         machine=_machine(),
         host=socket.gethostname(),
         pid=os.getpid(),
         started=_proc_stat(os.getpid())[1],
         uid=os.getuid(),
+        thread=_own_watcher().thread if _can_watch() else 0,
     )
 
 
@@ -100,7 +114,12 @@ class _Watcher:
         self._fds: dict[Identity, int] = {}
         self._callbacks: dict[int, list[Callable[[Identity], None]]] = {}
         self._identities: dict[int, Identity] = {}
-        background.start(self._run, "phalanx-peer-watch", on_failure=lambda error: None, attempts=background.FOREVER)
+        self._threads: dict[Identity, int] = {}
+        """By process, the pidfd of one of its threads."""
+        runs = background.start(
+            self._run, "phalanx-peer-watch", on_failure=lambda error: None, attempts=background.FOREVER
+        )
+        self.thread = runs.native_id
 
     def add(self, identity: Identity, callback: Callable[[Identity], None]) -> bool:
         """False when the process is dead already."""
@@ -116,8 +135,19 @@ class _Watcher:
                     return False
                 self._fds[identity], self._identities[fd], self._callbacks[fd] = fd, identity, []
                 self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+                self._add_thread(identity)
             self._callbacks[fd].append(callback)
             return True
+
+    def _add_thread(self, identity: Identity) -> None:
+        if not os.path.exists(f"/proc/{identity.pid}/task/{identity.thread}"):
+            return
+        try:
+            fd = os.pidfd_open(identity.thread, _PIDFD_THREAD)
+        except OSError:
+            return  # an older kernel: the process's own end is noticed, a moment later
+        self._threads[identity], self._identities[fd] = fd, identity
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def remove(self, identity: Identity, callback: Callable[[Identity], None]) -> None:
         with self._lock:
@@ -129,7 +159,18 @@ class _Watcher:
                 self._drop(fd)
 
     def _drop(self, fd: int) -> None:
-        del self._fds[self._identities.pop(fd)], self._callbacks[fd]
+        identity = self._identities[fd]
+        del self._fds[identity], self._callbacks[fd]
+        self._close(fd)
+        self._drop_thread(identity)
+
+    def _drop_thread(self, identity: Identity) -> None:
+        fd = self._threads.pop(identity, None)
+        if fd is not None:
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        del self._identities[fd]
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
         os.close(fd)
@@ -143,8 +184,16 @@ class _Watcher:
         """What the epoll said of ``fd`` may be old: forgotten since, and the number another process's by now."""
         with self._lock:
             identity = self._identities.get(fd)
-            if identity is None or identity.is_alive():
+            of_thread = identity is not None and self._threads.get(identity) == fd
+        if of_thread and identity is not None and not _is_on_its_way_out(identity):
+            with self._lock:  # that thread alone has ended
+                if self._threads.get(identity) == fd:
+                    self._drop_thread(identity)
+            return
+        with self._lock:
+            if identity is None or identity not in self._fds or identity.is_alive():
                 return
+            fd = self._fds[identity]
             callbacks = self._callbacks[fd]
             self._drop(fd)
         for callback in callbacks:
@@ -154,8 +203,31 @@ class _Watcher:
                 log.exception("what follows the death of process %d failed", identity.pid)
 
 
+def _is_on_its_way_out(identity: Identity) -> bool:
+    """Return whether a process of which a thread has ended ends altogether; its threads end one after the other."""
+    until, pause = time.monotonic() + _EXIT_TAKES, 0.0001
+    while identity.is_alive():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.002)
+    return True
+
+
 _watcher: _Watcher | None = None
 _watcher_lock = threading.Lock()
+
+
+def _can_watch() -> bool:
+    return sys.platform.startswith("linux") and hasattr(os, "pidfd_open")
+
+
+def _own_watcher() -> _Watcher:
+    global _watcher
+    with _watcher_lock:
+        if _watcher is None or _watcher.pid != os.getpid():  # a forked child has no watcher thread
+            _watcher = _Watcher()
+        return _watcher
 
 
 def watch_deaths(identity: Identity, callback: Callable[[Identity], None]) -> bool:
@@ -163,14 +235,9 @@ def watch_deaths(identity: Identity, callback: Callable[[Identity], None]) -> bo
 
     When the process is dead already the callback runs before the call returns.
     """
-    global _watcher
-    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open") or identity.machine != _machine():
+    if not _can_watch() or identity.machine != _machine():
         return False
-    with _watcher_lock:
-        if _watcher is None or _watcher.pid != os.getpid():  # a forked child has no watcher thread
-            _watcher = _Watcher()
-        watcher = _watcher
-    if not watcher.add(identity, callback):
+    if not _own_watcher().add(identity, callback):
         callback(identity)
     return True
 

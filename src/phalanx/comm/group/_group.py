@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.failure._mismatch import CallChecker
 from phalanx.comm.group import _context, _torch_world
 from phalanx.comm.group._group_collectives import Collectives
@@ -56,6 +57,7 @@ class Group(Collectives):
         "_root",
         "_subgroups",
         "generation",
+        "identities",
         "job",
         "label",
         "numbered_by_torch",
@@ -80,8 +82,11 @@ class Group(Collectives):
         parent: Group | None = None,
         world_size: int | None = None,
         label: str = "",
+        identities: Mapping[int, Identity] | None = None,
     ) -> None:
         super().__init__(transport, checker)
+        self.identities = dict(identities or {})
+        """The ranks' processes, where they are known."""
         self.ranks = tuple(ranks)
         self.timeout = timeout
         self.job = job
@@ -114,11 +119,13 @@ class Group(Collectives):
         job: str = "local",
         generation: int = 0,
         interrupt: Interrupt | None = None,
+        identities: Mapping[int, Identity] | None = None,
     ) -> Group:
         """Join generation ``generation`` of ``job`` as ``rank``; returns when all ``world_size`` ranks have.
 
         ``backend``: ``auto`` (the fastest for where the ranks are), or a c10d backend by name (``gloo``, ``nccl``...).
         ``interrupt`` is asked every few milliseconds while this waits; an error that it returns is raised here.
+        ``identities`` are the ranks' processes, if this one knows them from an earlier group (``group.identities``).
         Raises ``PeerTimeout`` naming the ranks that never came, ``PeerLost`` when one dies while the group forms.
 
         >>> group = Group.create(connect("tcp://10.0.0.1:29500"), rank=0, world_size=2)   # doctest: +SKIP
@@ -126,7 +133,7 @@ class Group(Collectives):
         spec = GroupSpec(
             store=store, rank=rank, size=world_size, timeout=_seconds(timeout), job=job, generation=generation
         )
-        group = cls._over(connect_ranks(spec, backend, interrupt or (lambda: None)))
+        group = cls._over(connect_ranks(spec, backend, interrupt or (lambda: None), identities))
         _torch_world.register(group)
         return group
 
@@ -165,6 +172,7 @@ class Group(Collectives):
             checker=connection.checker,
             world_size=connection.world_size,
             label=connection.label,
+            identities=connection.identities,
         )
 
     def subgroup(
@@ -235,6 +243,13 @@ class Group(Collectives):
     def root(self) -> Group:
         """The group that this one is a part of, through however many others; itself if of none."""
         return self if self._root is None else self._root
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are known to be dead, also after the end of the group.
+
+        Only a group on one host knows: it is empty for one whose ranks are on several.
+        """
+        return self._transport.dead_ranks()
 
     @property
     def world(self) -> World:

@@ -162,9 +162,21 @@ class Collectives(TorchCalls):
         return copy_back(work, [(output, staged)], async_op)
 
     def reduce_scatter_tensor(
-        self, output: Tensor, tensor: Tensor, op: ReduceOp | str = "sum", *, async_op: bool = False
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        op: ReduceOp | str = "sum",
+        *,
+        async_op: bool = False,
+        scratch: bool = False,
     ) -> Work:
-        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part."""
+        """``tensor`` holds one equal part per rank; ``output`` becomes the reduction of this rank's part.
+
+        ``scratch``: nobody needs what is in ``tensor`` afterwards, so that gloo, which reduces in its input, copies
+        nothing.
+        """
+        transport = self._transport
+        carry = transport.reduce_scatter_scratch if scratch else transport.reduce_scatter_tensor
         try:
             plain = PLAIN[op][shard_dtype(self.size, tensor, output)]
         except (KeyError, TypeError):
@@ -172,14 +184,14 @@ class Collectives(TorchCalls):
         if plain is not None:
             if self._guarded or _observe._observers:
                 self._enter("reduce_scatter_tensor", (tensor,), plain)
-            return self._transport.reduce_scatter_tensor(output, tensor, plain, async_op=async_op)
+            return carry(output, tensor, plain, async_op=async_op)
         check_flat(self, "reduce_scatter_tensor", tensor, output, written=output)
         parsed = parse_op(op)
         staged = settled(output)
         view, kind = reducible("reduce_scatter_tensor", staged, parsed)
         source, _ = reducible("reduce_scatter_tensor", settled(tensor), parsed)
         self._enter("reduce_scatter_tensor", (tensor,), kind)
-        work = self._transport.reduce_scatter_tensor(view, source, kind, async_op=async_op)
+        work = carry(view, source, kind, async_op=async_op)
         return copy_back(work, [(output, staged)], async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False) -> Work:

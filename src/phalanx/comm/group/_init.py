@@ -16,13 +16,14 @@ from phalanx.comm.stores import MemoryStore, Store, TCPStore, connect
 from phalanx.comm.stores._sealed import signed_store
 from phalanx.comm.transports._interface import DEFAULT_TIMEOUT
 from phalanx.protocol import ENV_STORE
-from phalanx.world import World
+from phalanx.world import World, mpi_variables
 
 
 def init(*, backend: str = "auto", timeout: float | timedelta = DEFAULT_TIMEOUT, default: bool = True) -> Group:
     """Join the group of this worker's generation and make it the current one.
 
-    Reads what a launcher sets (``phalanx run``, torchrun, or by hand: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    Reads what a launcher sets (``phalanx run``, torchrun, or by hand: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or
+    ``mpirun``, which needs MASTER_ADDR and MASTER_PORT beside it only where its processes are on several hosts.
     A process that was started alone gets a group of one. With ``default`` it also becomes torch's default process
     group, so that ``torch.distributed`` calls work.
 
@@ -50,7 +51,8 @@ def _store(world: World) -> Store:
         return signed_store(connect(url), world.job)
     if world.size == 1:
         return MemoryStore()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    told = {**mpi_variables(os.environ), **os.environ}
+    host, port = told.get("MASTER_ADDR"), told.get("MASTER_PORT")
     if not host or not port:
         raise RuntimeError(
             f"rank {world.rank} of {world.size}: neither {ENV_STORE} nor MASTER_ADDR and MASTER_PORT are set; "
@@ -76,8 +78,9 @@ def joined_group() -> Group:
     except NoCurrentGroup:
         if _context.rank_token() is not None:
             raise
-    where = () if os.environ.get(ENV_STORE) else ("MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in ("RANK", "WORLD_SIZE", *where) if not os.environ.get(name)]
+    told = {**mpi_variables(os.environ), **os.environ}
+    where = () if told.get(ENV_STORE) else ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in ("RANK", "WORLD_SIZE", *where) if not told.get(name)]
     if missing:
         raise ValueError(
             f"there is no current group, and the environment does not name one: {', '.join(missing)} not set; "

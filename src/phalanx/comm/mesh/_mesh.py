@@ -27,6 +27,7 @@ from torch import Tensor
 from phalanx.comm.group._group import Group
 from phalanx.comm.group._init import has_current_group, joined_group
 from phalanx.comm.mesh import _torch_mesh
+from phalanx.comm.mesh._accelerator import select_device
 from phalanx.comm.mesh._backend_override import parse_overrides
 from phalanx.comm.mesh._mesh_layout import MeshLayout, is_in_root_order
 from phalanx.comm.mesh._mesh_root import (
@@ -38,6 +39,7 @@ from phalanx.comm.mesh._mesh_root import (
     group_of,
     rank_grid,
 )
+from phalanx.world import launched_local_rank
 
 # By their identity: two meshes of torch's are equal although their groups, of an earlier default group, have ended.
 _converted: dict[int, DeviceMesh] = {}
@@ -83,6 +85,8 @@ class DeviceMesh:
             )
         if len(ranks) and int(ranks.max()) >= parent.size:
             raise ValueError(f"mesh names rank {int(ranks.max())}, but the current group has {parent.size} ranks")
+        if parent.backend != "threads":  # whose ranks share one process
+            select_device(device_type, parent.rank, parent.size, launched_local_rank())
         root = MeshRoot(ranks, MeshLayout.of_shape(shape), names, parent.rank, parent)
         root.override(overrides)
         self._set(root, root.layout, names, device_type)

@@ -13,6 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx._torch_private import TracingContext
 from phalanx.comm.group._group import Group
 from phalanx.comm.group._init import current_group
 from phalanx.comm.mesh._backend_override import Override
@@ -101,6 +102,11 @@ class MeshRoot:
             )
         if ranks == tuple(range(parent.size)) and override == _AS_THE_MESH:
             return parent
+        if TracingContext.try_get() is not None:
+            raise NotImplementedError(
+                f"rank {self.rank}: the group of ranks {ranks} would be made while torch.compile traces, which other "
+                f"ranks may not do now: call mesh.get_all_groups() on every rank before"
+            )
         group = parent.subgroup(ranks, backend=override.backend, timeout=override.timeout)
         assert group is not None, f"rank {self.rank} is one of {ranks} and must be a member of their group"
         return group

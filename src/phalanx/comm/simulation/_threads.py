@@ -78,6 +78,9 @@ class ThreadTransport(Transport):
         self.size = len(board.ranks)
         self._board = board
         self._count = 0
+        self._num_posted = 0
+        self._posted: dict[tuple[int, int], deque[tuple[int, Tensor]]] = {}
+        """Where receives that are under way write to, by source and tag, in their order."""
         self._ended: BaseException | None = None
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
@@ -180,11 +183,18 @@ class ThreadTransport(Transport):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         self._check_alive()
         box = self._board.mail.setdefault((src, self.rank, tag), deque())
+        posted = self._posted.setdefault((src, tag), deque())
+        number = self._num_posted = self._num_posted + 1
+        posted.append((number, tensor))
+
+        def is_due() -> bool:
+            return sum(earlier <= number for earlier, _ in posted) <= len(box)
 
         def finish() -> None:
-            _deliver("recv", tensor, box.popleft(), src, self.rank)
+            while posted and posted[0][0] <= number:  # earlier receives get earlier messages, whoever waits first
+                _deliver("recv", posted.popleft()[1], box.popleft(), src, self.rank)
 
-        work = _ThreadWork(self, lambda: bool(box), f"a message from rank {src} with tag {tag}", finish)
+        work = _ThreadWork(self, is_due, f"a message from rank {src} with tag {tag}", finish)
         if not async_op:
             work.wait()
         return work

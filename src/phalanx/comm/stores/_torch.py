@@ -86,13 +86,15 @@ class TorchStore(Store):
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         raw = self._writer.encode(value)
-        while True:
+        # Most are from absent, and succeed: the first try needs no look.
+        is_set = expected is None and self._link.swap(self._space + key, None, raw)
+        while not is_set:
             now = self._record(key)
             if now.value != expected:
                 return False
-            if self._link.swap(self._space + key, now.raw, raw):
-                self._link.tick(self._writer.encode(b""))
-                return True
+            is_set = self._link.swap(self._space + key, now.raw, raw)
+        self._link.tick(self._writer.encode(b""))
+        return True
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         # Not the server's own wait: it blocks the connection, counts tombstones, and logs every timeout.

@@ -8,6 +8,7 @@ calls of ours is compiled as before. Nothing is imported for it: the list of fil
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -20,11 +21,16 @@ RUNNERS = "<runner "  # how the file names of code begin that we compile ourselv
 
 def install() -> None:
     """Tell Dynamo now or later to skip the files of this package. Does it once."""
-    module = sys.modules.get(_RULES)
+    when_imported(_RULES, _skip_ours)
+
+
+def when_imported(name: str, action: Callable[[Any], None]) -> None:
+    """``action(module)`` now, if ``name`` was imported, or when it is. Asking twice is once."""
+    module = sys.modules.get(name)
     if module is None:
-        after_import(_RULES, _skip_ours)
+        after_import(name, action)
     else:
-        _skip_ours(module)
+        action(module)
 
 
 def _skip_ours(rules: Any) -> None:

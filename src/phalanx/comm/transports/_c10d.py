@@ -169,7 +169,7 @@ class C10dTransport(Transport):
             return self._nothing()
         whole = torch.cat([part.reshape(-1) for part in inputs])
         if min(sizes) == max(sizes):
-            return self.reduce_scatter_tensor(output, whole, op, async_op=async_op)
+            return self.reduce_scatter_scratch(output, whole, op, async_op=async_op)
         start = sum(sizes[: self.rank])
         own = whole[start : start + sizes[self.rank]]
         work = Several([self.all_reduce(whole, op, async_op=async_op)], lambda: output.view(-1).copy_(own))
@@ -178,6 +178,12 @@ class C10dTransport(Transport):
         return work
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        return self._reduce_parts(output, tensor, op, async_op, is_scratch=False)
+
+    def reduce_scatter_scratch(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        return self._reduce_parts(output, tensor, op, async_op, is_scratch=True)
+
+    def _reduce_parts(self, output: Tensor, tensor: Tensor, op: ReduceOp, async_op: bool, *, is_scratch: bool) -> Work:
         if self._sliced:
             staged = carried(tensor, op)
             if staged is not None:
@@ -185,7 +191,8 @@ class C10dTransport(Transport):
                 args = (part, staged.view(-1), _REDUCE_SCATTER[op])
                 finish = lambda: put_back(output, part)  # noqa: E731  # one line where it is used
                 return self._start("_reduce_scatter_base", args, async_op, after=finish)
-            tensor = tensor.clone()  # gloo reduces in the input's own memory
+            if not is_scratch:
+                tensor = tensor.clone()  # gloo reduces in the input's own memory
         if output.dim() != 1 or tensor.dim() != 1:
             output, tensor = output.view(-1), tensor.view(-1)
         return self._start("_reduce_scatter_base", (output, tensor, _REDUCE_SCATTER[op]), async_op)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -66,12 +66,17 @@ class Connection:
     world_size: int | None = None
     """How many ranks there are in all where ``ranks`` are some of torch's; None: these are all."""
     label: str = ""
+    identities: Mapping[int, Identity] = field(default_factory=dict)
+    """The ranks' processes, where they are known."""
 
 
-def connect_ranks(spec: GroupSpec, backend: str, interrupt: Interrupt) -> Connection:
-    """Meet the other ranks of the generation and connect to them; collective."""
+def connect_ranks(
+    spec: GroupSpec, backend: str, interrupt: Interrupt, identities: Mapping[int, Identity] | None = None
+) -> Connection:
+    """Meet the other ranks of the generation and connect to them; collective. ``identities``: who they are, where this
+    rank knows it from an earlier group."""
     spec = replace(spec, store=spec.store.namespace(group_prefix(spec.job, spec.generation)))
-    peers = _exchange_identities(spec, interrupt)
+    peers = _exchange_identities(spec, interrupt, identities)
     checker = CallChecker(spec.store, spec.rank, spec.size, spec.timeout) if collectives_checked() else None
 
     def make_subgroup(
@@ -92,13 +97,19 @@ def connect_ranks(spec: GroupSpec, backend: str, interrupt: Interrupt) -> Connec
         generation=spec.generation,
         store=spec.store,
         checker=checker,
+        identities=peers,
     )
 
 
-def _exchange_identities(spec: GroupSpec, interrupt: Interrupt) -> dict[int, Identity]:
+def _exchange_identities(
+    spec: GroupSpec, interrupt: Interrupt, known: Mapping[int, Identity] | None
+) -> dict[int, Identity]:
+    """Return who the ranks are. Who knows it already says who it is all the same: another may not."""
     mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
     own = f"member/{spec.rank}"
     spec.store.set(own, mine)
+    if known is not None:
+        return dict(known)
     keys = [f"member/{rank}" for rank in range(spec.size)]
     deadline = time.monotonic() + spec.timeout
     while True:
@@ -135,6 +146,7 @@ def _identity(rank: int, data: bytes) -> Identity:
         pid=record.integer("pid", low=0),
         started=record.integer("started"),
         uid=record.integer("uid"),
+        thread=record.integer("thread", low=0),
     )
 
 

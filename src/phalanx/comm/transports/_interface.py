@@ -125,6 +125,10 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work: ...
 
+    def reduce_scatter_scratch(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
+        """``reduce_scatter_tensor`` of a tensor that nobody needs afterwards: its contents may be lost."""
+        return self.reduce_scatter_tensor(output, tensor, op, async_op=async_op)
+
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         """``inputs[r]`` goes to rank r; ``outputs[r]`` comes from it; shapes may all differ."""
@@ -156,6 +160,11 @@ class Transport(ABC):
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor whose memory this transport reads and writes in place where it can."""
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are known to be dead, also after the end of the group. Nothing where some
+        cannot be seen from here: then nobody can tell all that live from all that do not."""
+        return ()
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None: ...

@@ -4,6 +4,8 @@ Guarantees: what ``write_save`` returns is there; the newest readable save is ne
 ``keep`` newest *readable* ones nothing stays, so damaged saves never push good ones out. Whether a save is readable
 (see ``_saves``) costs a pass over its bytes, so it is found out once: ``Known`` remembers what was written or checked
 here, by size, time and inode of its files. Damage that changes none of these is found when the save is read.
+A save is *good* when the steps after it, up to the next save, were sound as well (``clean_since``, where the job has
+a guard that can tell); the file ``last-good`` names the newest such, and rotation leaves that one alone too.
 A save is written under ``.partial-STEP-HOST-PID.START.COUNT`` and renamed; a failed one is removed at once, that of a
 killed process (no process has its number and start time any more) by the next write.
 """
@@ -15,7 +17,7 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,19 +25,21 @@ from torch import Tensor
 
 from phalanx.elastic.checkpoint._saves import (
     STATE,
-    TENSORS,
-    Save,
+    Manifest,
     SaveError,
     check_save,
     name_of,
-    read_save,
     step_of,
     sync,
     write_files,
 )
 from phalanx.elastic.checkpoint._state_codec import Json
+from phalanx.storage import Place, RemotePath
 
 PARTIAL = ".partial-"
+GOOD = "last-good"
+SHARED = "-shared-"
+"""Between the step and the group's key, in the name of a folder into which several workers write one save."""
 _count = itertools.count()
 
 Marks = tuple[tuple[int, int, int], ...]
@@ -53,43 +57,88 @@ def write_save(
     keep: int,
     secret: bytes = b"",
     known: Known | None = None,
+    clean_since: int | None = None,
 ) -> Path:
-    """Write a save durably, then remove what is older than the newest ``keep`` readable ones.
+    """Write a save durably, then remove what is older than the newest ``keep`` readable ones; the last good one stays.
 
+    ``clean_since`` is the step from which on nothing was wrong: an earlier save since then is now known to be good.
     ``OSError`` when the disk does not take it; nothing is left of it then.
     """
-    known = {} if known is None else known
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(directory)
-    final = directory / name_of(step)
-    partial = directory / f"{PARTIAL}{step}-{socket.gethostname()}-{_process()}.{next(_count)}"
+    remove_leftovers(directory)
+    partial = new_partial(directory, step)
     try:
         partial.mkdir()
         write_files(partial, step, tree, tensors, secret)
-        _put_in_place(partial, final, secret)
-        sync(directory)
+        return publish(partial, step, keep=keep, secret=secret, known=known, clean_since=clean_since)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def new_partial(directory: Path, step: int) -> Path:
+    """Return the name of a folder in the making, which is removed when this process has died."""
+    return directory / f"{PARTIAL}{step}-{socket.gethostname()}-{_process()}.{next(_count)}"
+
+
+def publish(
+    partial: Path, step: int, *, keep: int, secret: bytes, known: Known | None, clean_since: int | None = None
+) -> Path:
+    """Give a folder that is complete its name as a save, durably; then remove saves that are too old."""
+    known = {} if known is None else known
+    final = partial.parent / name_of(step)
+    _put_in_place(partial, final, secret)
+    sync(partial.parent)
     known[final.name] = (_marks(final), True)
-    _rotate(directory, final, keep, secret, known)
+    if clean_since is not None:
+        _mark_good(partial.parent, step, clean_since, secret, known)
+    _rotate(partial.parent, final, keep, secret, known)
     return final
+
+
+def good_save(directory: Path) -> str:
+    """Return the name of the last good save; empty if none is known."""
+    try:
+        text = (directory / GOOD).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return text if step_of(text) is not None and (directory / text).is_dir() else ""
+
+
+def _mark_good(directory: Path, step: int, clean_since: int, secret: bytes, known: Known) -> None:
+    for path in list_saves(directory):
+        found = step_of(path.name)
+        assert found is not None, "only saves are listed"
+        if clean_since <= found < step and is_readable(path, secret, known):
+            partial = directory / f"{PARTIAL}{step}-{socket.gethostname()}-{_process()}.good"
+            partial.write_text(path.name)
+            os.replace(partial, directory / GOOD)
+            return
 
 
 def list_saves(directory: Path) -> list[Path]:
     """Everything with a save's name, the newest step first. ``SaveError`` when the folder cannot be looked into."""
+    return [directory / name for name in save_names(directory)]
+
+
+def save_names(directory: Place) -> list[str]:
+    """Return the names of all saves, the newest step first; in a bucket, of those that are committed."""
+    names: Iterable[str]
     try:
-        names = os.listdir(directory)
+        if isinstance(directory, RemotePath):
+            names = {name.removesuffix(f"/{STATE}") for name, _ in directory.walk() if name.endswith(f"/{STATE}")}
+        else:
+            names = os.listdir(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise SaveError(f"{directory} cannot be read: {error}") from error
     steps = {name: step for name in names if (step := step_of(name)) is not None}
-    return [directory / name for name in sorted(steps, key=lambda name: (steps[name], name), reverse=True)]
+    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
-def find_save(directory: Path, secret: bytes = b"") -> tuple[Save | None, list[str]]:
-    """Return the newest readable save, and what was wrong with newer ones."""
+def find_save(directory: Path, secret: bytes = b"") -> tuple[Manifest | None, list[str]]:
+    """Return what the newest readable save holds, and what was wrong with newer ones."""
     problems: list[str] = []
     try:
         paths = list_saves(directory)
@@ -97,7 +146,7 @@ def find_save(directory: Path, secret: bytes = b"") -> tuple[Save | None, list[s
         return None, [str(error)]
     for path in paths:
         try:
-            return read_save(path, secret), problems
+            return check_save(path, secret), problems
         except SaveError as error:
             problems.append(str(error))
     return None, problems
@@ -122,10 +171,10 @@ def is_readable(path: Path, secret: bytes, known: Known) -> bool:
 
 
 def _rotate(directory: Path, written: Path, keep: int, secret: bytes, known: Known) -> None:
-    num_readable = 0
+    num_readable, good = 0, good_save(directory)
     for path in list_saves(directory):
         if num_readable >= keep:
-            if path != written:
+            if path != written and path.name != good:
                 shutil.rmtree(path, ignore_errors=True)
                 known.pop(path.name, None)
         elif path == written or is_readable(path, secret, known):
@@ -133,7 +182,7 @@ def _rotate(directory: Path, written: Path, keep: int, secret: bytes, known: Kno
 
 
 def _marks(path: Path) -> Marks:
-    found = [(path / name).stat() for name in (STATE, TENSORS)]
+    found = [(path / name).stat() for name in [STATE, *sorted(set(os.listdir(path)) - {STATE})]]
     return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in found)
 
 
@@ -155,12 +204,31 @@ def _put_in_place(partial: Path, final: Path, secret: bytes) -> None:
             return
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers of this machine began; another worker may be writing its own just now."""
+def remove_leftovers(directory: Path, current: Path | None = None) -> None:
+    """Remove what killed writers of this machine began; another worker may be writing its own just now.
+
+    A folder that several workers share is left over unless it is ``current`` or of a later step of the same group:
+    others may be ahead of this worker.
+    """
     for leftover in directory.glob(f"{PARTIAL}*"):
+        if SHARED in leftover.name:
+            if current is None or _is_before(leftover.name, current.name):
+                shutil.rmtree(leftover, ignore_errors=True)
+            continue
         host, _, process = leftover.name.removeprefix(PARTIAL).partition("-")[2].rpartition("-")
         if host == socket.gethostname() and not _is_alive(process):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_before(name: str, current: str) -> bool:
+    """Return whether a shared folder is of another group than ``current``, or of an earlier step of the same.
+
+    >>> _is_before(".partial-4-shared-1.0", ".partial-5-shared-1.0"), _is_before(
+    ...     ".partial-6-shared-1.0", ".partial-5-shared-1.0")
+    (True, False)
+    """
+    (step, _, key), (current_step, _, current_key) = (one.partition(SHARED) for one in (name, current))
+    return key != current_key or (len(step), step) < (len(current_step), current_step)
 
 
 def _process() -> str:

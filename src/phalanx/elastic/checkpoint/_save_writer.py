@@ -1,146 +1,131 @@
-"""Writes saves in a thread of its own, so that a step never waits for the disk.
+"""Writes saves in threads of its own, so that a step never waits for the disk or the network.
 
-The caller hands over a snapshot (tensors already copied). One save is written at a time; a newer snapshot replaces
-one that has not been written. When the disk does not take it (``OSError``: full, read-only, out of reach) the snapshot
-stays and is tried again with growing pauses; ``on_failed`` hears of each attempt, and nobody else: a disk's fault does
-not end training. ``wait_idle`` is for a caller that must know: it tries at once and raises. Any other error is a fault
-of ours and is raised at the next ``submit`` or ``wait_idle``.
+The caller hands over a snapshot (tensors already copied). What ``LatestOnly`` says holds: one save at a time, the
+newest first, tried again when the disk does not take it; a disk's fault does not end training. With saves in a bucket
+there are two tiers: a save is made in a folder of this machine, and a second thread uploads the newest one there, so
+that a slow network makes uploads rarer and saves on the disk no later. Workers that save together upload their files
+themselves: no one of them has all.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from phalanx.comm._background import Background
+from phalanx.elastic.checkpoint._bucket_saves import BucketSaves
+from phalanx.elastic.checkpoint._cell_saves import CellSnapshot, write_cells
+from phalanx.elastic.checkpoint._latest_only import LatestOnly
 from phalanx.elastic.checkpoint._save_folder import Known, write_save
 from phalanx.elastic.checkpoint._state_codec import Json
-from phalanx.events._troubles import Backoff
+from phalanx.storage import Place
 
-Snapshot = tuple[int, Json, list[Tensor]]
-"""Step, JSON tree, tensors that nobody else touches."""
+Snapshot = tuple[int, Json, list[Tensor]] | CellSnapshot
+"""Step, JSON tree, tensors that nobody else touches; or one worker's share of such."""
 
 OnFailed = Callable[[int, OSError, float], None]
 """Called with the step, the error, and the seconds until the next attempt."""
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A snapshot to be written, or (with its folder) a save to be uploaded."""
+
+    step: int
+    snapshot: Snapshot | Path
+    clean_since: int | None
+
+
 class SaveWriter:
     def __init__(
         self,
-        directory: Path,
+        directory: Path | BucketSaves,
         *,
         keep: int,
         secret: bytes = b"",
-        on_saved: Callable[[int, Path], None],
+        on_saved: Callable[[int, Place], None],
         on_failed: OnFailed = lambda step, error, delay: None,
     ) -> None:
         self.directory = directory
         self.keep = keep
         self.secret = secret
         self.on_saved = on_saved
-        self.on_failed = on_failed
         self._known: Known = {}
-        self._next: Snapshot | None = None
-        self._backoff = Backoff()
-        self._is_hurried = False
-        """Whether someone waits: the next attempt is made at once."""
-        self._num_begun = 0
-        self._failed = (0, OSError())
-        """The number of the last attempt that the disk did not take, and its error."""
-        self._busy = False
-        self._closed = False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._thread: Background | None = None
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Have it written soon; replaces a snapshot that still waits."""
-        with self._changed:
-            self._raise_error()
-            self._next = snapshot
-            if self._thread is None:
-                self._thread = Background(self._run, "phalanx-saves", on_failure=self._fail)
-                self._thread.start()
-            self._changed.notify_all()
+        def failed(item: _Waiting, error: OSError, delay: float) -> None:
+            on_failed(item.step, error, delay)
+
+        self._saves: LatestOnly[_Waiting] = LatestOnly(self._write, "phalanx-saves", on_failed=failed)
+        self._uploads: LatestOnly[_Waiting] = LatestOnly(self._upload, "phalanx-uploads", on_failed=failed)
+
+    def submit(self, snapshot: Snapshot, clean_since: int | None = None) -> None:
+        """Have it written soon; replaces a snapshot that still waits. ``clean_since``: see ``write_save``."""
+        step = snapshot.step if isinstance(snapshot, CellSnapshot) else snapshot[0]
+        self._saves.submit(_Waiting(step, snapshot, clean_since))
 
     def wait_idle(self) -> None:
-        """Block until everything submitted is on the disk. ``OSError`` when an attempt made now fails."""
-        with self._changed:
-            before = self._num_begun
-            self._is_hurried = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_idle or self._failed[0] > before)
-            self._is_hurried = False
-            self._raise_error()
-            if not self._is_idle:
-                raise self._failed[1]
+        """Block until everything submitted is where it should be. ``OSError`` when an attempt made now fails."""
+        self._saves.wait_idle()
+        self._uploads.wait_idle()
+
+    def give_up(self) -> None:
+        """Forget saves that several workers write together: one of them is lost. One's own are written."""
+        self._saves.give_up(lambda item: isinstance(item.snapshot, CellSnapshot))
 
     def close(self) -> None:
-        """Write what was submitted, if the disk takes it now, then end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        self._raise_error()
+        """Write what was submitted, if that is possible now, then end the threads."""
+        self._saves.close()
+        self._uploads.close()
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._next is None and not self._busy
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _fail(self, error: BaseException) -> None:
-        """The thread is over: the next ``submit`` says why and starts another."""
-        with self._changed:
-            self._error, self._next, self._busy, self._thread = error, None, False, None
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while (snapshot := self._wait_next()) is not None:
-            step, tree, tensors = snapshot
-            failed: OSError | None = None
-            try:
-                path = write_save(
-                    self.directory, step, tree, tensors, keep=self.keep, secret=self.secret, known=self._known
-                )
-                self.on_saved(step, path)
-            except OSError as error:
-                failed = error
-            except Exception as error:
-                self._error = error
-            self._end_attempt(snapshot, failed)
-
-    def _wait_next(self) -> Snapshot | None:
-        """Return the snapshot to write now; None when it is time to end."""
-        with self._changed:
-            while self._next is None or not self._is_due():
-                if self._next is None and self._closed:
-                    return None
-                self._changed.wait(None if self._next is None else self._backoff.pause)
-            snapshot, self._next = self._next, None
-            self._busy, self._is_hurried = True, False
-            self._num_begun += 1
-            return snapshot
-
-    def _is_due(self) -> bool:
-        return self._is_hurried or self._closed or not self._backoff.pause
-
-    def _end_attempt(self, snapshot: Snapshot, failed: OSError | None) -> None:
-        if failed is not None:  # told before anybody who waits goes on
-            self.on_failed(snapshot[0], failed, self._backoff.fail())
+    def _write(self, item: _Waiting) -> None:
+        """Write a save; there is none if this worker only wrote its share of one, or nobody wants it now."""
+        assert not isinstance(item.snapshot, Path), "folders are uploaded"
+        if isinstance(item.snapshot, CellSnapshot):
+            path = self._write_share(item.snapshot, item.clean_since)
+            if path is not None:
+                self.on_saved(item.step, path)
+            return
+        is_remote = isinstance(self.directory, BucketSaves)
+        step, tree, tensors = item.snapshot
+        path = write_save(
+            self.directory.folder if isinstance(self.directory, BucketSaves) else self.directory,
+            step,
+            tree,
+            tensors,
+            keep=self.keep,
+            secret=self.secret,
+            known=self._known,
+            clean_since=item.clean_since,
+        )
+        if is_remote:
+            self._uploads.submit(_Waiting(step, path, item.clean_since))
         else:
-            self._backoff.reset()
-        with self._changed:
-            if failed is not None:
-                self._failed = (self._num_begun, failed)
-                if self._next is None and not self._closed:
-                    self._next = snapshot
-            self._busy = False
-            self._changed.notify_all()
+            self.on_saved(step, path)
+
+    def _write_share(self, snapshot: CellSnapshot, clean_since: int | None) -> Place | None:
+        if isinstance(self.directory, BucketSaves):
+            return self.directory.write_share(
+                snapshot,
+                keep=self.keep,
+                secret=self.secret,
+                clean_since=clean_since,
+                is_unwanted=self._saves.is_unwanted,
+            )
+        return write_cells(
+            self.directory,
+            snapshot,
+            keep=self.keep,
+            secret=self.secret,
+            known=self._known,
+            clean_since=clean_since,
+            is_unwanted=self._saves.is_unwanted,
+        )
+
+    def _upload(self, item: _Waiting) -> None:
+        assert isinstance(item.snapshot, Path), "snapshots are written to the disk first"
+        assert isinstance(self.directory, BucketSaves), "only these are uploaded"
+        path = self.directory.upload(item.snapshot, keep=self.keep, clean_since=item.clean_since)
+        if path is not None:
+            self.on_saved(item.step, path)

@@ -1,10 +1,13 @@
 """Writes and reads one save on disk: a folder that is complete or absent, checked when read.
 
-``step-000000000120/tensors.safetensors`` holds the tensors, ``state.json`` the rest with the checksum of the tensor
-file and its own; with a secret it is signed (``_signature``). A save is *readable* when ``state.json``
-parses, has its checksum, a good signature if there is a secret, a known format and the step of the folder's name; the
-tensor file has its checksum and the tensors that are spoken of; and the state can be made of both. Whatever else is
-found, torn or crafted, is a ``SaveError``. The folder of all saves is ``_save_folder``'s.
+``step-000000000120/state.json`` is the manifest: the state as a JSON tree, the names of its tensors, and of each tensor
+file what it holds and its checksum; it has a checksum of its own and with a secret is signed (``_signature``). One
+worker that has everything writes one file, ``tensors.safetensors``; several write one each (``_cell_saves``). A save is
+*readable* when ``state.json`` parses, has its checksum, a good signature if there is a secret, a known format and the
+step of the folder's name; every file has its checksum and holds what is said; all tensors are there from their
+first to their last element; and the state can be made of them. Whatever else is found, torn or crafted, is a
+``SaveError``. Saves of the first format (one file of counted tensors) are read too. The folder of all saves is
+``_save_folder``'s.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +29,24 @@ from torch import Tensor
 from phalanx._fields import Fields, load_json
 from phalanx._signature import sign, signature_problem
 from phalanx.elastic.checkpoint._state_codec import Json, decode
+from phalanx.elastic.checkpoint._tensor_files import (
+    FileRecord,
+    TensorFiles,
+    TensorRange,
+    check_headers,
+    check_tiles,
+    counted_record,
+    hash_file,
+    write_tensor_file,
+)
+from phalanx.elastic.checkpoint._tensor_names import tensor_names
 from phalanx.errors import JobStopped, PhalanxError
+from phalanx.storage import Place
 
-FORMAT = 1
+FORMAT, COUNTED_FORMAT = 2, 1
 PREFIX = "step-"
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _NAME = re.compile(rf"{PREFIX}(\d{{12,18}})")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class SaveError(PhalanxError):
@@ -47,12 +62,24 @@ class NotSaved(JobStopped):
 
 
 @dataclass(frozen=True)
-class Save:
-    """One readable save: its step, and the JSON tree with the tensors that it was made of (see ``_codec``)."""
+class Manifest:
+    """What a save's ``state.json`` says: enough to read any range of any tensor."""
 
+    path: Place
     step: int
     tree: Json
-    tensors: list[Tensor]
+    names: tuple[str, ...]
+    files: tuple[FileRecord, ...]
+
+    def open(self) -> TensorFiles:
+        """Return the tensors, to be read by name and range."""
+        return TensorFiles(self.path, self.files)
+
+    def state(self, is_left_out: Callable[[str], bool] = lambda name: False) -> Any:
+        """Return the state; tensors whose names are left out have shape and dtype only (on the meta device)."""
+        with _told(self.path), self.open() as files:
+            tensors = [files.empty(name) if is_left_out(name) else files.read(name) for name in self.names]
+        return decode(self.tree, tensors)
 
 
 def name_of(step: int) -> str:
@@ -71,81 +98,49 @@ def step_of(name: str) -> int | None:
 
 def write_files(folder: Path, step: int, tree: Json, tensors: Sequence[Tensor], secret: bytes) -> None:
     """Write both files of a save into an empty folder and have them on the disk. ``OSError`` when it cannot."""
-    tensor_file = folder / TENSORS
-    _write_tensors(tensor_file, tensors)
-    body = {
+    names = tensor_names(tree, len(tensors))
+    ranges = [TensorRange.of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+    record = write_tensor_file(folder / TENSORS, ranges)
+    sync(folder / TENSORS)
+    write_manifest(folder, step, tree, names, [record], secret)
+
+
+def write_manifest(
+    folder: Path, step: int, tree: Json, names: Sequence[str], files: Iterable[FileRecord], secret: bytes
+) -> None:
+    """Write what makes a folder of tensor files a save, and have it on the disk."""
+    write_sealed(folder / STATE, manifest_body(step, tree, names, files), secret)
+    sync(folder)
+
+
+def manifest_body(step: int, tree: Json, names: Sequence[str], files: Iterable[FileRecord]) -> dict[str, Any]:
+    """Return what a manifest says."""
+    return {
         "format": FORMAT,
         "step": step,
-        "num_tensors": len(tensors),
-        "tensors": _hash_file(tensor_file),
+        "names": list(names),
+        "files": [record.to_json() for record in files],
         "tree": tree,
     }
+
+
+def write_sealed(path: Path, body: dict[str, Any], secret: bytes) -> None:
+    """Write a JSON object with its checksum and signature, and have it on the disk."""
+    path.write_text(sealed(body, secret))
+    sync(path)
+
+
+def sealed(body: dict[str, Any], secret: bytes) -> str:
+    """Return a JSON object as text, with its checksum and signature."""
     text = json.dumps(body, sort_keys=True)
     outer = {"checksum": _hash(text.encode()), "body": text}
-    (folder / STATE).write_text(json.dumps({**outer, "mac": sign(secret, text)} if secret else outer))
-    for path in [tensor_file, folder / STATE, folder]:
-        sync(path)
+    return json.dumps({**outer, "mac": sign(secret, text)} if secret else outer)
 
 
-def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
-    from safetensors import SafetensorError  # start-up: loaded when used
-    from safetensors.torch import save_file
-
+def read_sealed(path: Place, what: str, secret: bytes) -> Fields:
+    """Return the counterpart of ``write_sealed``; ``SaveError`` for what it has not written."""
     try:
-        save_file({f"{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}, path)
-    except SafetensorError as error:  # also what the disk says, as text
-        found = _OS_ERROR.search(str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
-
-
-def read_save(path: Path, secret: bytes = b"") -> Save:
-    """Read and check one save. ``SaveError`` says what is wrong with it."""
-    from safetensors import SafetensorError  # start-up: loaded when used
-    from safetensors.torch import load_file
-
-    fields = _check(path, secret)
-    try:
-        loaded = load_file(path / TENSORS)
-        tensors = [loaded[f"{i:06d}"] for i in range(fields.integer("num_tensors", low=0))]
-    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SaveError(f"{path}: {TENSORS} cannot be read: {error!r}") from error
-    return Save(fields.integer("step"), fields.get("tree"), tensors)
-
-
-def check_save(path: Path, secret: bytes = b"") -> None:
-    """As ``read_save``, without holding the tensors in memory."""
-    _check(path, secret)
-
-
-def _check(path: Path, secret: bytes) -> Fields:
-    fields = _read_body(path, secret)
-    if fields.get("format") != FORMAT:
-        raise SaveError(f"{path}: format {fields.get('format')!r}; this release reads {FORMAT}")
-    step = fields.integer("step", low=0)
-    if step_of(path.name) not in (None, step):
-        raise SaveError(f"{path}: holds step {step}; it was renamed")
-    try:
-        found = _hash_file(path / TENSORS)
-    except OSError as error:
-        raise SaveError(f"{path}: {TENSORS} cannot be read: {error!r}") from error
-    if found != fields.text("tensors"):
-        raise SaveError(f"{path}: {TENSORS} does not match its checksum")
-    count = _count_tensors(path / TENSORS)
-    if count != fields.integer("num_tensors", low=0):
-        raise SaveError(f"{path}: {TENSORS} does not hold the {fields.get('num_tensors')} tensors of the state")
-    try:
-        decode(fields.get("tree"), [torch.empty(0)] * count)
-    except ValueError as error:
-        raise SaveError(f"{path}: {STATE} holds no state: {error}") from error
-    return fields
-
-
-def _read_body(path: Path, secret: bytes) -> Fields:
-    what = f"{path}: {STATE}"
-    try:
-        data = (path / STATE).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise SaveError(f"{what} cannot be read: {error!r}") from error
     outer = Fields(load_json(data, what, SaveError), what, SaveError)
@@ -158,18 +153,71 @@ def _read_body(path: Path, secret: bytes) -> Fields:
     return Fields(load_json(text, what, SaveError), what, SaveError)
 
 
-def _count_tensors(path: Path) -> int:
-    """Return how many tensors a file lists under the names that we give them."""
-    from safetensors import SafetensorError, safe_open  # start-up: loaded when used
+def check_save(path: Place, secret: bytes = b"", *, share: tuple[int, int] = (0, 1)) -> Manifest:
+    """Return what a save holds if it is readable; else ``SaveError`` says what is wrong with it.
+
+    ``share=(rank, size)``: look at the bytes of this worker's share of the files only, where ``size`` workers check a
+    save together; all of them have to find nothing.
+    """
+    manifest = read_manifest(path, secret)
+    for record in manifest.files[share[0] :: share[1]]:
+        try:
+            found = hash_file(path / record.file)
+        except OSError as error:
+            raise SaveError(f"{path}: {record.file} cannot be read: {error!r}") from error
+        if found != record.checksum:
+            raise SaveError(f"{path}: {record.file} does not match its checksum")
+        if problem := check_headers(path / record.file, record):
+            raise SaveError(f"{path}: {problem}")
+    return manifest
+
+
+def read_manifest(path: Place, secret: bytes = b"") -> Manifest:
+    """Read what a save holds, without looking at the tensors' bytes."""
+    what = f"{path}: {STATE}"
+    fields = read_sealed(path / STATE, what, secret)
+    format_ = fields.get("format")
+    if format_ not in (FORMAT, COUNTED_FORMAT):
+        raise SaveError(f"{path}: format {format_!r}; this release reads {COUNTED_FORMAT} and {FORMAT}")
+    step, tree = fields.integer("step", low=0), fields.get("tree")
+    if step_of(path.name) not in (None, step):
+        raise SaveError(f"{path}: holds step {step}; it was renamed")
+    if format_ == FORMAT:
+        names = fields.texts("names")
+        files = tuple(FileRecord.from_json(one, what, SaveError) for one in fields.items("files"))
+        if problem := check_tiles(files, names):
+            raise SaveError(f"{path}: {problem}")
+    else:
+        names, files = _read_counted(path, fields)
+    try:
+        decode(tree, [torch.empty(0)] * len(names))
+    except ValueError as error:
+        raise SaveError(f"{what} holds no state: {error}") from error
+    return Manifest(path, step, tree, names, files)
+
+
+def _read_counted(path: Place, fields: Fields) -> tuple[tuple[str, ...], tuple[FileRecord, ...]]:
+    """Return what a save of the first format holds."""
+    try:
+        if hash_file(path / TENSORS) != fields.text("tensors"):  # before its header is believed
+            raise SaveError(f"{path}: {TENSORS} does not match its checksum")
+    except OSError as error:
+        raise SaveError(f"{path}: {TENSORS} cannot be read: {error!r}") from error
+    count = fields.integer("num_tensors", low=0)
+    with _told(path):
+        names = tuple(tensor_names(fields.get("tree"), count))
+        return names, (counted_record(path / TENSORS, fields.text("tensors"), names),)
+
+
+@contextmanager
+def _told(path: Place) -> Iterator[None]:
+    """Make a ``SaveError`` of whatever a crafted file makes the readers raise."""
+    from safetensors import SafetensorError  # start-up: loaded when used
 
     try:
-        with safe_open(path, framework="pt") as file:
-            names: Any = file.keys()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SaveError(f"{path} cannot be read: {error!r}") from error
-    if sorted(names) != [f"{i:06d}" for i in range(len(names))]:
-        raise SaveError(f"{path} holds other tensors than a save does")
-    return len(names)
+        yield
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SaveError(f"{path}: its tensors cannot be read: {error!r}") from error
 
 
 def sync(path: Path) -> None:
@@ -186,11 +234,3 @@ def sync(path: Path) -> None:
 
 def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    sum_ = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            sum_.update(block)
-    return sum_.hexdigest()

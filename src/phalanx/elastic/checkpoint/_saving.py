@@ -7,27 +7,36 @@ are raised by ``wait_idle`` only.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from phalanx._signature import resolve_secret
 from phalanx.elastic._options import Saves
-from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.checkpoint._bucket_saves import BucketSaves
+from phalanx.elastic.checkpoint._cell_saves import CellSnapshot, Exchange, agree_on_save
+from phalanx.elastic.checkpoint._save_folder import find_save, good_save, is_readable, save_names
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
-from phalanx.elastic.checkpoint._saves import NoReadableSave, Save
+from phalanx.elastic.checkpoint._saves import Manifest, NoReadableSave, check_save, name_of, step_of
 from phalanx.elastic.checkpoint._state import State
-from phalanx.elastic.checkpoint._state_codec import copy_encoded, decode
+from phalanx.elastic.checkpoint._state_codec import copy_encoded
+from phalanx.elastic.checkpoint._tensor_files import TensorRange
 from phalanx.events._event_types import Saved, SaveFailed, SaveUnreadable
 from phalanx.events._troubles import Troubles
 from phalanx.events._writer import EventLog
+from phalanx.storage import Place, RemotePath, StorageError, as_place
 
 
 class Saving:
     def __init__(self, options: Saves | None, events: EventLog, troubles: Troubles | None = None) -> None:
         self.options = options
+        self._place = None if options is None else as_place(options.directory)
+        self._bucket: BucketSaves | None = None
+        if options is not None and isinstance(self._place, RemotePath):
+            self._bucket = BucketSaves(self._place, None if options.local is None else Path(options.local))
         self._events = events
         self._troubles = troubles or Troubles()
         self._writer: SaveWriter | None = None
-        self._found: Save | None = None
+        self._found: Manifest | None = None
         self._problems: list[str] = []
         self._searched = False
         self._last_saved: int | None = None
@@ -35,19 +44,57 @@ class Saving:
     def is_due(self, step: int) -> bool:
         return self.options is not None and self.options.every is not None and step % self.options.every == 0
 
-    def submit(self, step: int, state: State) -> None:
-        """Copy the state now, write it in the background."""
-        if self.options is None:
+    def submit(self, step: int, state: State, clean_since: int | None = None) -> None:
+        """Copy the state now, write it in the background. ``clean_since``: see ``write_save``."""
+        self._live_writer().submit((step, *copy_encoded(state)), clean_since)
+
+    def submit_cells(
+        self,
+        step: int,
+        state: State,
+        ranges: Iterable[TensorRange],
+        *,
+        number: int,
+        count: int,
+        key: str,
+        clean_since: int | None = None,
+    ) -> None:
+        """Copy this worker's ranges now, write them in the background; all ``count`` workers do.
+
+        ``state`` is all of the job's (as ``Job.state_dict`` has it), with tensors on the meta device for those whose
+        values are in ranges; worker 0's counts. See ``CellSnapshot`` for ``key``.
+        """
+        snapshot = CellSnapshot.take(step, state, ranges, number=number, count=count, key=key)
+        self._live_writer().submit(snapshot, clean_since)
+
+    def give_up(self) -> None:
+        """A worker is lost: no longer wait for its share of a save."""
+        if self._writer is not None:
+            self._writer.give_up()
+
+    def agree(self, rank: int, size: int, exchange: Exchange) -> Manifest | None:
+        """Return the newest save that is readable to all workers together; ``NoReadableSave`` if none of some is."""
+        if self.options is None or self._place is None:
+            return None
+        secret = resolve_secret(self.options.secret)
+        found, problems = agree_on_save(self._place, secret, rank, size, exchange)
+        self._tell_problems(problems, is_found=found is not None)
+        if found is None and problems:
+            raise no_readable_save(self.options, {f"rank {rank}": problems})
+        return found
+
+    def _live_writer(self) -> SaveWriter:
+        if self.options is None or self._place is None:
             raise RuntimeError("this job has nowhere to save to; construct it with saves=Saves(directory=...)")
         if self._writer is None:
             self._writer = SaveWriter(
-                Path(self.options.directory),
+                self._bucket or self._folder,
                 keep=self.options.keep,
                 secret=resolve_secret(self.options.secret),
                 on_saved=self._on_saved,
                 on_failed=self._on_failed,
             )
-        self._writer.submit((step, *copy_encoded(state)))
+        return self._writer
 
     def wait_idle(self) -> None:
         """Block until everything submitted is on the disk; ``OSError`` when the disk does not take it now."""
@@ -66,12 +113,18 @@ class Saving:
         if self.options is not None and not self._searched:
             self._searched = True
             secret = resolve_secret(self.options.secret)
-            self._found, self._problems = find_save(Path(self.options.directory), secret)
-            for problem in self._problems:
-                self._events.write(SaveUnreadable(problem=problem))
-                if self._found is not None:
-                    warnings.warn(f"{problem}; the save before it is used", RuntimeWarning, stacklevel=2)
+            if self._bucket is not None:
+                self._found, self._problems = self._bucket.find(secret)
+            else:
+                self._found, self._problems = find_save(self._folder, secret)
+            self._tell_problems(self._problems, is_found=self._found is not None)
         return self._found.step if self._found is not None else None
+
+    def _tell_problems(self, problems: Sequence[str], *, is_found: bool) -> None:
+        for problem in problems:
+            self._events.write(SaveUnreadable(problem=problem))
+            if is_found:
+                warnings.warn(f"{problem}; the save before it is used", RuntimeWarning, stacklevel=3)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the saves here, if there are some and none is readable."""
@@ -83,10 +136,41 @@ class Saving:
         found, self._found, self._searched = self._found, None, False
         if found is None:
             return None
-        state: State = decode(found.tree, found.tensors)
+        state: State = found.state()
         return state
 
-    def _on_saved(self, step: int, path: Path) -> None:
+    def good_step(self, before: int) -> int:
+        """Return the step of the last good save here, else that of the newest readable one; -1 if there is none."""
+        assert self.options is not None, "a job that goes back has saves"
+        secret = resolve_secret(self.options.secret)
+        if self._bucket is not None:
+            good, names = self._bucket.good_save(), self._bucket.names()
+        else:
+            good, names = good_save(self._folder), save_names(self._folder)
+        steps = {name: step_of(name) for name in ([good] if good else []) + names}
+        return next((step for name, step in steps.items() if step is not None and step <= before
+                     and is_readable(self._path_of(name), secret, {})), -1)  # fmt: skip
+
+    def open_good(self, step: int) -> Manifest:
+        """Return a save whose files are as they were written."""
+        assert self.options is not None, "as above"
+        return check_save(self._path_of(name_of(step)), resolve_secret(self.options.secret))
+
+    def load_good(self, step: int) -> State:
+        """Return the state of a save; its tensors belong to the caller."""
+        state: State = self.open_good(step).state()
+        return state
+
+    @property
+    def _folder(self) -> Path:
+        assert isinstance(self._place, Path), "as above, and none in a bucket"
+        return self._place
+
+    def _path_of(self, name: str) -> Path:
+        """Return a save as a folder of this machine."""
+        return self._folder / name if self._bucket is None else self._bucket.bring(name)
+
+    def _on_saved(self, step: int, path: Place) -> None:
         self._last_saved = step
         self._events.write(Saved(step=step, path=str(path)))
         self._troubles.worked("saves")
@@ -94,6 +178,8 @@ class Saving:
     def _on_failed(self, step: int, error: OSError, delay: float) -> None:
         assert self.options is not None, "only what has a directory is written"
         reason = error.strerror or str(error)
+        if self._bucket is not None and not isinstance(error, (StorageError, TimeoutError)):
+            reason += f" in {self._bucket.root}, where it is made first (Saves(local=...) names another folder)"
         self._events.write(SaveFailed(step=step, error=reason, next_attempt_in=delay))
         last = "none was written in this run" if self._last_saved is None else f"the last is of step {self._last_saved}"
         self._troubles.failed(

@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from phalanx.elastic.checkpoint._digest_tree import TensorDigest
+
 State = dict[str, Any]
 
 
@@ -49,22 +51,28 @@ class StatefulObjects:
             "others": {name: part.state_dict() for name, part in self.others.items()},
         }
 
-    def apply(self, state: State, *, but: Collection[str] = ()) -> None:
-        """Become ``state``, apart from the objects named in ``but``. The tensors in it may be taken over."""
+    def apply(self, state: State, *, but: Collection[str] = (), keep_options: bool = False) -> None:
+        """Become ``state``, apart from the objects named in ``but`` and, if they are to be kept, the optimizer's
+        options (``param_groups``). The tensors in it may be taken over."""
+        self.check_names(state)
+        with torch.no_grad():
+            self.model.load_state_dict(state["model"], strict=True)
+            live = dict(self.model.named_buffers())
+            for name, value in state["buffers"].items():
+                live[name].copy_(value)
+        own = {"param_groups": self.optimizer.state_dict()["param_groups"]} if keep_options else {}
+        self.optimizer.load_state_dict({**state["optimizer"], **own})
+        _restore_dtypes(self.optimizer, state["optimizer"])
+        self.apply_objects({name: value for name, value in state["others"].items() if name not in but})
+
+    def check_names(self, state: State) -> None:
+        """Raise unless the state is of the same objects."""
         missing = set(self.others) ^ set(state["others"])
         if missing:
             raise ValueError(
                 f"the state and this job differ in the objects {sorted(missing)}; "
                 "construct the job with the same state=... as the one that made it"
             )
-        with torch.no_grad():
-            self.model.load_state_dict(state["model"], strict=True)
-            live = dict(self.model.named_buffers())
-            for name, value in state["buffers"].items():
-                live[name].copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
-        _restore_dtypes(self.optimizer, state["optimizer"])
-        self.apply_objects({name: value for name, value in state["others"].items() if name not in but})
 
     def apply_objects(self, states: Mapping[str, Any]) -> None:
         """Give some of the other objects their states."""
@@ -84,7 +92,9 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
 
 def digest(value: Any) -> str:
-    """sha256 over names, shapes, dtypes and bits of a nested value.
+    """sha256 over names, shapes, dtypes and bits of a nested value; tensors as trees of their blocks.
+
+    A ``TensorDigest`` may stand for a tensor that nobody has in one place.
 
     >>> digest({"a": 1, "b": torch.zeros(2)}) == digest({"b": torch.zeros(2), "a": 1})
     True
@@ -93,9 +103,10 @@ def digest(value: Any) -> str:
 
     def feed(item: Any, path: str) -> None:
         if isinstance(item, Tensor):
-            sha.update(f"{path}:{item.dtype}{tuple(item.shape)};".encode())
-            flat = item.detach().to("cpu").contiguous().reshape(-1)
-            sha.update(flat.view(torch.uint8).numpy().data)
+            item = TensorDigest.of(item)
+        if isinstance(item, TensorDigest):
+            sha.update(f"{path}:{item.dtype}{item.shape};".encode())
+            sha.update(item.root)
         elif isinstance(item, Mapping):
             for key in sorted(item, key=repr):
                 feed(item[key], f"{path}.{key!r}")

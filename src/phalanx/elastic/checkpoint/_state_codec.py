@@ -64,8 +64,9 @@ class _Encoder:
     def _tensor(self, tensor: Tensor, path: str) -> int:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise StateTypeError(f"{path} is a {tensor.layout} tensor; a job's state may hold dense tensors only")
+        has_memory = tensor.numel() and not tensor.is_meta
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_memory else (id(tensor),)
         tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
         if key not in self.known:
             self.known[key] = len(self.tensors)
             self.tensors.append(tensor)
@@ -83,9 +84,14 @@ def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
 
 
 def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
-    """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen."""
+    """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen.
+
+    Tensors on the meta device stay there: they say that their values are elsewhere.
+    """
     tree, tensors = encode(value)
-    copies = [t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors]
+    copies = [
+        t if t.is_meta else t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors
+    ]
     return tree, copies
 
 

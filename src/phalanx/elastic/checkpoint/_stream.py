@@ -2,11 +2,13 @@
 
 Only the two workers concerned take part; the others go on. The receiver allocates from the header, so it needs to
 know nothing beforehand. Phases: length of the header, the header (JSON tree, shapes, dtypes), then all tensors packed
-one after the other in blocks of ``BLOCK`` bytes.
+one after the other in blocks of ``BLOCK`` bytes, each with its digest behind it. A block that is not what its digest
+says is refused (``StateDamaged``) before anything of the state counts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +19,14 @@ from phalanx._fields import Fields, load_json, short
 from phalanx.comm import Group
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json, decode, dtype_from_name, encode
+from phalanx.errors import PhalanxError
 
 BLOCK = 16 << 20
+DIGEST_BYTES = 16
+
+
+class StateDamaged(PhalanxError):
+    """A state did not come as it was sent; the worker that has it ends."""
 
 
 def send_state(group: Group, state: State, dst: int) -> int:
@@ -40,6 +48,7 @@ def send_encoded(group: Group, tree: Json, tensors: Sequence[Tensor], *, dst: in
             block[at : at + end - start].copy_(pieces[i][start:end])
         filled = spans[-1][3] + spans[-1][2] - spans[-1][1]
         group.send(block[:filled], dst)
+        group.send(_digest(block[:filled]), dst)
     return len(header) + total
 
 
@@ -53,13 +62,28 @@ def receive_state(group: Group, src: int) -> State:
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
     pieces = [t.reshape(-1).view(torch.uint8) for t in tensors]
     block = torch.empty(min(BLOCK, sum(p.numel() for p in pieces)), dtype=torch.uint8)
+    digest = torch.empty(DIGEST_BYTES, dtype=torch.uint8)
     for spans in _blocks([p.numel() for p in pieces]):
         filled = spans[-1][3] + spans[-1][2] - spans[-1][1]
         group.recv(block[:filled], src)
+        group.recv(digest, src)
+        if not torch.equal(digest, _digest(block[:filled])):
+            named = ", ".join(f"{i} ({kinds[i][0]} {tuple(kinds[i][1])})" for i, *_ in spans[:3])
+            raise StateDamaged(
+                f"rank {group.rank}: the state that rank {src} sent did not come as it was: of {len(kinds)} tensors, "
+                f"number {named}{' or a later one' if len(spans) > 3 else ''} differs. The memory of one of them, or "
+                "what is between them, is at fault; this worker ends"
+            )
         for i, start, end, at in spans:
             pieces[i][start:end].copy_(block[at : at + end - start])
     state: State = decode(tree, tensors)
     return state
+
+
+def _digest(block: Tensor) -> Tensor:
+    return torch.frombuffer(
+        bytearray(hashlib.blake2b(block.numpy().data, digest_size=DIGEST_BYTES).digest()), dtype=torch.uint8
+    )
 
 
 def parse_header(data: bytes) -> tuple[Json, list[tuple[torch.dtype, list[int]]]]:

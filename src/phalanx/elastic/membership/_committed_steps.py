@@ -48,9 +48,9 @@ class CommittedSteps:
         data = None if self._store is None else self._store.get(self._keys.committed)
         return int(data) if data is not None and data.isdigit() else 0
 
-    def go_back(self, before: int, after: int) -> None:
+    def go_back(self, before: int, after: int, cause: str = "all workers were lost") -> None:
         """Count that the job goes back, and say so."""
-        print(f"phalanx: {describe(before, after)}", file=sys.stderr, flush=True)
+        print(f"phalanx: {describe(before, after, cause)}", file=sys.stderr, flush=True)
         if self._store is None:
             return
         data = self._store.get(protocol.SETBACKS)
@@ -60,16 +60,13 @@ class CommittedSteps:
         self._next_at = 0.0
 
 
-def describe(before: int, after: int) -> str:
+def describe(before: int, after: int, cause: str = "all workers were lost") -> str:
     """
     >>> describe(57, 50)
     'all workers were lost: the job goes back from step 57 to step 50, its newest save; 7 steps are computed again'
     """
     where = f"step {after}, its newest save" if after else "step 0, its beginning"
-    return (
-        f"all workers were lost: the job goes back from step {before} to {where}; "
-        f"{before - after} steps are computed again"
-    )
+    return f"{cause}: the job goes back from step {before} to {where}; {before - after} steps are computed again"
 
 
 def check_setback(before: int, after: int, *, has_saves: bool, may_begin_again: bool) -> bool:

@@ -14,6 +14,7 @@ from phalanx.elastic.membership._committed_steps import CommittedSteps
 from phalanx.elastic.membership._finish import finish_of
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._store_monitor import Signals
+from phalanx.elastic.tools._step_clock import WorkerPace
 from phalanx.errors import CommError, JobStopped, PhalanxError
 from phalanx.protocol import Finish, JobKeys, Ready
 
@@ -107,8 +108,8 @@ class Coordinator(Protocol):
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         """Leave the result for a worker that was cut off just before it had it."""
 
-    def report(self, step: int) -> None:
-        """Progress, for whoever looks for hangs."""
+    def report(self, step: int, pace: WorkerPace | None = None) -> None:
+        """Progress, for whoever looks for hangs, and for people."""
 
     def waiting(self, is_waiting: bool) -> None:
         """Return whether this worker waits for others, and so cannot progress by itself."""
@@ -169,7 +170,7 @@ class FixedCoordinator:
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         pass
 
-    def report(self, step: int) -> None:
+    def report(self, step: int, pace: WorkerPace | None = None) -> None:
         pass
 
     def waiting(self, is_waiting: bool) -> None:

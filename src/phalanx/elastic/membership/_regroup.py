@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -27,13 +27,14 @@ from phalanx.elastic.membership._coordinator import (
     ToldToLeave,
 )
 from phalanx.elastic.membership._final_state import Encoded, FinalStateServer
-from phalanx.elastic.membership._leave import LeaveRequest
-from phalanx.elastic.membership._rounds import Membership
-from phalanx.elastic.membership._sync import bring_level, fingerprint
+from phalanx.elastic.membership._leave import LeaveRequest, leave_signals
+from phalanx.elastic.membership._lost import LOST
+from phalanx.elastic.membership._rounds import Membership, choose_writer
+from phalanx.elastic.membership._sync import fingerprint
 from phalanx.elastic.membership._training import Training
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._reduction import Reduction
-from phalanx.errors import CommError, GroupAborted, PeerLost, PeerTimeout
+from phalanx.errors import CommError, PeerLost
 from phalanx.events._event_types import (
     GroupLost,
     NotNeeded,
@@ -44,14 +45,11 @@ from phalanx.events._event_types import (
 )
 from phalanx.protocol import Finish, Ready
 
-LOST = (PeerLost, PeerTimeout, GroupAborted)
-"""Errors after which the group is gone but the job goes on in the next generation."""
-
 
 class Regrouping:
     def __init__(self, job: Training, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self.leave = LeaveRequest()
+        self.leave = LeaveRequest(leave_signals(job.run.leave_signals))
         coordinator.should_leave = lambda: self.leave.requested
         self.is_evaluating = False
         self.is_over = False
@@ -62,6 +60,10 @@ class Regrouping:
         """Rank and number of workers after the last step, where they do not change any more."""
         self._server: FinalStateServer | None = None
         self._job = job
+        self.writer = coordinator.worker_id
+        """Who writes files, logs and checkpoints: the worker that is there for the longest."""
+        self._came: list[int] | None = None
+        """Generation, round and rank of this worker's first place."""
         self._membership: Membership | None = None
         self._reduction: Reduction | None = None
 
@@ -88,6 +90,10 @@ class Regrouping:
         assert self._reduction is not None, "a place in a round comes with a reduction"
         return self._reduction
 
+    def use(self, reduction: Reduction) -> None:
+        """Sum otherwise from the next step on: the same group, slots dealt otherwise."""
+        self._reduction = reduction
+
     @property
     def is_broken(self) -> bool:
         return self.coordinator.signals.broken is not None
@@ -103,18 +109,32 @@ class Regrouping:
             raise self.coordinator.signals.broken
 
     def wishes(self, *, is_again: bool) -> Tensor:
-        """Return this worker's part of the numbers that ride along: whether it wants to regroup, leaves, computes
-        again."""
+        """Return this worker's part of the numbers that ride along, in their places."""
+        values = self.own_wishes(is_again=is_again)
+        return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
+
+    def own_wishes(self, *, is_again: bool) -> dict[str, float]:
+        """Return whether this worker wants to regroup, leaves, computes again."""
         leaves = self.leave.is_counted = self.leave.requested  # once: a signal may come between two looks
         if leaves and self.leave.announced_in != self.membership.generation:
             self.coordinator.announce_leaving(self.membership)
             self.leave.announced_in = self.membership.generation
-        values = {
+        return {
             "wish": float(self.coordinator.signals.wish or leaves),
             "leaving": float(leaves),
             "again": float(is_again),
         }
-        return torch.tensor([values.get(name, 0.0) for name in SCALARS], device=self._job.pool.layout.device)
+
+    # -- who writes -------------------------------------------------------------------------------------------
+
+    def came_at(self, membership: Membership) -> list[int]:
+        """Return when this worker came: with this place, if it has had none before."""
+        return self._came or [membership.generation, membership.round, membership.rank]
+
+    def choose_writer(self, membership: Membership, came: Sequence[Sequence[int]]) -> None:
+        """Note who writes in this round. For ``bring_level`` only."""
+        self._came = self.came_at(membership)
+        self.writer = choose_writer(membership.workers, came)
 
     # -- when it changes --------------------------------------------------------------------------------------
 
@@ -126,7 +146,16 @@ class Regrouping:
         if self._is_apart:
             self._settle(lambda: self.coordinator.rejoin(self.membership.generation, self._ready()))
             return
-        self._job.events.write(GroupLost(generation=self.membership.generation, step=self._job.step, reason=str(cause)))
+        dropped, waited = self._job.clock.drop()
+        self._job.events.write(
+            GroupLost(
+                generation=self.membership.generation,
+                step=self._job.step,
+                reason=str(cause),
+                dropped=dropped,
+                waited=waited,
+            )
+        )
         while True:
             try:
                 self._settle(lambda: self.coordinator.join_after_loss(self.membership, self._ready(), cause))
@@ -144,6 +173,8 @@ class Regrouping:
         everyone = bool(num_leaving) and (all_leave or not self.coordinator.can_change)
         if everyone and self._job.saving.options is not None:
             self._save_for_all()
+        if num_leaving and not everyone and not self._job.hand_over():
+            return  # the group is lost: the next step finds out, and who wants to leave says so again
         # Who was asked to leave after its part of the reduction had gone out does not leave here: the others count on
         # it, and were they all to leave like that, nobody would save.
         if everyone or self.leave.is_counted:
@@ -155,7 +186,7 @@ class Regrouping:
     def _save_for_all(self) -> None:
         """All leave: the first worker saves, and all hear whether it could. ``NotSaved`` on all of them if not."""
         group, problem = self.membership.group, ""
-        if self.membership.rank == 0:
+        if self.membership.rank == 0 or self._job.saves_together:
             problem = self._save_or_tell()
         if group is not None:
             self.coordinator.waiting(True)
@@ -191,6 +222,7 @@ class Regrouping:
                 self.coordinator.waiting(True)
                 if self.membership.group is not None:
                     self.membership.group.barrier()
+                self._job.finish_together()
                 self._end(self.coordinator.declare_done(self.membership, self._job.step))
             except LOST as error:
                 finish = self.coordinator.finish_after(self.membership, error, self._job.step)
@@ -229,7 +261,7 @@ class Regrouping:
 
     def _settle(self, join: Callable[[], Membership]) -> None:
         """Sit down and agree on the state with everyone in the round, or move on if that fails too."""
-        before, began = self._membership, time.monotonic()
+        before, began, wrote = self._membership, time.monotonic(), self.writer
         while True:
             try:
                 membership = join()
@@ -242,15 +274,20 @@ class Regrouping:
                 self._leave_without_place()
             self._membership, self._is_apart = membership, False
             try:
-                self._reduction = Reduction(membership.group, self._job.num_slots, self._job.pool)
+                self._reduction = self._job.form(membership)
                 self.coordinator.waiting(True)
-                bring_level(self._job, self.coordinator, membership)
+                joined = time.monotonic()
+                self._job.bring_level(self.coordinator, membership)
                 self.coordinator.waiting(False)
                 break
             except LOST as error:
                 join = partial(self.coordinator.join_after_loss, membership, self._ready(), error)
         self._job.is_fresh = False
-        self._tell(before, membership, time.monotonic() - began)
+        now = time.monotonic()
+        self._tell(before, membership, now - began, now - joined)
+        on_writer = self._job.callbacks.on_writer
+        if before is not None and on_writer is not None and self.writer != wrote:
+            on_writer(self.writer)
 
     def _take_over(self, over: JobOver) -> bool:
         """Return all steps are done: go on after them, as one of those who did them or in the place of one that is lost
@@ -271,6 +308,8 @@ class Regrouping:
         if taken is None:
             return False
         job.take_state(taken.state)
+        is_writers_place = over.finish.workers[taken.rank] == taken.state.get("writer")
+        self.writer = self.coordinator.worker_id if is_writers_place else taken.state.get("writer", "")
         job.events.write(StateReceived(step=job.step, source=taken.source))
         job.events.write(RankTakenOver(step=job.step, rank=taken.rank, generation=taken.generation))
         self._membership = Membership(taken.generation, 0, taken.workers, taken.rank, None)
@@ -297,14 +336,15 @@ class Regrouping:
 
     def _leave_without_place(self) -> NoReturn:
         """Leave without a place: maybe all were told to, so whoever has a state saves it."""
-        if not self._job.is_fresh and self._job.saving.options is not None:
+        alone = not self._job.saves_together  # else it has a part of the state only
+        if not self._job.is_fresh and self._job.saving.options is not None and alone:
             problem = self._save_or_tell()
             if problem:
                 raise NotSaved(problem)
         self._job.events.write(TrainingLeft(step=self._job.step))
         raise SystemExit(0)
 
-    def _tell(self, before: Membership | None, membership: Membership, seconds: float) -> None:
+    def _tell(self, before: Membership | None, membership: Membership, seconds: float, state_seconds: float) -> None:
         old = before.workers if before is not None else ()
         news = Regrouped(
             generation=membership.generation,
@@ -315,7 +355,18 @@ class Regrouping:
             step=self._job.step,
             seconds=seconds,
         )
-        self._job.events.write(RoundFormed(**vars(news), rank=membership.rank, machine=fingerprint()))
+        self._job.clock.flush()
+        self._job.events.write(
+            RoundFormed(
+                **vars(news),
+                rank=membership.rank,
+                machine=fingerprint(),
+                state_seconds=state_seconds,
+                first_slot=self.reduction.slots.start,
+                num_slots=len(self.reduction.slots),
+                is_verified=self._job.run.verify or None,
+            )
+        )
         callbacks = self._job.callbacks
         if before is None:
             return

@@ -7,7 +7,8 @@ model; it gets a place in the next round, at a step boundary.
 Rules: (1) a round's list is written once, by the worker that ``choose_round`` names; (2) workers with live state
 wait for all of them that they knew, never for newcomers; (3) when nobody has state, all members are waited
 for; (4) while they are inside an evaluation, which newcomers cannot join, only they get a place, and who is one step
-behind: its loop comes to that evaluation after it has taken the step over.
+behind: its loop comes to that evaluation after it has taken the step over; (5) what agents say about the end of a
+generation ends a round only if it names a worker of it as lost: a round of those who live goes on to a step boundary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.comm import Group
-from phalanx.protocol import Ready, Round
+from phalanx.protocol import Broken, Ready, Round
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,28 @@ def awaited_peers(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[s
     """
     known = {peer for one in ready.values() if one.has_state for peer in one.peers}
     return tuple(worker for worker in members if worker in known and worker not in ready)
+
+
+def is_over(end: Broken, workers: Sequence[str]) -> bool:
+    """Return whether what agents say about the end of a generation ends a round of these workers at once.
+
+    >>> end = Broken(reason="b died", workers=("b",))
+    >>> is_over(end, ("a", "b", "c")), is_over(end, ("a", "c"))
+    (True, False)
+    """
+    return end.at_once or any(worker in workers for worker in end.workers)
+
+
+def choose_writer(workers: Sequence[str], came: Sequence[Sequence[int]]) -> str:
+    """Return which worker writes: the one that is there for the longest, the lowest rank among equals.
+
+    ``came`` says of each in which generation and round it came, and as which rank. These never change, and whoever
+    comes later has larger ones, so the writer stays the same as long as it lives.
+
+    >>> choose_writer(("new", "old"), ([3, 0, 0], [0, 0, 1]))
+    'old'
+    """
+    return min(zip(came, workers, strict=True))[1]
 
 
 def choose_source(steps: Sequence[int]) -> int:

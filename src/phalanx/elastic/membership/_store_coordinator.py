@@ -3,6 +3,12 @@
 Owns the conversation with the store until the last step (see ``_rounds`` for the rules and ``phalanx.protocol`` for the
 keys and records); what comes after it is in ``_final_state``. A worker that waits for its place writes its own records
 again if somebody deleted them.
+
+After a loss there are two ways. Where all workers of the round are processes of one host, everybody can see who of
+them lives: those write the next round of the same generation themselves and go on, while the agents still find out
+(``_join_survivors``); they follow to the next generation at a step boundary. Else, or if the agents were first, they
+wait for the generation that the agents form. No worker is ever in two groups, whichever way each of them goes: who
+waits in vain for one that went the other way hears of it and follows.
 """
 
 from __future__ import annotations
@@ -10,9 +16,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from phalanx import protocol
 from phalanx.comm import Group, init
+from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores import Store, connect, job_store
 from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic.membership._committed_steps import CommittedSteps
@@ -32,10 +40,12 @@ from phalanx.elastic.membership._final_state import (
     take_over,
 )
 from phalanx.elastic.membership._finish import finish_of, parse_finish
+from phalanx.elastic.membership._loss_reports import LossReports
 from phalanx.elastic.membership._patience import Absence, Wait
 from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round
 from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
-from phalanx.errors import CommError, PeerLost, PeerTimeout
+from phalanx.elastic.tools._step_clock import WorkerPace
+from phalanx.errors import CommError, PeerLost
 from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, dump_count, timeouts
 from phalanx.world import World
 
@@ -79,9 +89,13 @@ class StoreCoordinator:
         )
         self._say_that_it_regroups()
         self._monitor: StoreMonitor | None = None
+        self._members: tuple[str, ...] = ()
+        """The members of the generation of this worker's place, without those that it knows to be dead."""
         self._server: FinalStateServer | None = None
         self._has_noted = False
-        self._told: tuple[int, protocol.LostContact] | None = None
+        self._watched: Store | None = None
+        """A connection for monitors, one after the other: a new one for each would take as long as forming a group."""
+        self._reports = LossReports(self._store, keys, worker_id)
 
     # -- places in rounds -------------------------------------------------------------------------------------
 
@@ -94,11 +108,60 @@ class StoreCoordinator:
         return self._await_round(generation, mine)
 
     def join_after_loss(self, membership: Membership, mine: Ready, cause: CommError) -> Membership:
-        self._stop_watching()
+        self._stop_watching(wait=False)
         if membership.group is not None:
             membership.group.abort(cause)
-        self._make_sure_broken(membership, cause, mine.step, evaluating=mine.evaluating)
+            found = self._join_survivors(membership, membership.group, mine)
+            if found is not None:
+                return found
+        self._reports.make_sure_broken(membership, cause, mine.step, evaluating=mine.evaluating)
         return self._await_round(membership.generation + 1, mine)
+
+    def _join_survivors(self, membership: Membership, lost: Group, mine: Ready) -> Membership | None:
+        """Form the next round of the generation with those who live, if this worker can tell; None if it has to wait
+        for the agents. Who is inside an evaluation waits too: ``choose_round`` knows with whom it can go on."""
+        dead = {membership.workers[rank] for rank in lost.dead_ranks()}
+        if not dead or mine.evaluating:
+            return None
+        g, round_ = membership.generation, membership.round + 1
+        key = self.keys.round(g, round_)
+        record = self._store.get(key)
+        if record is None:
+            if self._store.get(protocol.members_key(g + 1)) is not None:
+                return None  # the agents were first
+            following = Round(tuple(worker for worker in membership.workers if worker not in dead))
+            self._store.compare_and_set(key, None, following.to_json())
+            record = self._store.get(key)
+        found = None if record is None else Round.from_json(record)
+        if found is None or self.worker_id not in found.workers or not set(found.workers) <= set(membership.workers):
+            return None
+        ranks = [membership.workers.index(worker) for worker in found.workers]
+
+        def look() -> PeerLost | None:
+            gone = [membership.workers[rank] for rank in lost.dead_ranks() if rank in ranks]
+            return self._look_for_survivors(g, round_, found, gone)
+
+        self._members = tuple(worker for worker in self._members if worker not in dead)
+        identities = {index: lost.identities[rank] for index, rank in enumerate(ranks)}
+        return self._join(g, round_, found.workers, mine, look, identities)
+
+    def _look_for_survivors(self, generation: int, round_: int, found: Round, dead: list[str]) -> PeerLost | None:
+        """Why there is no use in waiting for the others, if so: one has died, or went on without this round."""
+        others = [worker for worker in found.workers if worker != self.worker_id]
+        done, record, *moved = self._store.get_many(
+            [
+                self.keys.done,
+                self.keys.round(generation, round_),
+                *(self.keys.ready(generation + 1, worker) for worker in others),
+            ]
+        )
+        if record is None:
+            self._store.compare_and_set(self.keys.round(generation, round_), None, found.to_json())
+        gone = dead + [worker for worker, data in zip(others, moved, strict=True) if data is not None]
+        if not gone and done is None:
+            return None
+        why = f"{', '.join(gone)} will not come" if gone else "all steps are done"
+        return PeerLost(f"round {round_} of generation {generation} cannot form: {why}", generation=generation)
 
     def join_at_boundary(self, membership: Membership, mine: Ready) -> Membership:
         self._stop_watching()
@@ -114,15 +177,14 @@ class StoreCoordinator:
     def _close_round(self, membership: Membership) -> None:
         """Say what follows this round: another one with those who are ready, or the next generation."""
         g = membership.generation
-        members = self._members(g)
         wanted, *leaving = self._store.get_many(
             [protocol.wanted_key(g), *(protocol.leaving_key(g, worker) for worker in membership.workers)]
         )
         if wanted is not None or any(key is not None for key in leaving):
             following = Round(move_to=g + 1)
         else:
-            ready = self._ready(g, members)
-            following = Round(tuple(w for w in members if w in ready or w in membership.workers))
+            ready = self._ready(g, self._members)
+            following = Round(tuple(w for w in self._members if w in ready or w in membership.workers))
         self._store.compare_and_set(self.keys.round(g, membership.round + 1), None, following.to_json())
 
     def _await_round(self, generation: int, mine: Ready, *, first_round: int = 0, declared: bool = False) -> Membership:
@@ -141,7 +203,7 @@ class StoreCoordinator:
 
         wait, absent = (
             Wait(self.timeout, report),
-            Absence(self.worker_id, self.comm_timeout, self.tell_agents),
+            Absence(self.worker_id, self.comm_timeout, self._reports.tell_agents),
         )
         while True:
             done, evaluated, broken, following, members, record, own, said = self._store.get_many(
@@ -170,7 +232,7 @@ class StoreCoordinator:
                 continue
             self.generation = generation
             if members is None:
-                self._tell_again(generation - 1)
+                self._reports.tell_again(generation - 1)
                 wait.a_little(f"the members of generation {generation}")
                 continue
             agreed = protocol.Members.from_json(members)
@@ -190,7 +252,9 @@ class StoreCoordinator:
                 if not self._void(finish, generation, ids, came):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
-                membership = self._join(generation, round_, found.workers, ids, mine)
+                self._members = ids
+                look = partial(self._look_while_joining, generation, round_, found.workers)
+                membership = self._join(generation, round_, found.workers, mine, look)
                 if membership is not None:
                     return membership
                 wait.a_little(f"generation {generation} to break")
@@ -239,10 +303,12 @@ class StoreCoordinator:
         generation: int,
         round_: int,
         workers: tuple[str, ...],
-        members: tuple[str, ...],
         mine: Ready,
+        look: Callable[[], PeerLost | None],
+        identities: Mapping[int, Identity] | None = None,
     ) -> Membership | None:
-        """Form the group of a round; None when a worker of it was lost meanwhile."""
+        """Form the group of a round; None when a worker of it was lost meanwhile. ``look`` is asked now and then why
+        there is no use in waiting any longer; ``identities`` are the workers' processes, if they are known."""
         rank = workers.index(self.worker_id)
         group: Group | None = None
         if len(workers) > 1:
@@ -254,15 +320,17 @@ class StoreCoordinator:
                     timeout=self.comm_timeout,
                     job=self.job,
                     generation=generation,
-                    interrupt=lambda: self._look_while_joining(generation, round_, workers),
+                    interrupt=look,
+                    identities=identities,
                 )
             except CommError as error:
-                self._make_sure_broken(Membership(generation, round_, workers, rank, None), error, mine.step)
+                self._reports.make_sure_broken(Membership(generation, round_, workers, rank, None), error, mine.step)
                 return None
         membership = Membership(generation, round_, workers, rank, group)
         self.signals = Signals()
-        absent = tuple(worker for worker in members if worker not in workers)
-        self._monitor = StoreMonitor(self._store.clone(), self.keys, membership, self.worker_id, self.signals, absent)
+        absent = tuple(worker for worker in self._members if worker not in workers)
+        self._watched = self._watched or self._store.clone()
+        self._monitor = StoreMonitor(self._watched, self.keys, membership, self.worker_id, self.signals, absent)
         self._monitor.start()
         return membership
 
@@ -276,10 +344,6 @@ class StoreCoordinator:
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
         self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
 
-    def _members(self, generation: int) -> tuple[str, ...]:
-        (data,) = self._store.wait([protocol.members_key(generation)], self.timeout)
-        return tuple(member.id for member in protocol.Members.from_json(data).workers)
-
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
         found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
         return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
@@ -290,52 +354,6 @@ class StoreCoordinator:
         if lost is None and self._store.get(self.keys.round(generation, round_)) is None:
             self._store.compare_and_set(self.keys.round(generation, round_), None, Round(workers).to_json())
         return lost
-
-    def _make_sure_broken(
-        self, membership: Membership, cause: CommError, step: int = -1, *, evaluating: bool = False
-    ) -> None:
-        """Agents break a generation when they see a death. What only workers see they tell the agents, which break it;
-        where these cannot, since they form the next one already, this worker tells the others by itself."""
-        key = protocol.broken_key(membership.generation)
-        began, has_told = time.monotonic(), False
-        while (waited := time.monotonic() - began) < timeouts.BREAK_AFTER:
-            is_broken, is_done = (data is not None for data in self._store.get_many([key, self.keys.done]))
-            if is_broken or (is_done and not evaluating):
-                return
-            if waited > timeouts.TELL_AFTER and not has_told:
-                self._tell_lost_contact(membership, cause, step)
-                has_told = True
-            time.sleep(0.001 if waited < 0.05 else 0.005)
-        broken = protocol.Broken(reason=f"worker {self.worker_id} lost contact: {cause}", at_once=True)
-        self._store.compare_and_set(key, None, broken.to_json())
-
-    def _tell_lost_contact(self, membership: Membership, cause: CommError, step: int) -> None:
-        ranks = getattr(cause, "ranks", ()) or getattr(cause, "suspects", ())
-        self.tell_agents(
-            membership.generation,
-            protocol.LostContact(
-                by=self.worker_id,
-                of=tuple(membership.workers[rank] for rank in ranks if rank < len(membership.workers)),
-                late=isinstance(cause, PeerTimeout),
-                peers=membership.workers,
-                step=step,
-                reason=(str(cause).splitlines() or [""])[0][:300],
-            ),
-        )
-
-    def tell_agents(self, generation: int, word: protocol.LostContact) -> None:
-        """First what is said, then that something is: agents look at that last key only."""
-        self._told = (generation, word)
-        self._say_that_it_regroups()  # they are about to ask
-        self._store.set(protocol.contact_key(generation, self.worker_id), word.to_json())
-        self._store.set(protocol.any_contact_key(generation), PRESENT)
-
-    def _tell_again(self, generation: int) -> None:
-        """Should nobody have heard why the generation cannot go on: a stranger may have written over it."""
-        if self._told is not None and self._told[0] == generation:
-            keys = [protocol.contact_key(generation, self.worker_id), protocol.any_contact_key(generation)]
-            if None in self._store.get_many(keys):
-                self.tell_agents(*self._told)
 
     # -- leaving and progress ---------------------------------------------------------------------------------
 
@@ -369,7 +387,7 @@ class StoreCoordinator:
         return finish
 
     def finish_after(self, membership: Membership, cause: CommError, step: int) -> Finish | None:
-        self._make_sure_broken(membership, cause)
+        self._reports.make_sure_broken(membership, cause)
         return parse_finish(self._store.get(self.keys.done))
 
     def keep(self, finish: Finish, rank: int, generation: int, state: Encoded | None) -> FinalStateServer | None:
@@ -396,21 +414,28 @@ class StoreCoordinator:
     def publish_evaluation(self, number: int, result: dict[str, float]) -> None:
         self._store.set(self.keys.evaluation(number), Evaluation(result).to_json())
 
-    def report(self, step: int) -> None:
+    def report(self, step: int, pace: WorkerPace | None = None) -> None:
         if self._monitor is not None:
             self._monitor.progress = (step, self._monitor.progress[1] + 1)
+            self._monitor.pace = pace or self._monitor.pace
 
     def waiting(self, is_waiting: bool) -> None:
         if self._monitor is not None:
             self._monitor.is_waiting = is_waiting
 
-    def _stop_watching(self) -> None:
-        if self._monitor is not None:
-            self._monitor.stop()
-            self._monitor = None
+    def _stop_watching(self, *, wait: bool = True) -> None:
+        if self._monitor is None:
+            return
+        self._monitor.stop(wait=wait)
+        if self._monitor.has_lost_store:
+            self._watched = None
+        self._monitor = None
 
     def close(self) -> None:
         self._stop_watching()
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
 
 
 def make_coordinator(

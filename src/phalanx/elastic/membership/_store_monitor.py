@@ -18,7 +18,8 @@ from phalanx import protocol
 from phalanx.comm._background import Background
 from phalanx.comm.stores import Store
 from phalanx.elastic.membership._committed_steps import CommittedSteps
-from phalanx.elastic.membership._rounds import Membership
+from phalanx.elastic.membership._rounds import Membership, is_over
+from phalanx.elastic.tools._step_clock import WorkerPace
 from phalanx.errors import PeerLost, StoreError
 from phalanx.protocol import PRESENT, JobKeys, ProgressReport, timeouts
 
@@ -32,6 +33,8 @@ class Signals:
     broken: PeerLost | None = None
     wish: bool = False
     """Regroup at the next step boundary."""
+    saves_asked: int = 0
+    """How often somebody has asked for a save."""
 
 
 class StoreMonitor:
@@ -44,8 +47,10 @@ class StoreMonitor:
         signals: Signals,
         absent: tuple[str, ...] = (),
     ) -> None:
-        """``absent``: the members of the generation that have no place in this round."""
+        """``absent``: the members of the generation that have no place in this round, and live. ``store`` is for this
+        monitor and those after it: it is not closed here."""
         self.progress = (-1, 0)
+        self.pace = WorkerPace()
         """The step, and how often the main thread reported."""
         self.is_waiting = False
         """Whether the main thread waits for other workers: then it is not the one that hangs."""
@@ -64,6 +69,7 @@ class StoreMonitor:
         self._looked_at = [
             protocol.broken_key(g),
             protocol.regroups_key(worker_id),
+            protocol.SAVE_ASKED,
             protocol.wanted_key(g),
             keys.leaving(g),
             *(keys.ready(g, worker) for worker in absent),
@@ -72,26 +78,29 @@ class StoreMonitor:
         self._num_waits = 0
         self._broken_since = 0.0
         self._has_complained = False
+        self.has_lost_store = False
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; no flag changes after this returns."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread; with ``wait`` no flag changes after this returns. Else it may still end its group, which has
+        to be over already."""
         self._stop.set()
-        self._thread.join()
-        self._store.close()
+        if wait:
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._stop.wait(timeouts.WATCH_INTERVAL):
             try:
-                if self._look():
+                if self._look() or self._stop.is_set():
                     return
                 self._report()
                 committed = self.committed
                 if committed != self._noted and self._committed_steps.note(committed):
                     self._noted = committed
             except StoreError as error:
+                self.has_lost_store = True
                 self._break(f"the job's store is gone: {error}")
                 return
 
@@ -101,19 +110,21 @@ class StoreMonitor:
 
     def _look(self) -> bool:
         """Read the keys once; True when the generation is over."""
-        broken, said, *wishes = self._store.get_many(self._looked_at)
+        broken, said, save, *wishes = self._store.get_many(self._looked_at)
         if said is None:  # a stranger has written over it; without it agents would start all workers anew
             self._store.set(protocol.regroups_key(self._worker_id), PRESENT)
         record = None if broken is None else self._parse(broken)
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
-            is_hopeless = record.workers or record.at_once
-            if is_hopeless or time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP:
+            is_late = not record.workers and time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP
+            if is_late or is_over(record, self._membership.workers):
                 self._break(record.reason)
                 return True
-            self._signals.wish = True  # nobody is gone: the step under way can be finished
+            self._signals.wish = True  # nobody of this round is gone: the step under way can be finished
         if any(wish is not None for wish in wishes):
             self._signals.wish = True
+        if save is not None and save.isdigit() and len(save) < 18:
+            self._signals.saves_asked = int(save)
         return False
 
     def _parse(self, data: bytes) -> protocol.Broken | None:
@@ -139,11 +150,18 @@ class StoreMonitor:
         ):
             return
         self._num_waits += self.is_waiting
-        report_progress(self._store, self._worker_id, *progress, self._num_waits)
+        report_progress(self._store, self._worker_id, *progress, self._num_waits, self.pace)
         self._reported = (progress, now)
 
 
-def report_progress(store: Store, worker_id: str, step: int, count: int, num_waits: int) -> None:
+def report_progress(
+    store: Store,
+    worker_id: str,
+    step: int,
+    count: int,
+    num_waits: int,
+    pace: WorkerPace = WorkerPace(),  # noqa: B008  # a frozen value
+) -> None:
     """Tell the agent's hang detector that something moves, or that this worker only waits for others."""
-    report = ProgressReport(step=step, count=count, waits=num_waits)
+    report = ProgressReport(step=step, count=count, waits=num_waits, times=pace.times, slots=pace.slots)
     store.set(protocol.progress_key(worker_id), report.to_json())

@@ -65,12 +65,16 @@ def bring_level(job: Training, coordinator: Coordinator, membership: Membership)
         "machine": fingerprint(),
         "evaluations": [job.num_evaluations, job.last_evaluation],
         "attempt": job.attempt,
+        "pace": job.dealing.pace,
+        "came": job.regrouping.came_at(membership),
     }
     told = membership.group.all_gather_values(mine) if membership.group is not None else [mine]
-    _check_same(membership, told, job)
+    check_same(membership, told, job)
+    job.regrouping.choose_writer(membership, [one["came"] for one in told])
     source = _find_source(job, coordinator, membership, [one["step"] for one in told])
     if membership.group is None:
         return
+    job.dealing.pace = told[source]["pace"]
     if told[source]["step"] != FRESH:
         job.attempt = told[source]["attempt"]  # each may have loaded the same state by itself
     behind = [
@@ -80,7 +84,9 @@ def bring_level(job: Training, coordinator: Coordinator, membership: Membership)
     ]
     if membership.rank == source:
         for rank in behind:
-            size = send_state(membership.group, job.state_dict(), rank)
+            begins_alike = job.is_fresh or told[rank]["step"] != FRESH
+            state = job.state_dict() if begins_alike else job.state_for_newcomers()
+            size = send_state(membership.group, state, rank)
             job.events.write(StateSent(to=membership.workers[rank], bytes=size))
     elif membership.rank in behind:
         job.take_over(receive_state(membership.group, source))
@@ -97,6 +103,18 @@ def _find_source(job: Training, coordinator: Coordinator, membership: Membership
     time."""
     if max(steps) != FRESH:
         return choose_source(steps)
+    source, _ = find_saved(job, coordinator, membership)
+    if source == membership.rank and not job.load_save():
+        job.begin_attempt()
+    return source
+
+
+def find_saved(job: Training, coordinator: Coordinator, membership: Membership) -> tuple[int, int]:
+    """Return who can read the newest save, and the step of it (``FRESH``: there is none); all workers call it.
+
+    Says and counts that the job goes back to it, or refuses to (``StepsLost``); ``NoReadableSave`` if there are saves
+    and none can be read.
+    """
     saved = job.saving.newest_step()
     mine: dict[str, Any] = {
         "step": FRESH if saved is None else saved,
@@ -108,20 +126,26 @@ def _find_source(job: Training, coordinator: Coordinator, membership: Membership
     if told[source]["step"] == FRESH and any(one["problems"] for one in told):
         problems = {worker: one["problems"] for worker, one in zip(membership.workers, told, strict=True)}
         raise no_readable_save(job.saving.options, problems)
-    _go_back(job, coordinator, membership, max(one["committed"] for one in told), max(0, told[source]["step"]))
-    if source == membership.rank and not job.load_save():
-        job.begin_attempt()
-    return source
+    after = max(job.step, told[source]["step"])  # a job that its loop has set to a later step begins there
+    go_back(job, coordinator, membership, max(one["committed"] for one in told), after)
+    return source, told[source]["step"]
 
 
-def _go_back(job: Training, coordinator: Coordinator, membership: Membership, before: int, after: int) -> None:
-    """The workers are new, but the job may not be: say and count it, or refuse, if they begin before its last step."""
+def go_back(
+    job: Training,
+    coordinator: Coordinator,
+    membership: Membership,
+    before: int,
+    after: int,
+    cause: str = "all workers were lost",
+) -> None:
+    """Say and count that the job begins before its last step, or refuse: its workers are new, or have lost state."""
     # A launcher that restarts all workers does so because its user asked for it.
     may_begin_again = job.run.begin_again or not coordinator.can_change
     has_saves = job.saving.options is not None
     if check_setback(before, after, has_saves=has_saves, may_begin_again=may_begin_again) and membership.rank == 0:
         job.events.write(StepsRepeated(step=after, before=before))
-        coordinator.committed_steps.go_back(before, after)
+        coordinator.committed_steps.go_back(before, after, cause)
 
 
 def _num_evaluations(told: dict[str, Any]) -> int:
@@ -132,6 +156,8 @@ def _digests(job: Training) -> dict[str, str]:
     state = job.state_dict()
     parts = state["parts"]
     named = {"position": state["sampler"], "optimizer": parts["optimizer"]}
+    if job.loop_state:  # who took its last step over has yet to change the optimizer's options as the others have
+        named["optimizer"] = parts["optimizer"]["state"]
     for kind in ("model", "buffers", "others"):
         named |= {f"{kind} {name}": value for name, value in parts[kind].items()}
     return {name: digest(value) for name, value in named.items()}
@@ -147,7 +173,7 @@ def _verify(job: Training, workers: tuple[str, ...], told: list[dict[str, str]])
             )
 
 
-def _check_same(membership: Membership, told: list[dict[str, Any]], job: Training) -> None:
+def check_same(membership: Membership, told: list[dict[str, Any]], job: Training) -> None:
     for worker, one in zip(membership.workers, told, strict=True):
         for name, value in told[0]["job"].items():
             if one["job"][name] == value:

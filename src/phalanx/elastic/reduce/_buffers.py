@@ -36,6 +36,10 @@ class Buffers:
         elif live:
             foreach_copy_(self._start, [buffer.detach() for buffer in live])
 
+    def at_start(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers that every slot of this step starts from, by name."""
+        return list(zip(self.names, self._start, strict=False))
+
     def restore(self) -> None:
         """Put the step's buffers back. All of them: BatchNorm's kernel changes its statistics without a trace."""
         live = [buffer.detach() for buffer in self.live()]

@@ -48,10 +48,13 @@ class Pool:
         return Flat(self.layout, self.max_size, self.zeros)
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self.empty(count, dtype).zero_()
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Shared memory where the group works on it in place, else private memory on the model's device."""
         if self.group is None:
-            return torch.zeros(count, dtype=dtype, device=self.layout.device)
-        return self.group.shared_empty((count,), dtype).zero_()
+            return torch.empty(count, dtype=dtype, device=self.layout.device)
+        return self.group.shared_empty((count,), dtype)
 
     def give(self, flat: Flat) -> None:
         self.free.append(flat)
@@ -74,25 +77,12 @@ class Partials:
         note: int = 0,
     ) -> None:
         """Take in a finished slot: its gradients (None where a parameter was not used), numbers, buffers and note."""
-        node = (slot, slot + 1)
-        values = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
-        numbers = torch.tensor(values, dtype=torch.float32, device=self.pool.layout.device)
-        if self.pieces and self.siblings.get(node) == self.pieces[-1][0]:
-            left, flat = self.pieces.pop()
-            _add_grads(flat.grads, grads)
-            flat.numbers.add_(numbers)
-            node = (left[0], node[1])
-        else:
-            flat = self.pool.take()
-            _copy_grads(flat.grads, grads)
-            flat.numbers.copy_(numbers)
-            flat.notes.zero_()
-        if note:
-            flat.notes[slot] = float(note)
-        if buffers is not None:
-            flat.put_buffers(buffers)
-        self.pieces.append((node, flat))
-        self._carry()
+        self.begin(slot).finish(grads, scalars, buffers, note)
+
+    def begin(self, slot: int) -> Push:
+        """Begin to take in a slot, bucket by bucket. From now on ``pieces`` are what they will be in the end; what a
+        bucket of them holds counts once it is put."""
+        return Push(self, slot)
 
     def drop(self) -> None:
         """Forget the step; the copies go back to the pool."""
@@ -104,15 +94,64 @@ class Partials:
         """Forget the step after a failed collective, which may still write into the copies: they are not used again."""
         self.pieces.clear()
 
-    def _carry(self) -> None:
-        while len(self.pieces) > 1:
-            (left, into), (right, flat) = self.pieces[-2:]
-            if self.siblings.get(right) != left:
-                return
-            for bucket, a, b in zip(self.pool.layout.buckets, into.tensors, flat.tensors, strict=True):
-                a[: bucket.num_summed].add_(b[: bucket.num_summed])
-            self.pool.give(flat)
-            self.pieces[-2:] = [((left[0], right[1]), into)]
+
+class Push:
+    """A slot on its way into the pieces: which copy it goes to, and which copies are then added to which."""
+
+    def __init__(self, partials: Partials, slot: int) -> None:
+        self._pool = partials.pool
+        self._slot = slot
+        self._is_put = [False] * len(self._pool.layout.buckets)
+        node, pieces = (slot, slot + 1), partials.pieces
+        self._adds = bool(pieces) and partials.siblings.get(node) == pieces[-1][0]
+        if self._adds:
+            left, flat = pieces.pop()
+            node = (left[0], node[1])
+        else:
+            flat = self._pool.take()
+        self._flat = flat
+        self._carries: list[tuple[Flat, Flat]] = []
+        while pieces and partials.siblings.get(node) == pieces[-1][0]:
+            left, into = pieces.pop()
+            self._carries.append((into, flat))
+            node, flat = (left[0], node[1]), into
+        pieces.append((node, flat))
+
+    def put(self, i: int, grads: Sequence[Tensor | None]) -> None:
+        """Take in one bucket's gradients, of those of all parameters."""
+        bucket = self._pool.layout.buckets[i]
+        into = [self._flat.grads[index] for index in bucket.params]
+        (_add_grads if self._adds else _copy_grads)(into, [grads[index] for index in bucket.params])
+        for a, b in self._carries:
+            a.tensors[i][: bucket.num_summed].add_(b.tensors[i][: bucket.num_summed])
+        self._is_put[i] = True
+
+    def finish(
+        self,
+        grads: Sequence[Tensor | None],
+        scalars: dict[str, float],
+        buffers: Sequence[Tensor] | None = None,
+        note: int = 0,
+        times: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """Take in what is not put yet, the first bucket last: what rides along is in it."""
+        flat = self._flat
+        values = [scalars.get(name, 0.0) for name in SCALARS] + [float(grad is not None) for grad in grads]
+        numbers = torch.tensor(values, dtype=torch.float32, device=self._pool.layout.device)
+        if self._adds:
+            flat.numbers.add_(numbers)
+        else:
+            flat.numbers.copy_(numbers)
+            flat.per_slot.zero_()
+        if self._pool.layout.num_slots:
+            flat.per_slot[:, self._slot] = torch.tensor([float(note), *times], device=self._pool.layout.device)
+        if buffers is not None:
+            flat.put_buffers(buffers)
+        for i in self._pool.layout.send_order:
+            if not self._is_put[i]:
+                self.put(i, grads)
+        for _, done in self._carries:
+            self._pool.give(done)
 
 
 def _copy_grads(into: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -1,1 +1,1 @@
-"""Writes what happens to a job as lines of JSON and a status line, and makes a report of them."""
+"""Writes what happens to a job: its events, its audit, the times of its steps, and a status line."""

@@ -42,6 +42,10 @@ class Audit(JsonLines):
     def committed(self, lineage: list[int], epoch: int, step: int) -> None:
         self.append({"kind": "commit", "lineage": lineage, "epoch": epoch, "step": step})
 
+    def skipped(self, lineage: list[int], step: int, first: int, reason: str) -> None:
+        """Steps ``first`` to ``step`` count as committed, but what they computed is not, or no more, in the weights."""
+        self.append({"kind": "skip", "lineage": lineage, "step": step, "first": first, "reason": reason})
+
     def ended(self, lineage: list[int], step: int) -> None:
         """The loop is over with ``step`` steps committed: a log that lacks its last lines can be told."""
         self.append({"kind": "end", "lineage": lineage, "step": step})

@@ -9,6 +9,8 @@ from typing import Any
 from phalanx.events._event_types import StepCommitted
 from phalanx.events._troubles import say
 
+FIRST_LINES = 3
+"""Plain lines that come with the first steps, one each."""
 LINE_EVERY = 5.0
 """Seconds between plain lines."""
 
@@ -18,6 +20,7 @@ class StatusLine:
         self.enabled = enabled
         self._live: Any = None
         self._last_line = float("-inf")
+        self._num_lines = 0
         self._last: tuple[float, int] = (0.0, -1)
         self._rate = 0.0
 
@@ -35,8 +38,9 @@ class StatusLine:
             text += f"  {status}"
         if sys.stderr.isatty():
             self._show_live(text)
-        elif time.monotonic() - self._last_line >= LINE_EVERY:
+        elif self._num_lines < FIRST_LINES or time.monotonic() - self._last_line >= LINE_EVERY:
             self._last_line = time.monotonic()
+            self._num_lines += 1
             say(text)
 
     def _measure(self, step: StepCommitted) -> None:

@@ -33,7 +33,16 @@ def copies(ranges: Sequence[Sequence[Range]], part: int, begin: int, end: int, o
     >>> copies([[(0, 4)], [(4, 8)]], part=10, begin=0, end=8)
     (Strided(flat=0, packed=0, count=4, times=2, flat_stride=4, packed_stride=10),)
     """
-    by_rank = [run for rank, each in enumerate(ranges) for run in _runs(each, rank * part + offset, begin, end)]
+    return copies_at(ranges, [rank * part + offset for rank in range(len(ranges))], begin, end)
+
+
+def copies_at(ranges: Sequence[Sequence[Range]], places: Sequence[int], begin: int, end: int) -> tuple[Strided, ...]:
+    """Return the same for parts that begin at any ``places``.
+
+    >>> copies_at([[(0, 4)], [(4, 8)]], [2, 16], begin=0, end=8)
+    (Strided(flat=0, packed=2, count=4, times=2, flat_stride=4, packed_stride=14),)
+    """
+    by_rank = [run for at, each in zip(places, ranges, strict=True) for run in _runs(each, at, begin, end)]
     by_flat = sorted(by_rank, key=lambda run: run.flat)
     return min(_merged(by_rank), _merged(by_flat), key=len)
 

@@ -127,21 +127,37 @@ class ModuleState:
         recomputed = context.in_backward
         if not recomputed:
             self._begin_forward(context)
-        if not self._to_run:
+        is_first = not self._to_run
+        if is_first:
             self._to_run.update(self.modules)
         if self.precision.cast_forward_inputs:
             args, kwargs = cast_floating(self.precision.param_dtype, (args, kwargs))
         if self.unit is not None:
             self.unit.gather()
             if torch.is_grad_enabled():
-                counted = not recomputed and before_backward((args, kwargs), self._end_of_call)
+                counted = not recomputed and before_backward((args, kwargs), self._end_of_call, first=True)
                 self._calls += bool(counted)
                 if recomputed:
-                    before_backward((args, kwargs), self._end_of_recomputed_call)
-        if not recomputed:
-            for state in self.forward_prefetch:
-                state.prefetch()
+                    before_backward((args, kwargs), self._end_of_recomputed_call, first=True)
+        if is_first and not recomputed:
+            self._prefetch_for_forward()
         return args, kwargs
+
+    def _prefetch_for_forward(self) -> None:
+        """Begin to gather what users named, or else what came next in the last forward; see ``gathers_early``."""
+        following = None if self.unit is None else self.context.forward_order.next_after(self)
+        for state in self.forward_prefetch:
+            state.prefetch()
+        if following is not None and not self.forward_prefetch and following.gathers_early:
+            following.prefetch()
+
+    @property
+    def gathers_early(self) -> bool:
+        """Whether to gather before it is needed, though nobody asked for it.
+
+        On one host a gather is this rank's own work: begun early it would end no earlier, and two units be in memory.
+        """
+        return self.unit is not None and self.unit.group.backend != "shm"
 
     def _begin_forward(self, context: StepContext) -> None:
         if context.is_stale():
@@ -150,6 +166,7 @@ class ModuleState:
             context.reset(drop_gradients=False)
         if context.forward_root is None:
             context.forward_root = self
+            context.forward_order.begin((self, torch.is_grad_enabled()))
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         context = self.context
@@ -163,7 +180,9 @@ class ModuleState:
                 for state in context.states:
                     if state._to_run:  # a group of modules of which some did not run
                         state._end_of_forward()
+                    state.drop_unused()
                 context.forward_root = None
+                context.forward_order.end()
         return cast_floating(self.precision.output_dtype, output)
 
     def _end_of_forward(self) -> None:
@@ -177,7 +196,7 @@ class ModuleState:
     def prefetch(self) -> None:
         """Begin to gather, where that goes on by itself while this rank computes."""
         if self.unit is not None and self.unit.group.size > 1:
-            self.unit.start_gather(async_op=True)
+            self.unit.prefetch()
 
     # ---- backward
 
@@ -198,16 +217,13 @@ class ModuleState:
             self._prefetch_for_backward()
 
     def _prefetch_for_backward(self) -> None:
-        """Begin to gather what users named, or else what comes next in the reverse order of forward.
-
-        On one host a gather is this rank's own work: begun early it would end no earlier, and two units be in memory.
-        """
+        """Begin to gather what users named, or else what comes next in the reverse order of forward."""
         for state in self.backward_prefetch:
             state.prefetch()
         following = self.context.before(self)
-        if self.backward_prefetch or following is None or following.unit is None:
+        if following is None or self.backward_prefetch:
             return
-        if following.settings.gather_in_backward and following.unit.group.backend != "shm":
+        if following.settings.gather_in_backward and following.gathers_early:
             following.prefetch()
 
     def _end_of_call(self) -> None:
@@ -226,7 +242,8 @@ class ModuleState:
         if unit is None or not self._in_backward:
             return
         self._in_backward = False
-        writes = unit.has_gradients or unit.accumulates()
+        # With a driver, all ranks that run it reduce it: others may have gradients for what this rank did not use.
+        writes = unit.has_gradients or unit.driver is not None or unit.accumulates()
         if settings.reshard_after_backward:
             unit.release()
         if settings.reduce_gradients and unit.is_trainable and writes:
@@ -255,8 +272,13 @@ class ModuleState:
 
     def end_of_last_backward(self) -> None:
         self._calls = 0
-        if self.unit is not None and self.unit.state is UnitState.ON_ITS_WAY:
-            self.unit.release()  # prefetched, and not used
+        self.drop_unused()
+
+    def drop_unused(self) -> None:
+        """Give back what was prefetched in a pass that went another way; not what ``unshard(async_op=True)`` began."""
+        unit = self.unit
+        if unit is not None and unit.state is UnitState.ON_ITS_WAY and not unit.is_kept:
+            unit.release()
 
     def reset(self) -> None:
         self._to_run.clear()
@@ -274,6 +296,8 @@ class ModuleState:
     def _before_state_dict(self, *unused: Any) -> None:
         if self.unit is not None:
             self.unit.release()
+            if self.unit.driver is not None:
+                self.unit.driver.describes(self.unit)
 
 
 def wrap_method(module: nn.Module, name: str) -> None:

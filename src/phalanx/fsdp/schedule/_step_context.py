@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phalanx._torch_private import current_graph_task_id, execution_engine
 from phalanx.errors import CommError
+from phalanx.fsdp.schedule._forward_order import ForwardOrder
 from phalanx.fsdp.unit._unit import Unit, UnitState
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class StepContext:
         self.forward_root: ModuleState | None = None
         self.is_last_backward = True
         self.max_reductions = 1
+        self.forward_order: ForwardOrder[ModuleState] = ForwardOrder()
         self.order: list[ModuleState] = []
         """States in the order in which they ended forward, since the last backward."""
         self._reducing: deque[Unit] = deque()
@@ -95,7 +97,7 @@ class StepContext:
                 continue
             if drop_gradients:
                 state.unit.drop_gradients()
-            if state.unit.state is UnitState.ON_ITS_WAY:
+            if state.unit.state is UnitState.ON_ITS_WAY and state.unit.driver is None:
                 try:
                     state.unit.gather()  # peers have sent, or will: nobody may be left waiting for this rank's part
                 except CommError:

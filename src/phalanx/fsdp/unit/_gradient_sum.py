@@ -79,6 +79,18 @@ class Destination:
     hook: Callable[[Tensor], None] | None = None
 
 
+def place(grad: Tensor, packed: Tensor, moves: Sequence[Strided], *, adds: bool) -> None:
+    """Put a parameter's gradient into packed parts, or add it to what is there."""
+    source = grad.reshape(-1)
+    for move in moves:
+        there = runs(packed, move.packed, move.packed_stride, move)
+        here = runs(source, move.flat, move.flat_stride, move)
+        if adds:
+            there.add_(here)
+        else:
+            there.copy_(here)
+
+
 class GradientSum:
     """Gradients of one unit and dtype on their way."""
 
@@ -102,13 +114,7 @@ class GradientSum:
         plan = self.plan
         if self._packed is None:
             self._packed = self._pool.acquire(group, group.size * plan.part, self._dtype, self._device)
-        source = grad.reshape(-1)
-        for move in plan.moves[index]:
-            there = runs(self._packed, move.packed, move.packed_stride, move)
-            if index in self._arrived:
-                there.add_(runs(source, move.flat, move.flat_stride, move))
-            else:
-                there.copy_(runs(source, move.flat, move.flat_stride, move))
+        place(grad, self._packed, plan.moves[index], adds=index in self._arrived)
         self._arrived.add(index)
 
     def start(self, to: Destination, *, async_op: bool) -> None:
@@ -136,7 +142,7 @@ class GradientSum:
             work = to.comm(received, packed, group, "sum", async_op)
         else:
             received = torch.empty(plan.part, dtype=self._dtype, device=self._device)
-            work = group.reduce_scatter_tensor(received, packed, async_op=async_op)
+            work = group.reduce_scatter_tensor(received, packed, async_op=async_op, scratch=True)
         self._pending = (work, received, self._packed, to)
         self._packed = None
         self._arrived = set()

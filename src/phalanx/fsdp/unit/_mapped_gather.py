@@ -96,6 +96,7 @@ class MappedGather(Gather):
         self.flat = memory.flat
         self._slots = slots_of(group)
         self._slot: int | None = None
+        self._is_blank = False
 
     def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
         """Do all but showing it. ``async_op`` changes nothing: the work is this rank's own, in its own thread."""
@@ -112,8 +113,17 @@ class MappedGather(Gather):
         assert self._slot is not None, "it was started"
         self._memory.window.show(self._slots.file(self._slot))
 
+    def serve(self, storage: ShardStorage, number: int) -> None:
+        self.start(storage, number, async_op=False)
+        self.release()
+
+    def blank(self) -> None:
+        self._memory.window.show_zeros()
+        self._is_blank = True
+
     def release(self) -> None:
-        if self._slot is not None:
+        if self._slot is not None or self._is_blank:
             self._memory.window.hide()
+        if self._slot is not None:
             self._slots.give_back(self._slot)
-            self._slot = None
+        self._slot, self._is_blank = None, False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from phalanx._torch_private import module_parameters
 from phalanx.fsdp.unit._mesh_axes import DataParallelAxes, sharded_spec
+from phalanx.fsdp.unit._released import close, reopen
 from phalanx.fsdp.unit._unit_memory import alias
 from phalanx.tensor import DTensor
 from phalanx.tensor.core._dtensor import wrap
@@ -83,6 +84,17 @@ class ManagedParameter:
         """
         if isinstance(self.whole, DTensor):
             self.whole._alias = None
+
+    def close(self, unit: str, rank: int) -> None:
+        """Refuse computations with the whole parameter from here on, its memory being gone."""
+        if self.whole is not None:
+            for tensor in {self.whole, self.leaf}:
+                close(tensor, unit, self.name, rank)
+
+    def reopen(self) -> None:
+        if self.whole is not None:
+            for tensor in {self.whole, self.leaf}:
+                reopen(tensor)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into all its places."""

@@ -18,8 +18,9 @@ from phalanx.fsdp.layout._unit_layout import UnitLayout, cells, flat_starts, row
 from phalanx.fsdp.unit._gradient_sum import Destination, GradientSum, ReducePlan, reduce_plan
 from phalanx.fsdp.unit._mapped_gather import MappedGather, MappedMemory
 from phalanx.fsdp.unit._parameter import ManagedParameter
+from phalanx.fsdp.unit._unit_driver import GradientReduction
 from phalanx.fsdp.unit._unit_gather import CopyGather, Gather, part_length
-from phalanx.fsdp.unit._unit_memory import BufferPool, GatheredMemory, ShardStorage
+from phalanx.fsdp.unit._unit_memory import BufferPool, GatheredMemory, ShardStorage, pool_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,10 @@ class UnitPlace:
     block: Group | None = None
     """The ranks that keep the unit after forward, a part each; None: it is freed (or kept whole)."""
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    pool: BufferPool = field(default_factory=BufferPool)
+
+    @property
+    def pool(self) -> BufferPool:
+        return pool_of(self.group)
 
 
 def gather_maker(
@@ -65,8 +69,26 @@ class Section:
         self.comm: AllGather | None = None
         self.gather: Gather | None = None
         self._block: tuple[Gather, ShardStorage] | None = None
-        self._reduction: tuple[tuple[int, ...], GradientSum] | None = None
+        self._reduction: tuple[tuple[int, ...], GradientReduction] | None = None
         self._plans: dict[tuple[int, ...], ReducePlan] = {}
+        self._make_reduction: Callable[[tuple[int, ...]], GradientReduction] = self._sum_of_ranks
+
+    def relocate(
+        self,
+        number: int,
+        place: UnitPlace,
+        layout: UnitLayout,
+        storage: ShardStorage,
+        make_reduction: Callable[[tuple[int, ...]], GradientReduction],
+    ) -> None:
+        """Live in another group, held as ``layout`` says, which ``storage`` has; what was under way is forgotten.
+
+        From then on the storage is its owner's business: parameters have no shards of their own in it.
+        """
+        self.number, self.place, self.layout, self.storage = number, place, layout, storage
+        self.spans = []
+        self.gather = self._block = self._reduction = None
+        self._make_reduction = make_reduction
 
     # ---- the shard
 
@@ -84,6 +106,8 @@ class Section:
         storage = self.storage
         if storage is None:
             return False
+        if not self.spans:
+            return True  # it was relocated
         for parameter, (start, stop) in zip(self.parameters, self.spans, strict=True):
             local = parameter.local
             if local.dtype != self.dtype or (stop > start and local.data_ptr() != storage.address(start)):
@@ -151,19 +175,20 @@ class Section:
     def trainable(self) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
 
-    def reduction(self) -> GradientSum:
+    def reduction(self) -> GradientReduction:
         """Return where gradients go; made anew when other parameters are trained than before."""
         wanted = self.trainable()
         if self._reduction is None or self._reduction[0] != wanted:
             assert self._reduction is None or self._reduction[1].is_empty, "a reduction was left unfinished"
-            plan = self._plans.get(wanted)
-            if plan is None:
-                extents = [self.extents[i] for i in wanted]
-                plan = self._plans[wanted] = reduce_plan(self.layout, self.place.group.rank, extents)
-            place = self.place
-            made = GradientSum(self.number, plan, self.reduce_dtype, place.device, place.pool)
-            self._reduction = (wanted, made)
+            self._reduction = (wanted, self._make_reduction(wanted))
         return self._reduction[1]
+
+    def _sum_of_ranks(self, wanted: tuple[int, ...]) -> GradientSum:
+        plan = self._plans.get(wanted)
+        if plan is None:
+            extents = [self.extents[i] for i in wanted]
+            plan = self._plans[wanted] = reduce_plan(self.layout, self.place.group.rank, extents)
+        return GradientSum(self.number, plan, self.reduce_dtype, self.place.device, self.place.pool)
 
     def add_gradient(self, index: int, grad: Tensor) -> None:
         reduction = self.reduction()

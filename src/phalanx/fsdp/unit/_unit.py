@@ -18,12 +18,13 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from phalanx._torch_private import post_accumulate_grad_hooks, will_engine_execute_node
+from phalanx._torch_private import DisableTorchFunctionSubclass, post_accumulate_grad_hooks, will_engine_execute_node
 from phalanx.comm import Group
 from phalanx.errors import CommError
 from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.fsdp.unit._parameter import ManagedParameter
 from phalanx.fsdp.unit._section import Section, UnitPlace
+from phalanx.fsdp.unit._unit_driver import UnitDriver
 from phalanx.fsdp.unit._unit_gather import Gather
 from phalanx.fsdp.unit._unit_order import numbers_of
 from phalanx.tensor.debug._attribution import acting_for
@@ -51,6 +52,7 @@ class Unit:
         self.is_kept = False
         """Users asked for the whole parameters, by ``unshard``."""
         self.settings_changed: Callable[[], None] = lambda: None
+        self.driver: UnitDriver | None = None
         self._kept_by_block = False
         self._shard_versions: list[int] = []
         self._whole_versions: list[int] = []
@@ -67,6 +69,12 @@ class Unit:
         for parameter in self.parameters:
             found.setdefault(parameter.local.dtype, []).append(parameter)
         return [Section(self.number, each, self.place) for each in found.values()]
+
+    def join(self, place: UnitPlace, driver: UnitDriver) -> None:
+        """Be a unit of another group, with a new number; then its sections are relocated."""
+        self.place, self.driver = place, driver
+        self.number = numbers_of(place.group).add(self)
+        self._kept_by_block = False
 
     # ---- shards
 
@@ -110,16 +118,37 @@ class Unit:
                 return
             self.release()  # somebody wrote to the shards: optimizer, load_state_dict
         self.bring_home()
+        if self.driver is not None:
+            self.driver.gathers(self)
         of_block = self._kept_by_block and self._versions() == self._shard_versions
         self._shard_versions = self._versions()
         with self._named("gathering"):
             for section in self.sections:
-                self.settings_changed()
-                section.prepare_gather(lambda i, section=section: self._on_gradient(section, i))  # type: ignore[misc]  # a default binds the loop's value
+                self._prepare(section)
                 gather, storage = section.source(of_block=of_block)
                 gather.start(storage, self._block_number if of_block else self.number, async_op=async_op)
                 self._under_way.append(gather)
         self.state = UnitState.ON_ITS_WAY
+
+    def _prepare(self, section: Section) -> Gather:
+        self.settings_changed()
+        return section.prepare_gather(lambda i: self._on_gradient(section, i))
+
+    def serve(self) -> None:
+        """Do this rank's part of a gather that it does not need itself."""
+        with self._named("gathering"):
+            for section in self.sections:
+                self._prepare(section)
+                gather, storage = section.source(of_block=False)
+                gather.serve(storage, self.number)
+
+    def prefetch(self) -> None:
+        """Begin to gather, where that goes on by itself while this rank computes."""
+        try:
+            self.start_gather(async_op=True)
+        except CommError as error:
+            if self.driver is None or not self.driver.survives(error):
+                raise
 
     def _finish_gather(self) -> None:
         under_way, self._under_way = self._under_way, []
@@ -129,11 +158,19 @@ class Unit:
 
     def gather(self) -> None:
         """Gather, and put whole parameters into the modules."""
-        self.start_gather()
-        if self.state is UnitState.GATHERED:
-            return
-        self._finish_gather()
+        try:
+            self.start_gather()
+            if self.state is UnitState.GATHERED:
+                return
+            self._finish_gather()
+        except CommError as error:
+            if self.driver is None or not self.driver.survives(error):
+                raise
+            self._under_way.clear()
+            for section in self.sections:
+                self._prepare(section).blank()
         for parameter in self.parameters:
+            parameter.reopen()
             leaf = parameter.leaf
             if leaf.requires_grad != parameter.sharded.requires_grad:
                 leaf.requires_grad_(parameter.sharded.requires_grad)
@@ -176,6 +213,7 @@ class Unit:
         self._under_way.clear()
         for parameter in self.parameters:
             parameter.put_back()
+            parameter.close(str(self), self.group.rank)
         for section in self.sections:
             if section.gather is not None:
                 section.gather.release()
@@ -211,7 +249,7 @@ class Unit:
         """Return whether the backward pass that runs now writes gradients (``torch.autograd.grad`` does not)."""
         for parameter in self.parameters:
             if parameter.whole is not None and parameter.leaf.requires_grad:
-                with torch.enable_grad():
+                with torch.enable_grad(), DisableTorchFunctionSubclass():
                     node = parameter.leaf.view_as(parameter.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # it requires grad
                 if will_engine_execute_node(node):
                     return True
@@ -219,6 +257,8 @@ class Unit:
 
     def start_reduce(self, to: Destination, *, async_op: bool = False) -> None:
         """Send the gradients that have arrived."""
+        if self.driver is not None:
+            self.driver.reduces(self)
         with self._named("reducing"), torch.no_grad():
             for section in self.sections:
                 if section.trainable():
@@ -239,6 +279,8 @@ class Unit:
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Tell which unit the block sends for: debug tools, and whoever reads an error of its collectives."""
+        if self.driver is not None:
+            self.driver.waits(True)
         try:
             with acting_for(self.module):
                 yield
@@ -247,3 +289,6 @@ class Unit:
                 note = f"while {what} {self}, on rank {self.group.rank} of the group {list(self.group.ranks)}"
                 error.args = (f"{error.args[0]} ({note})", *error.args[1:])
             raise
+        finally:
+            if self.driver is not None:
+                self.driver.waits(False)

@@ -44,6 +44,14 @@ class Gather(ABC):
     @abstractmethod
     def release(self) -> None: ...
 
+    @abstractmethod
+    def serve(self, storage: ShardStorage, number: int) -> None:
+        """Do this rank's part of a gather whose result only others use."""
+
+    @abstractmethod
+    def blank(self) -> None:
+        """Show zeros: the ranks that own the rest are gone, and what is computed will be thrown away."""
+
 
 class CopyGather(Gather):
     """One all-gather and a copy; works everywhere."""
@@ -54,6 +62,7 @@ class CopyGather(Gather):
         self._dtype, self._device = self.flat.dtype, self.flat.device
         self._part = HEADER + aligned(longest_part(layout.owned))
         self._moves = copies(layout.owned, self._part, 0, layout.length, HEADER)
+        self._owned = [layout.local_span(group.rank, begin, end) for begin, end in layout.owned[group.rank]]
         self._pending: tuple[Any, Tensor, Tensor | None, int] | None = None
         self.comm: AllGather | None = None
 
@@ -63,6 +72,9 @@ class CopyGather(Gather):
         sent, borrowed = self._sent(storage)
         write_number(sent[:HEADER], number)
         count = group.size * self._part
+        if group.size == 1 and self.comm is None:
+            self._pending = (None, sent, borrowed, number)  # nothing to send: the copy to its places is all
+            return
         if self.comm is not None:
             received = self.comm.allocate((count,), dtype=self._dtype, device=self._device)
             work = self.comm(received, sent, group, async_op)
@@ -74,37 +86,58 @@ class CopyGather(Gather):
     def _sent(self, storage: ShardStorage) -> tuple[Tensor, Tensor | None]:
         """Return what this rank sends, and the buffer that it borrowed for that: its storage itself, if it fits."""
         buffer = storage.buffer
-        if buffer.dtype == self._dtype and buffer.device == self._device and not self._layout.has_copies:
+        fits = buffer.dtype == self._dtype and buffer.device == self._device and buffer.numel() == self._part
+        if fits and not self._layout.has_copies:
             return buffer, None
         borrowed = self._pool.acquire(self._group, self._part, self._dtype, self._device)
         sent, at = borrowed[: self._part], HEADER
-        rank = self._group.rank
-        for begin, end in self._layout.owned[rank]:
-            start, stop = self._layout.local_span(rank, begin, end)
+        for start, stop in self._owned:
             sent[at : at + stop - start].copy_(buffer[HEADER + start : HEADER + stop])
             at += stop - start
         return sent, borrowed
 
     def finish(self) -> None:
         assert self._pending is not None, "no gather is under way"
+        received, borrowed = self._received()
+        self._memory.take()
+        foreach_copy_(
+            [runs(self.flat, move.flat, move.flat_stride, move) for move in self._moves],
+            [runs(received, move.packed, move.packed_stride, move) for move in self._moves],
+        )
+        self._give_back(received, borrowed)
+
+    def serve(self, storage: ShardStorage, number: int) -> None:
+        self.start(storage, number, async_op=False)
+        self._give_back(*self._received())
+
+    def blank(self) -> None:
+        self._pending = None  # what is under way may still write to its buffer, which is not used again
+        self._memory.take()
+        self.flat.zero_()
+
+    def _received(self) -> tuple[Tensor, Tensor | None]:
+        """Wait for what the others sent and compare the unit's number; also the buffer that was borrowed to send."""
+        assert self._pending is not None, "a gather was started"
         (work, received, borrowed, number), self._pending = self._pending, None
         group, part = self._group, self._part
         if work is not None:
             work.wait()
         parts = received[: group.size * part].view(group.size, part)
         check_gathered(group, number, parts[:, :HEADER].view(torch.int64)[:, 0].tolist())
-        self._memory.take()
-        foreach_copy_(
-            [runs(self.flat, move.flat, move.flat_stride, move) for move in self._moves],
-            [runs(received, move.packed, move.packed_stride, move) for move in self._moves],
-        )
-        if self.comm is None:
+        return received, borrowed
+
+    def _give_back(self, received: Tensor, borrowed: Tensor | None) -> None:
+        if self.comm is None and self._group.size > 1:
             self._pool.release(received)
         if borrowed is not None:
             self._pool.release(borrowed)
 
     def release(self) -> None:
         self._memory.give_back()
+
+    @property
+    def is_there(self) -> bool:
+        return self._memory.is_there
 
 
 def runs(memory: Tensor, start: int, stride: int, move: Strided) -> Tensor:

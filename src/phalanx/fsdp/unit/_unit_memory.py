@@ -10,13 +10,18 @@ is no change of the parameters, a user's write to one is.
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import Group
+from phalanx.comm.transports.shm._common_file import FixedWindow
 
+_MAPPED_BYTES = 1 << 20
 HEADER = 64
 """Elements in front of what a rank sends, for the number of the unit."""
 
@@ -31,10 +36,18 @@ def alias(memory: Tensor, offset: int, shape: Sequence[int], stride: Sequence[in
 
 
 def new_buffer(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory that the collectives of ``group`` use in place where they can."""
-    if device.type == "cpu":
+    """Return memory that the collectives of ``group`` use in place where they can.
+
+    Large memory of this process alone is mapped for itself. From the allocator's heap, where units and gradients come
+    and go in turn, pieces of it would stay in use between others: more than half of what a process held.
+    """
+    if device.type != "cpu":
+        return torch.empty(count, dtype=dtype, device=device)
+    nbytes = count * dtype.itemsize
+    if group.backend == "shm" or nbytes < _MAPPED_BYTES:
         return group.shared_empty((count,), dtype)
-    return torch.empty(count, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
 
 
 class ShardStorage:
@@ -57,21 +70,38 @@ class ShardStorage:
 
 
 class GatheredMemory:
-    """A flat vector whose memory can be given back and taken again, at the same storage."""
+    """A flat vector whose memory can be given back and taken again, at the same storage.
+
+    In the host's memory it is a window of fixed addresses (Linux): whoever kept a view and reads it in between gets
+    NaN. On other devices and systems the storage is emptied.
+    """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(count, dtype=dtype, device=device)
-        self._storage = self.flat.untyped_storage()
         self._nbytes = count * dtype.itemsize
-        self.give_back()
+        is_window = sys.platform == "linux" and device.type == "cpu" and count > 0
+        self._window = FixedWindow(self._nbytes) if is_window else None
+        if self._window is None:
+            self.flat = torch.empty(count, dtype=dtype, device=device)
+            self.flat.untyped_storage().resize_(0)
+        else:
+            self.flat = self._window.tensor(count, dtype)
+        self.is_there = False
 
     def take(self) -> None:
-        if self._storage.size() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+        if not self.is_there:
+            self.is_there = True
+            if self._window is None:
+                self.flat.untyped_storage().resize_(self._nbytes)
+            else:
+                self._window.show()
 
     def give_back(self) -> None:
-        if self._storage.size():
-            self._storage.resize_(0)
+        if self.is_there:
+            self.is_there = False
+            if self._window is None:
+                self.flat.untyped_storage().resize_(0)
+            else:
+                self._window.hide()
 
 
 class BufferPool:
@@ -80,7 +110,7 @@ class BufferPool:
     Invariant: a buffer is lent to one user at a time; ``release`` is its last use.
     """
 
-    KEPT = 2
+    KEPT = 3
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -100,5 +130,13 @@ class BufferPool:
         free.sort(key=Tensor.numel, reverse=True)
         del free[self.KEPT :]
 
-    def clear(self) -> None:
-        self._free.clear()
+
+_pools: WeakKeyDictionary[Group, BufferPool] = WeakKeyDictionary()
+
+
+def pool_of(group: Group) -> BufferPool:
+    """Return the buffers of all units of a group, which are gathered and reduced in turn."""
+    found = _pools.get(group)
+    if found is None:
+        found = _pools[group] = BufferPool()
+    return found

@@ -59,8 +59,13 @@ def write_number(header: Tensor, number: int) -> None:
 def check_gathered(group: Group, number: int, found: Sequence[int]) -> None:
     """Raise unless every rank gathered the same unit."""
     for rank, other in enumerate(found):
-        if other != number:
-            _refuse(group, "gathers", number, rank, other)
+        check_sent(group, "gathers", number, rank, other)
+
+
+def check_sent(group: Group, what: str, number: int, rank: int, other: int) -> None:
+    """Raise unless ``rank`` does what this rank does with the same unit."""
+    if other != number:
+        _refuse(group, what, number, rank, other)
 
 
 def write_bits(header: Tensor, number: int) -> None:

@@ -16,8 +16,10 @@ import secrets
 import signal
 import socket
 import time
+from dataclasses import replace
 
-from phalanx.errors import StoreError, StoreLost
+from phalanx.errors import StoreLost
+from phalanx.launch.agent._departure import Departure
 from phalanx.launch.agent._generation import Generation, PortTaken
 from phalanx.launch.agent._observer import Observer
 from phalanx.launch.agent._run_results import Results
@@ -28,6 +30,7 @@ from phalanx.launch.agent._sources import (
     Exited,
     Formed,
     JoinFailed,
+    Noticed,
     Parted,
     Requested,
     Signalled,
@@ -37,8 +40,9 @@ from phalanx.launch.agent._worker_ids import WorkerIds
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
-from phalanx.launch.hang._hang_watch import HangWatch
+from phalanx.launch.hang._hang_watch import HangWatch, stacks_of
 from phalanx.launch.recovery import _policy
+from phalanx.launch.recovery._budget import NOBODY
 from phalanx.launch.recovery._policy import Situation
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
@@ -52,12 +56,12 @@ from phalanx.launch.rendezvous._interface import (
 from phalanx.launch.system._signals import SignalException
 from phalanx.launch.workers._pool import WorkerPool
 from phalanx.launch.workers._worker_handle import WorkerHandle
-from phalanx.protocol import Action, Broken, Recovery, Setbacks
+from phalanx.preemption import Notice
+from phalanx.protocol import Action, Broken, Recovery
 
 log = logging.getLogger(__name__)
 
-FOR_OTHERS = 3600.0
-"""Seconds until a node that serves others looks again whether it has to; the end of a generation needs no look."""
+FOR_OTHERS = 3600.0  # seconds until a node that serves others looks again whether it has to
 
 
 class Agent:
@@ -76,6 +80,7 @@ class Agent:
         self.is_in_exit_barrier = False
         self.alive_at = time.time()
         self.current: Generation | None = None
+        self.departure = Departure()
         self._handler = handler
         self._pool = pool
         self._sources = sources
@@ -115,12 +120,6 @@ class Agent:
             if self.current:
                 self.current.close()
 
-    def observe_last_exits(self) -> None:
-        """Write the exits of those who were stopped at the very end; after ``run``, when the pool is closed."""
-        while (event := self._sources.next(0)) is not None:
-            if isinstance(event, Exited):
-                self._observer.worker_exited(event.worker)
-
     @property
     def _generation(self) -> Generation:
         assert self.current is not None, "nothing happens to workers before the first generation"
@@ -135,6 +134,8 @@ class Agent:
             self._on_join_failed(event.error)
         elif isinstance(event, Signalled):
             self._on_signal(event.signum)
+        elif isinstance(event, Noticed):
+            self._on_notice(event.notice)
         elif self._is_joining or self.current is None or event.generation != self.current.number:
             return  # about a generation that this node has left already
         elif isinstance(event, Ended):
@@ -176,6 +177,7 @@ class Agent:
         self.state = WorkerState.HEALTHY
         self._hang.begin_generation(time.monotonic())
         self._sources.follow(info, self.config.request_interval, self._hang.watched_ids)
+        self._ask_to_leave_if_noticed()
         self._judge_early_exits()
 
     def _on_port_taken(self, reason: str) -> None:
@@ -223,9 +225,12 @@ class Agent:
         if self._heals and not worker.has_succeeded and self._generation.channel.has_ended(worker.id):
             log.warning("worker %s was lost after its script had ended; nothing is missing", worker.id)
             worker.has_done_its_part = True
-        if self._has_left(worker):
+        if self._generation.has_left(worker):
             self._worker_ids.drop(worker.id)
             self._pool.forget(worker.id)
+            self.departure.note(worker)
+            if self._generation.others_follow(self._pool.running):
+                return  # they leave at the same boundary: one regroup for all
             recovery = _policy.on_leave(self._situation(), reason=f"worker {worker.id} left")
             if recovery is not None:
                 self._end_generation(recovery, (worker.id,))
@@ -245,34 +250,25 @@ class Agent:
             self._generation.channel.say_ended(worker.id)
         return True
 
-    def _has_left(self, worker: WorkerHandle) -> bool:
-        """Return whether its end was agreed: it was asked to go, or said that it would."""
-        if worker.is_asked_to_leave:
-            return True
-        channel, number = self._generation.channel, self._generation.number
-        return self._heals and worker.has_succeeded and channel.is_leaving(number, worker.id)
-
     def _on_failure(self) -> None:
         """At least one worker of this node has failed; all that have by now are dealt with together."""
-        workers = [self._pool.workers[worker_id] for worker_id in self._worker_ids.ids]
-        workers = [worker for worker in workers if not worker.is_running and not worker.has_succeeded]
-        failures = [self._pool.failure_of(worker) for worker in workers]
+        failures = self._pool.failures_among(self._worker_ids.ids)
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        worker = next(worker for worker in workers if worker.id == first.worker_id)
-        streak = self._generation.streak_after(worker, first) if self._heals else None
+        streak = self._generation.streak_after(self._pool.workers[first.worker_id], first) if self._heals else None
         recovery = _policy.on_failure(
-            self._situation(),
+            replace(self._situation(), node=NOBODY) if first.is_complaint else self._situation(),
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
+            has_wrong_bits=any(failure.has_wrong_bits for failure in failures),
             streak=streak,
         )
         recovery = self._generation.propose(recovery)
         for failure in failures:  # before others hear that it is over: they may want to report it
             self._results.add_failure(failure, self._generation)
             self._observer.worker_failed(failure)
-        self._end_as(recovery, tuple(worker.id for worker in workers))
+        self._end_as(recovery, tuple(failure.worker_id for failure in failures))
 
     def _situation(self) -> Situation:
         survivors = len([worker for worker in self._pool.running if worker.id in self._worker_ids.ids])
@@ -287,9 +283,6 @@ class Agent:
         """Tell everybody that the generation is over, and do what all agents have agreed on."""
         self._generation.break_up(recovery, lost, self._running_on)
         self._apply(recovery)
-
-    def _change_members(self, reason: str) -> None:
-        self._end_generation(_policy.on_membership_change(self._situation(), reason=reason))
 
     def _on_end(self, end: GenerationEnd) -> None:
         if end.kind == "closed":
@@ -309,6 +302,8 @@ class Agent:
         self.is_in_exit_barrier = False
         if recovery.action is Action.FAIL:
             self._fail(recovery.reason)
+        elif self._generation.info.node.id in recovery.leave_out:
+            self._sit_out(recovery.reason)
         elif not recovery.starts_anew:
             self._go_on_with_survivors(recovery)
         else:
@@ -319,6 +314,14 @@ class Agent:
             self._results.values.clear()
             self._worker_ids.renew(self._size)
             self._join()
+
+    def _sit_out(self, reason: str) -> None:
+        """Wait as a spare that is taken only if there are too few others: something is wrong here."""
+        log.error("this node is left out: %s. It stays as a spare; look at this machine", reason)
+        self._worker_ids.renew(self._size)
+        self._handler.become_last_choice()
+        self._join()  # first, so that nobody waits for the workers that are stopped now
+        self._stop_all()
 
     def _on_parted(self, event: Parted) -> None:
         """Deal with workers that lost contact while nobody died: who is to blame is replaced, the others regroup."""
@@ -343,6 +346,28 @@ class Agent:
             self._pool.forget(worker_id)
         if self._worker_ids.ids:
             self._join()
+        else:
+            self._leave_job()
+
+    def _on_notice(self, notice: Notice) -> None:
+        """This machine will be taken away: its workers leave at their next step boundary, and then this node does."""
+        if self.departure.begin(notice):
+            self._observer.noticed(self.current.number if self.current else -1, notice)
+            if self.current is None:
+                raise RendezvousGracefulExitError(f"notice was given before this node took part ({notice.reason})")
+            self._ask_to_leave_if_noticed()
+
+    def _ask_to_leave_if_noticed(self) -> None:
+        if self.departure.is_due(is_finishing=self._generation.channel.is_finishing):
+            self._pool.ask_to_leave(self._worker_ids.ids)
+
+    def _leave_job(self) -> None:
+        """No worker is left here: the others need not wait for this node, but maybe need the store that it serves."""
+        self._handler.withdraw()
+        if self._handler.is_host and self._generation.info.world_size > 1:
+            log.warning("this node serves the job's store, and stays without workers until the others are done")
+            self.is_in_exit_barrier = True
+            self._sources.wait_for_others(self._generation.info)
         else:
             self._finish(self._results.node_is_empty())
 
@@ -385,12 +410,11 @@ class Agent:
     # -- finishing -----------------------------------------------------------------------------------------------
 
     def _finish_if_done(self) -> None:
-        workers = [self._pool.workers[worker_id] for worker_id in self._worker_ids.ids]
-        if self.is_in_exit_barrier or not all(worker.is_judged for worker in workers):
+        if self.is_in_exit_barrier or not all(self._pool.workers[i].is_judged for i in self._worker_ids.ids):
             return  # also when all have ended but the news of one, and with it its value, is still to come
         self.state = WorkerState.SUCCEEDED
         self.is_in_exit_barrier = True
-        self._generation.channel.say_done(self._generation.number, self._generation.info.rank, "done")
+        self._generation.say_done("done")
         if self._generation.info.world_size == 1:
             self._on_all_done(AllDone(self._generation.number, ""))
         else:
@@ -403,7 +427,7 @@ class Agent:
             return
         if event.error:
             log.warning("not all nodes said that they are done: %s", event.error)
-            self._leave_early()
+            self._generation.leave_early()
         else:
             try:
                 self._handler.close_as("succeeded", "all workers have succeeded")
@@ -411,20 +435,9 @@ class Agent:
                 pass  # the node that served the store has read that all are done, and gone
         self._finish(self._results.succeeded())
 
-    def _leave_early(self) -> None:
-        """Tell the nodes that are still at work not to count on this one."""
-        try:
-            self._generation.channel.say_done(self._generation.number, self._generation.info.rank, "left")
-        except StoreError:
-            pass  # it is gone, and with it what the others could be told
-
     def _finish(self, result: RunResult) -> None:
         self._sources.leave_generation()
-        try:
-            self._note_setbacks(self._generation.channel.setbacks())
-        except StoreError:
-            pass  # it went with the node that served it: what was heard of before counts
-        result.num_setbacks = self._results.setbacks.count
+        result.num_setbacks = self._results.count_setbacks(self._generation, self._observer)
         self.state = result.state
         self._result = result
         self._observer.shut_down(result.state.value, succeeded=result.state is WorkerState.SUCCEEDED)
@@ -439,10 +452,14 @@ class Agent:
     # -- requests through the store, hangs -----------------------------------------------------------------------
 
     def _on_request(self, request: Requested) -> None:
+        if request.stop:
+            self._observer.asked("stop", request.stop)
+            self._sources.post(Signalled(signal.SIGTERM))
         if request.stacks:
             self._hang.answer(self._generation.info, request.stacks)
-        self._note_setbacks(request.setbacks)
-        self._kill_who_hangs(request.progress)
+        self._results.note_setbacks(request.setbacks, self._generation.number, self._observer)
+        if killed := self._hang.kill_who_hangs(request.progress, self._generation.info, time.monotonic()):
+            self._observer.worker_hung(killed, self.config.hang_timeout, stacks_of(killed))
         if held := self._hang.held(time.monotonic()):
             self._end_generation(_policy.on_failure(self._situation(), reason=held, is_incurable=True))
         elif self.is_in_exit_barrier:
@@ -451,11 +468,6 @@ class Agent:
             self._wish = request.wish
             if request.wish != self._worker_ids.size:
                 self._resize(request.wish)
-
-    def _note_setbacks(self, setbacks: Setbacks) -> None:
-        before, self._results.setbacks = self._results.setbacks, setbacks
-        if setbacks.count > before.count:
-            self._observer.went_back(self._generation.number, before, setbacks)
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
@@ -474,24 +486,15 @@ class Agent:
             log.warning("all steps are done: this node keeps its %d workers", self._worker_ids.size)
             return
         log.warning("this node is asked to run %d workers instead of %d", size, self._worker_ids.size)
-        self._size = size
+        if not size and (problem := self._generation.why_not_drained(self._situation())):
+            self._observer.asked("drain refused", problem)
+            return
+        self._size = size or self._size
         if not self._situation().keeps_survivors:
-            self._change_members(f"a node was resized to {size} workers")
+            change = f"a node was resized to {size} workers"
+            self._end_generation(_policy.on_membership_change(self._situation(), reason=change))
         elif size > self._worker_ids.size:
             self._worker_ids.grow(size)
             self._want_regroup(f"a node was resized to {size} workers")
         else:
-            for worker_id in self._worker_ids.ids[size:]:
-                worker = self._pool.workers[worker_id]
-                if not worker.is_asked_to_leave:
-                    worker.is_asked_to_leave = True
-                    worker.process.send_signal(signal.SIGTERM, to_group=False)
-
-    def _kill_who_hangs(self, progress: dict[str, bytes | None]) -> None:
-        found = self._hang.check(progress, self._generation.info, time.monotonic())
-        if found is not None:
-            worker, reason = found
-            log.error("%s; it is killed", reason)
-            self._observer.worker_hung(worker, self.config.hang_timeout)
-            worker.note = f"{reason}; all stacks are in the logs"
-            worker.process.send_signal(signal.SIGKILL)
+            self._pool.ask_to_leave(self._worker_ids.ids[size:])

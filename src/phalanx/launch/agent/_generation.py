@@ -10,13 +10,16 @@ import errno
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from phalanx.comm import stores
+from phalanx.errors import StoreError
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.launch.hang._detector import parse_report
 from phalanx.launch.recovery import _streak
 from phalanx.launch.recovery._agent_channel import AgentChannel
+from phalanx.launch.recovery._budget import parse_failures
 from phalanx.launch.recovery._contact import Judgement, judge
 from phalanx.launch.recovery._policy import Situation, all_can_regroup
 from phalanx.launch.recovery._streak import Death
@@ -92,6 +95,16 @@ class Generation:
         """Whether workers of other nodes may need a store of this process."""
         return self.info.world_size > 1 and (self._handler.is_host or self._bootstrap is not None)
 
+    def why_not_drained(self, situation: Situation) -> str:
+        """Return why this node's workers cannot all leave while the others go on; "": they can."""
+        if self.info.world_size == 1:
+            return "this node is the only one; phalanx stop ends the job"
+        if self._handler.is_host:
+            return "this node serves the store that the others need"
+        if not situation.keeps_survivors:
+            return "workers of this job cannot leave one by one (that needs --on-failure heal and an elastic job)"
+        return ""
+
     def close(self) -> None:
         """Stop serving."""
         if self._bootstrap is not None:
@@ -146,6 +159,11 @@ class Generation:
             can_regroup=heals and self.can_regroup(),
             streak=self._before.streak,
             ports_taken=self._before.ports_taken,
+            max_failures=self.config.max_failures_without_progress,
+            window=self.config.restart_window,
+            failures=parse_failures(self._before.failures),
+            node=self.info.node.id,
+            time=time.time(),
         )
 
     def can_regroup(self) -> bool:
@@ -159,6 +177,29 @@ class Generation:
         time.sleep(timeouts.REPAIR)
         return all_can_regroup(by_role, self.channel.read_regrouping(ids))
 
+    def say_done(self, stage: str) -> None:
+        """Tell the other nodes that this one has come to a stage of its end; see ``stage_key``."""
+        self.channel.say_done(self.number, self.info.rank, stage)
+
+    def leave_early(self) -> None:
+        """Tell the nodes that are still at work not to count on this one."""
+        with suppress(StoreError):  # it is gone, and with it what the others could be told
+            self.say_done("left")
+
+    def has_left(self, worker: WorkerHandle) -> bool:
+        """Return whether the end of a worker was agreed: it was asked to go, or said that it would."""
+        return worker.is_asked_to_leave or (worker.has_succeeded and self._is_leaving(worker))
+
+    def others_follow(self, running: Sequence[WorkerHandle]) -> bool:
+        """Return whether workers of this node that still run leave at the boundary at which one has just left.
+
+        A worker says that it leaves before the reduction that counts it, so those of this boundary have said so.
+        """
+        return any(worker.is_asked_to_leave and self._is_leaving(worker) for worker in running)
+
+    def _is_leaving(self, worker: WorkerHandle) -> bool:
+        return self.config.on_failure == "heal" and self.channel.is_leaving(self.number, worker.id)
+
     def streak_after(self, worker: WorkerHandle, failure: ProcessFailure) -> Streak:
         """Return the deaths in a row, with that of this worker."""
         steps = {w: parse_report(data).step for w, data in self.channel.read_progress(list(self.worker_ids)).items()}
@@ -169,6 +210,9 @@ class Generation:
             took_part=steps.get(worker.id, -1) >= 0,
             is_killed=failure.is_from_outside,
             lived=time.monotonic() - worker.started_at,
+            place=worker.place(),
+            worker=worker.id,
+            host=self.info.node.host,
         )
         return _streak.after(self._before.streak, death)
 

@@ -9,16 +9,21 @@ import logging
 import time
 from typing import Any
 
+from phalanx.launch.agent._node_watch import NodeWatch
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.events import (
+    ActionAsked,
     AnyEvent,
     EventLog,
     GenerationEnded,
     GenerationFormed,
     JobRestarted,
     JobWentBack,
+    LimitReached,
+    NodeNoticed,
     ShutDown,
     WorkerExited,
+    WorkerFailed,
     WorkerHung,
     WorkerReplaced,
     WorkerStarted,
@@ -29,9 +34,14 @@ from phalanx.launch.metrics import Metrics, make_handler
 from phalanx.launch.rendezvous._interface import RendezvousInfo
 from phalanx.launch.telemetry._event_metrics import measure
 from phalanx.launch.workers._worker_handle import WorkerHandle
+from phalanx.preemption import Notice
 from phalanx.protocol import Action, Recovery, Setbacks
 
 log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 4000
+"""Characters of a failure's message, and of each of its last lines, that an event carries."""
+MAX_STACKS = 20_000
 
 
 class Observer:
@@ -40,7 +50,14 @@ class Observer:
     >>> Observer("demo").shut_down("all workers succeeded", succeeded=True)
     """
 
-    def __init__(self, job: str, log: EventLog | None = None, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        job: str,
+        log: EventLog | None = None,
+        metrics: Metrics | None = None,
+        watch: NodeWatch | None = None,
+    ) -> None:
+        self._watch = watch
         self._job = job
         self._log = log or EventLog(None)
         self._metrics = metrics or Metrics()
@@ -49,7 +66,7 @@ class Observer:
         self._failed: set[int] = set()
 
     @classmethod
-    def create(cls, config: LaunchConfig, path: str | None) -> Observer:
+    def create(cls, config: LaunchConfig, path: str | None, watch: NodeWatch | None = None) -> Observer:
         """Send events to a file and the named handler, metrics as configured. ``ValueError`` for an unknown name.
 
         Metrics whose port is taken or whose file cannot be opened go nowhere, with a warning.
@@ -57,16 +74,18 @@ class Observer:
         job, metrics = config.run_id, config.metrics_cfg
         events = EventLog(path, get_event_handler(config.event_log_handler))
         try:
-            return cls(job, events, Metrics(make_handler(dict(metrics))))
+            return cls(job, events, Metrics(make_handler(dict(metrics))), watch)
         except OSError as error:
             log.warning("no metrics: %s: %s", ", ".join(f"{k}={v}" for k, v in metrics.items()), error)
-            return cls(job, events)
+            return cls(job, events, watch=watch)
 
     def joining(self) -> None:
         self._joined_at = time.monotonic()
 
     def generation_formed(self, info: RendezvousInfo) -> None:
         self._node_rank = info.rank
+        if self._watch is not None:
+            self._watch.formed(info)
         seconds = time.monotonic() - self._joined_at
         self._write(
             GenerationFormed(
@@ -80,6 +99,9 @@ class Observer:
     def generation_ended(self, generation: int, recovery: Recovery, max_restarts: int) -> None:
         where = self._where(generation)
         self._write(GenerationEnded(**where, how=recovery.action.value, reason=recovery.reason))
+        if recovery.limit:
+            nodes = recovery.leave_out
+            self._write(LimitReached(**where, limit=recovery.limit, reason=recovery.reason, nodes=nodes))
         if recovery.action in (Action.RESTART, Action.HEAL):
             self._write(
                 JobRestarted(
@@ -105,17 +127,32 @@ class Observer:
 
         One failure counts once: what a worker dies of because another was lost is counted apart, a process never twice.
         """
-        if failure.pid not in self._failed:
-            self._failed.add(failure.pid)
-            self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
+        if failure.pid in self._failed:
+            return
+        self._failed.add(failure.pid)
+        self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
+        self._write(
+            WorkerFailed(
+                **self._where(failure.generation),
+                worker_id=failure.worker_id,
+                rank=failure.rank,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exit_code=failure.exitcode,
+                cause=failure.cause,
+                message=(failure.note or failure.message)[:MAX_MESSAGE],
+                stderr=tuple(line[:MAX_MESSAGE] for line in failure.stderr_tail),
+            )
+        )
 
     def worker_replaced(self, old: WorkerHandle, new_id: str) -> None:
         where = self._where(old.assignment.generation)
         self._write(WorkerReplaced(**where, old_worker_id=old.id, worker_id=new_id, rank=old.assignment.rank))
 
-    def worker_hung(self, worker: WorkerHandle, seconds: float) -> None:
+    def worker_hung(self, worker: WorkerHandle, seconds: float, stacks: str = "") -> None:
         where = self._where(worker.assignment.generation)
-        self._write(WorkerHung(**where, worker_id=worker.id, rank=worker.assignment.rank, seconds=seconds))
+        rank, told = worker.assignment.rank, stacks[-MAX_STACKS:]
+        self._write(WorkerHung(**where, worker_id=worker.id, rank=rank, seconds=seconds, stacks=told))
 
     def went_back(self, generation: int, before: Setbacks, after: Setbacks) -> None:
         where = self._where(generation)
@@ -130,6 +167,15 @@ class Observer:
             )
         )
 
+    def noticed(self, generation: int, notice: Notice) -> None:
+        seconds = None if notice.at is None else max(0.0, notice.at - time.time())
+        self._write(NodeNoticed(**self._where(generation), source=notice.source, reason=notice.reason, seconds=seconds))
+
+    def asked(self, action: str, detail: str) -> None:
+        """Somebody asked this agent for something through the store, and it does it, or says why not."""
+        log.warning("asked through the store: %s: %s", action, detail)
+        self._write(ActionAsked(**self._where(-1), action=action, detail=detail, by="the store"))
+
     def shut_down(self, reason: str, *, succeeded: bool) -> None:
         self._write(ShutDown(job=self._job, node_rank=self._node_rank, reason=reason, succeeded=succeeded))
 
@@ -143,6 +189,11 @@ class Observer:
     def _write(self, event: AnyEvent) -> None:
         self._log.write(event)
         measure(event, self._metrics)
+        if self._watch is not None:
+            self._watch.hear(event)
+
+    write = _write
+    """Tells of what a part of the agent saw by itself."""
 
 
 def _who(worker: WorkerHandle) -> dict[str, Any]:

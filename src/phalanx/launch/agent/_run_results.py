@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import StoreError
 from phalanx.launch.agent._generation import Generation
+from phalanx.launch.agent._observer import Observer
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
 from phalanx.protocol import Setbacks, timeouts
@@ -27,6 +28,20 @@ class Results:
         failure.generation = generation.number
         self._failures[failure.worker_id] = failure
         generation.channel.report(failure)
+
+    def note_setbacks(self, setbacks: Setbacks, generation: int, observer: Observer) -> None:
+        """Remember how often the job went back, and tell when that has changed."""
+        before, self.setbacks = self.setbacks, setbacks
+        if setbacks.count > before.count:
+            observer.went_back(generation, before, setbacks)
+
+    def count_setbacks(self, generation: Generation, observer: Observer) -> int:
+        """Look for the last time how often the job went back; the number."""
+        try:
+            self.note_setbacks(generation.channel.setbacks(), generation.number, observer)
+        except StoreError:
+            pass  # it went with the node that served it: what was heard of before counts
+        return self.setbacks.count
 
     def succeeded(self) -> RunResult:
         return RunResult(WorkerState.SUCCEEDED, dict(self.values))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import GenerationEnd, GenerationHandler, RendezvousInfo
 from phalanx.launch.workers._worker_handle import WorkerHandle
+from phalanx.preemption import Notice
 from phalanx.protocol import LostContact, RecordError, Setbacks, members_key, timeouts
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Requested:
     wish: int | None
     stacks: str
     setbacks: Setbacks
+    stop: str
     progress: dict[str, bytes | None]
 
 
@@ -90,7 +93,14 @@ class Signalled:
     signum: signal.Signals
 
 
-Event = Exited | Formed | JoinFailed | Ended | Requested | Parted | AllDone | Signalled
+@dataclass(frozen=True)
+class Noticed:
+    """This machine is about to be taken away."""
+
+    notice: Notice
+
+
+Event = Noticed | Exited | Formed | JoinFailed | Ended | Requested | Parted | AllDone | Signalled
 
 
 class Sources:
@@ -194,6 +204,23 @@ class Sources:
         for stop in self._stop_generation:
             stop()
         self._stop_generation.clear()
+
+    def wait_for_others(self, info: RendezvousInfo) -> None:
+        """Report the end of the job, or that no other node is left, to one that only serves the store any more."""
+        watch, stopped = self._handler.watch_generation(sys.maxsize), threading.Event()
+        self._stop_generation += [stopped.set, watch.close]
+
+        def wait() -> None:
+            end = watch.wait(1.0)
+            while end is None and not stopped.is_set() and self._handler.has_others():
+                end = watch.wait(1.0)
+            told = end or GenerationEnd(kind="closed", reason="no other node is left")
+            self.post(Ended(info.generation, told))
+
+        def failed(error: BaseException) -> None:
+            self.post(Ended(info.generation, GenerationEnd(kind="lost", reason=repr(error))))
+
+        background.start(wait, "phalanx-others", on_failure=failed)
 
     def wait_all_done(self, info: RendezvousInfo, timeout: float) -> None:
         """Wait at the exit barrier: report when all nodes have said that they are done."""

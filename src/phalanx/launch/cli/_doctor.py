@@ -7,6 +7,7 @@ finding says what was seen and, when something is wrong, what to do. Exit code 1
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import shutil
@@ -38,11 +39,7 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx doctor`` with these arguments; the exit code."""
-    parser = argparse.ArgumentParser(prog="phalanx doctor", description="Check this machine.")
-    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="", help="also try to reach this endpoint")
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
-    parser.add_argument("--quick", action="store_true", help="leave out the trial run of two workers")
-    args = parser.parse_args(argv)
+    args = doctor_parser().parse_args(argv)
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python, check_torch, check_kernel, check_ports, check_names, check_shared_memory, check_transport,
         check_files, check_numa,
@@ -52,18 +49,33 @@ def main(argv: Sequence[str]) -> int:
     if args.rdzv_endpoint:
         checks.append(lambda: check_endpoint(args.rdzv_backend, args.rdzv_endpoint))
     worst = "ok"
+    found: list[dict[str, str]] = []
     for check in checks:
         for finding in check():
-            print(finding, flush=True)
+            found.append({"level": finding.level, "text": finding.text})
+            if not args.json:
+                print(finding, flush=True)
             worst = max(worst, finding.level, key=("ok", "warn", "bad").index)
-    print(
-        {
-            "ok": "\nAll is well.",
-            "warn": "\nIt will work; see warn.",
-            "bad": "\nSomething is wrong; see bad.",
-        }[worst]
-    )
+    if args.json:
+        print(json.dumps({"worst": worst, "findings": found}))
+    else:
+        print(
+            {
+                "ok": "\nAll is well.",
+                "warn": "\nIt will work; see warn.",
+                "bad": "\nSomething is wrong; see bad.",
+            }[worst]
+        )
     return 1 if worst == "bad" else 0
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="phalanx doctor", description="Check this machine.")
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="", help="also try to reach this endpoint")
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
+    parser.add_argument("--quick", action="store_true", help="leave out the trial run of two workers")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def check_python() -> Iterator[Finding]:
@@ -248,7 +260,7 @@ def check_two_workers() -> Iterator[Finding]:
 def check_endpoint(backend: str, endpoint: str) -> Iterator[Finding]:
     from phalanx.comm.stores import connect  # start-up speed: it imports torch
     from phalanx.errors import StoreError
-    from phalanx.launch.cli._scale import store_url
+    from phalanx.launch.cli._jobs import store_url
 
     try:
         url = store_url(backend, endpoint)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from phalanx._drop_in import PARTS
+from phalanx.launch.cli._config_file import config_path, read_config_file
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._flag import Flag, flags_of
-
-
-class UsageError(ValueError):
-    """The command line makes no sense; the message is one line for a person."""
-
+from phalanx.launch.config._flag import UsageError as UsageError
 
 FLAGS = (
+    Flag(name="config", help="a TOML file with any of these flags, script, args; flags win (docs/watch-commands.md)"),
     Flag(name="nnodes", default="1", help="number of nodes, or MIN:MAX for an elastic job"),
     Flag(name="nproc-per-node", default="1", help="workers per node: a number, auto, cpu, gpu or xpu"),
     Flag(name="rdzv-id", default="", help="the job's name, the same on all nodes"),
@@ -60,18 +59,50 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], *, gives_local_rank: 
     ``gives_local_rank``: of ``python -m phalanx.launch``, where scripts find it among their arguments.
     """
     flags = (*FLAGS, USE_ENV) if gives_local_rank else FLAGS
-    _check_names(argv, flags)
+    argv = with_values(argv, flags)
+    num_ours = _check_names(argv, flags)
     prog = "python -m phalanx.launch" if gives_local_rank else "phalanx run"
     parser = _Parser(prog=prog, description="Run a script on the workers of a job.")
+    path = config_path(argv[:num_ours], environ)
+    told = read_config_file(path, flags) if path else {}
     for flag in flags:
-        _add(parser, flag, environ)
-    parser.add_argument("training_script", help="the script (or module, or command) that every worker runs")
+        _add(parser, flag, environ, told)
+    script = told.get("script")
+    many = "?" if script is not None else None
+    parser.add_argument("training_script", nargs=many, help="the script (or module, or command) that every worker runs")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
+    if args.training_script is None:
+        args.training_script, args.training_script_args = script, list(told.get("args", ()))
     args.use_env = getattr(args, "use_env", True)
     if args.no_python and not args.use_env:
         raise UsageError("--no-python needs --use-env: a command need not know what --local-rank is")
     return args
+
+
+def with_values(argv: Sequence[str], flags: Sequence[Flag]) -> list[str]:
+    """Give a bare ``--drop-in`` before the script its value: it means all parts unless a list of parts follows.
+
+    >>> with_values(["--drop-in", "train.py"], FLAGS), with_values(["--drop-in", "ddp", "train.py"], FLAGS)
+    (['--drop-in=all', 'train.py'], ['--drop-in=ddp', 'train.py'])
+    """
+    with_value = [name for flag in flags if flag.kind for name in (f"--{flag.name}", f"-{flag.short or ' '}")]
+    words = list(argv)
+    skip = False
+    for at, word in enumerate(words):
+        if skip:
+            skip = False
+            continue
+        if not word.startswith("-"):
+            break
+        name = word.replace("_", "-")
+        if name == "--drop-in":
+            following = words[at + 1] if at + 1 < len(words) else ""
+            is_list = bool(following) and all(part in PARTS for part in following.split(","))
+            words[at : at + 1 + is_list] = [f"--drop-in={following if is_list else 'all'}"]
+            break
+        skip = any(known.startswith(name) for known in with_value)
+    return words
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,12 +112,18 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]) -> None:
+def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str], told: Mapping[str, Any]) -> None:
     names = [f"-{flag.short}"] if flag.short else []
     names.append(f"--{flag.name}")
     if flag.dest != flag.name:
         names.append(f"--{flag.dest}")
     text = environ.get(flag.variable)
+    if flag.dest in told:
+        shape: dict[str, Any] = {"action": "store_true"} if flag.kind is None else {"type": flag.kind}
+        if flag.choices:
+            shape["choices"] = flag.choices
+        parser.add_argument(*names, dest=flag.dest, default=told[flag.dest], help=flag.help, **shape)
+        return
     if flag.kind is None:
         is_on = text is not None and text.strip().lower() not in ("", "0", "false", "no", "off")
         parser.add_argument(*names, dest=flag.dest, action="store_true", default=is_on, help=flag.help)
@@ -102,20 +139,21 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, environ: Mapping[str, str]
     parser.add_argument(*names, dest=flag.dest, type=flag.kind, default=default, choices=flag.choices, help=flag.help)
 
 
-def _check_names(argv: Sequence[str], flags: Sequence[Flag]) -> None:
-    """Refuse an unknown flag by the nearest known one. Stops at the script: what follows belongs to it."""
+def _check_names(argv: Sequence[str], flags: Sequence[Flag]) -> int:
+    """Refuse an unknown flag by the nearest known one. Stops at the script, what follows belongs to it; returns how
+    many words come before."""
     by_name = {f"--{flag.name}": flag for flag in flags} | {f"-{flag.short}": flag for flag in flags if flag.short}
     skip = False
-    for word in argv:
+    for place, word in enumerate(argv):
         if skip:
             skip = False
             continue
         if not word.startswith("-") or word == "-":
-            return
+            return place
         name, has_value, _ = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in ("--help", "-h"):
-            return
+            return place
         matches = [known for known in by_name if known == name] or [
             known for known in by_name if known.startswith(name)
         ]
@@ -124,6 +162,7 @@ def _check_names(argv: Sequence[str], flags: Sequence[Flag]) -> None:
         if len(matches) != 1:
             raise UsageError(_unknown(word.partition("=")[0], name, list(by_name), matches))
         skip = by_name[matches[0]].kind is not None and not has_value
+    return len(argv)
 
 
 def _unknown(written: str, name: str, known: list[str], matches: list[str]) -> str:

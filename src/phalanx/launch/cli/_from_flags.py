@@ -15,6 +15,7 @@ from phalanx.launch.cli._flags import UsageError
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._flag import flags_of
 from phalanx.launch.config._worker_spec import Entrypoint, Script
+from phalanx.launch.rendezvous._allocation import AUTO, SCHEDULERS, NodeAllocation, find_allocation
 from phalanx.launch.rendezvous._settings import check_settings
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
 from phalanx.launch.workers._start import LOCAL_RANK_MACRO
@@ -35,9 +36,12 @@ FLAG_OF_SETTING = {
 
 def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
     """Build the configuration that the flags describe. ``ValueError`` in one line when they contradict each other."""
+    allocation = _allocation(args)
     min_nodes, max_nodes = parse_nodes(args.nnodes)
     backend, endpoint = _rendezvous(args, max_nodes)
     configs = parse_settings(args.rdzv_conf)
+    if allocation is not None:
+        configs.setdefault("is_host", str(allocation.serves).lower())
     try:
         check_settings(configs, backend)
     except ValueError as error:
@@ -62,6 +66,35 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         "numa_options": _numa_options(args.numa_binding),
     }
     return LaunchConfig(**{**told, **together})
+
+
+def _allocation(args: argparse.Namespace) -> NodeAllocation | None:
+    """Have a scheduler say what the flags leave open: number of nodes, endpoint and id of the job. Returns what it said
+    where its endpoint is the one that is used."""
+    asked = args.rdzv_backend
+    if asked not in (*SCHEDULERS, AUTO):
+        return None
+    if args.standalone:
+        raise UsageError(f"--standalone and --rdzv-backend {asked} exclude each other")
+    try:
+        found = find_allocation(asked)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    args.rdzv_backend = ""
+    if found is None:
+        return None
+    if args.nnodes == "1":
+        args.nnodes = str(found.num_agents)
+    if parse_nodes(args.nnodes)[0] > found.num_agents:
+        raise UsageError(f"--nnodes {args.nnodes}: {found.scheduler} has started {found.num_agents} agents only")
+    args.rdzv_id = args.rdzv_id or found.job
+    if found.num_agents == 1 and not args.rdzv_endpoint:
+        return None  # as without a scheduler: nobody else will come
+    args.rdzv_backend = "c10d"
+    if args.rdzv_endpoint:
+        return None
+    args.rdzv_endpoint = found.endpoint
+    return found
 
 
 def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:

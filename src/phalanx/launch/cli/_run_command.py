@@ -3,7 +3,8 @@
 Owns the order of things that makes the start fast. Flags are read before anything heavy is imported; then torch's
 native library is loaded beside (``_head_start``) while the agent's modules are imported, none of which needs torch;
 torch itself comes last, once, and the zygote is forked before the first thread that stays. Exit codes: 0 all workers
-succeeded, 1 the job failed, 2 the command line was wrong, 128+n ended by signal n.
+succeeded, 1 the job failed, 2 the command line was wrong, 93 it failed and should not be tried again, 128+n ended by
+signal n.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
             # start-up: none of them needs torch
             from phalanx.launch.agent._launch import run_node
             from phalanx.launch.cli._from_flags import entrypoint_from_args
+            from phalanx.launch.failures._error_file import EXIT_DO_NOT_RETRY
             from phalanx.launch.failures._process_failure import ChildFailedError
             from phalanx.launch.rendezvous import RendezvousError, _backends  # noqa: F401 - else loaded late
             from phalanx.launch.system._signals import SignalException
@@ -75,7 +77,7 @@ def _launch(config: LaunchConfig, args: argparse.Namespace, wait_loaded: Callabl
         run_node(config, start, zygote=zygote)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-        return 1
+        return EXIT_DO_NOT_RETRY if error.get_first_failure()[1].is_not_to_be_retried else 1
     except SignalException as error:
         print(f"phalanx run: {error}", file=sys.stderr)
         return 128 + error.sigval

@@ -12,13 +12,15 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.config._flag import flag, words
+from phalanx._drop_in import parse_parts
+from phalanx.launch.config._flag import duration, flag, words
 from phalanx.launch.system._signals import DEFAULT_SIGNALS, parse_signals
 from phalanx.protocol import timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.numa import NumaOptions
     from phalanx.launch.telemetry._logs import LogsSpecs
+    from phalanx.preemption import NoticeSource, SignalNotices
 
 DEFAULT_RDZV_TIMEOUT = int(timeouts.JOIN)
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -86,6 +88,29 @@ class LaunchConfig:
     on_failure: str = field(
         default="restart", metadata=flag(choices=("restart", "heal"), help="restart all, or replace the dead")
     )
+    notice: tuple[str | NoticeSource | SignalNotices, ...] = field(
+        default=(),
+        metadata=flag(
+            kind=lambda text: tuple(words(text)),
+            help="who says that this node will be taken away, so that it leaves before: aws, gcp, azure, slurm, "
+            "kubernetes, signal:NAME, file:PATH, call:MODULE:FUNCTION",
+        ),
+    )
+    leave_signal: str = field(
+        default="SIGTERM", metadata=flag(help="the signal by which a worker is asked to leave at a step boundary")
+    )
+    restart_window: float = field(
+        default=0.0,
+        metadata=flag(
+            kind=duration, help="count restarts within this time only, such as 1h or 90s (0: over the whole job)"
+        ),
+    )
+    max_failures_without_progress: int = field(
+        default=3,
+        metadata=flag(
+            kind=int, help="with heal: failures in a row without a new step, after the first, before the job stops"
+        ),
+    )
     preload: tuple[str, ...] = field(
         default=(),
         metadata=flag(kind=lambda text: tuple(words(text)), help="modules to import once, before workers are forked"),
@@ -97,9 +122,31 @@ class LaunchConfig:
         default=timeouts.WORKER_START,
         metadata=flag(kind=float, help="the same for a worker that has yet to make its first step (if longer)"),
     )
+    dashboard: str = field(
+        default="",
+        metadata=flag(help="[HOST:]PORT: show the job there, as a page, an API and metrics (docs/watch.md)"),
+    )
+    otel: str = field(
+        default="",
+        metadata=flag(help="push metrics to this OpenTelemetry collector, such as http://127.0.0.1:4318 (extra otel)"),
+    )
+    console: str = field(
+        default="auto",
+        metadata=flag(
+            choices=("auto", "plain", "merged"),
+            help="merged: equal lines of several ranks as one, with their ranks; auto: that, on a terminal",
+        ),
+    )
     standby: int | None = field(
         default=None,
         metadata=flag(kind=int, help="processes kept ready to replace a dead worker (0; with heal, and warm, 1)"),
+    )
+    drop_in: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            kind=parse_parts,
+            help="give the script ours in the place of torch's names; alone: all of ddp,sampler,tensor,fsdp",
+        ),
     )
     exit_barrier_timeout: float = timeouts.EXIT_BARRIER
     """Seconds that a node which is done waits for the others."""
@@ -115,6 +162,12 @@ class LaunchConfig:
             raise ValueError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")
+        if not 0 <= self.restart_window < float("inf"):
+            raise ValueError(f"restart_window is {self.restart_window}; expected 0 (the whole job) or seconds")
+        if self.max_failures_without_progress < 0:
+            raise ValueError(
+                f"max_failures_without_progress is {self.max_failures_without_progress}; expected 0 or more"
+            )
         if self.monitor_interval <= 0:
             raise ValueError(f"monitor_interval is {self.monitor_interval}; expected a positive number of seconds")
         if self.on_failure not in ("restart", "heal"):
@@ -128,6 +181,37 @@ class LaunchConfig:
         if self.standby is not None and self.standby < 0:
             raise ValueError(f"standby is {self.standby}; expected 0 or more processes")
         parse_signals(self.signals_to_handle)
+        if len(parse_signals(self.leave_signal)) != 1:
+            raise ValueError(f"leave_signal is {self.leave_signal!r}; expected one name such as SIGTERM")
+        if self.notice:
+            self._check_notice()
+        if self.otel:
+            from phalanx.watch._otel import metrics_endpoint  # start-up: few agents ask
+
+            metrics_endpoint(self.otel)
+
+    def _check_notice(self) -> None:
+        from phalanx.preemption import parse_source  # start-up: few agents ask
+
+        if self.on_failure != "heal":
+            raise ValueError(
+                f"notice is {', '.join(map(str, self.notice))} and on_failure {self.on_failure!r}; expected 'heal': "
+                "else no worker could leave without the others"
+            )
+        for source in self.notice:
+            if isinstance(source, str) and not source.startswith("call:"):  # which imports what a user has written
+                parse_source(source)
+
+    @property
+    def merges_lines(self) -> bool:
+        """Whether equal lines of several ranks are shown as one, each with its ranks."""
+        is_for_people = self.nproc_per_node > 1 and os.isatty(1) and os.isatty(2)
+        return self.console == "merged" or (self.console == "auto" and is_for_people)
+
+    @property
+    def shows_line(self) -> bool:
+        """Whether a person at a terminal is shown one live line: step, loss, throughput, workers, last event."""
+        return self.console != "plain" and os.isatty(2)
 
     @property
     def request_interval(self) -> float:

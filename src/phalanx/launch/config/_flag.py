@@ -10,6 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 
+class UsageError(ValueError):
+    """The command line makes no sense; the message is one line for a person."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """Describes one flag. ``kind`` None: it takes no value and is false by default."""
@@ -42,6 +46,16 @@ def flags_of(config: type) -> tuple[Flag, ...]:
         for each in fields(config)
         if "flag" in each.metadata
     )
+
+
+def duration(text: str) -> float:
+    """Read seconds, or minutes, hours or days with their letter. ``ValueError`` for what is none.
+
+    >>> duration("90"), duration("90s"), duration("1.5h"), duration("2d")
+    (90.0, 90.0, 5400.0, 172800.0)
+    """
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}.get(text[-1:])
+    return float(text) if unit is None else float(text[:-1]) * unit
 
 
 def words(text: str) -> list[str]:

@@ -15,14 +15,27 @@ from typing import Any
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+EXIT_DO_NOT_RETRY = 93
+"""How a process says that no other try would fare better: of a script, whatever it is written in, and of ``phalanx
+run``."""
+
 EXIT_INCURABLE, EXIT_ENDS_JOB = 183, 184
 """How a process says that it would fail again, or all others with it, when the disk takes no error file."""
 
 
-def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool, ends_job: bool = False) -> bool:
+def write_error_file(
+    path: str,
+    message: str,
+    stack: str,
+    *,
+    is_incurable: bool,
+    ends_job: bool = False,
+    has_wrong_bits: bool = False,
+) -> bool:
     """Write one error file; False when the disk does not take it.
 
-    ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can.
+    ``is_incurable`` marks what no restart can cure, ``ends_job`` what no survivor can, ``has_wrong_bits`` what no other
+    worker of this node should try.
     """
     if not path or os.path.exists(path):
         return True
@@ -31,7 +44,12 @@ def write_error_file(path: str, message: str, stack: str, *, is_incurable: bool,
             "message": message,
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         },
-        "phalanx": {"time": time.time(), "is_incurable": is_incurable, "ends_job": ends_job},
+        "phalanx": {
+            "time": time.time(),
+            "is_incurable": is_incurable,
+            "ends_job": ends_job,
+            "has_wrong_bits": has_wrong_bits,
+        },
     }
     return write_data(path, data)
 

@@ -18,7 +18,12 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.failures._error_file import EXIT_ENDS_JOB, EXIT_INCURABLE, read_error_file
+from phalanx.launch.failures._error_file import (
+    EXIT_DO_NOT_RETRY,
+    EXIT_ENDS_JOB,
+    EXIT_INCURABLE,
+    read_error_file,
+)
 
 NO_SIGNAL = "<N/A>"
 
@@ -63,6 +68,8 @@ class ProcessFailure:
     is_incurable: bool = False
     ends_job: bool = False
     """Whether the worker stopped the whole job on purpose: the survivors would come to the same point."""
+    has_wrong_bits: bool = False
+    """Whether the worker found that its node cannot be trusted."""
     note: str = ""
     """What the agent knows beyond the exit code: a hang, a missed heartbeat."""
     exception: BaseException | None = None
@@ -80,6 +87,9 @@ class ProcessFailure:
             self.ends_job |= self.exitcode == EXIT_ENDS_JOB
         self.is_incurable |= _part(data, "phalanx").get("is_incurable") is True
         self.ends_job |= _part(data, "phalanx").get("ends_job") is True
+        self.has_wrong_bits |= _part(data, "phalanx").get("has_wrong_bits") is True
+        self.is_incurable |= self.is_not_to_be_retried
+        self.ends_job |= self.is_not_to_be_retried
         self.message = self.message or self.describe_exit()
 
     def signal_name(self) -> str:
@@ -109,10 +119,31 @@ class ProcessFailure:
         return bool(_COMPLAINT.search(self.message))
 
     @property
+    def cause(self) -> str:
+        """One of few words, to count failures by.
+
+        >>> ProcessFailure(0, 7, -9, message="killed").cause, ProcessFailure(0, 7, 1, message="KeyError: 'x'").cause
+        ('SIGKILL', 'KeyError')
+        """
+        if "made no progress" in self.note:
+            return "hang"
+        if self.is_complaint:
+            return "lost contact"
+        if self.exitcode < 0:
+            return self.signal_name()
+        named = re.match(r"([A-Za-z_][\w.]{0,80}):", self.message)
+        return named[1].rpartition(".")[2] if named else f"exit {self.exitcode}"
+
+    @property
     def is_from_outside(self) -> bool:
         """Whether it did not fail by itself: it was killed, but not for a fault that the agent has noted, or it only
         complains of another."""
         return self.is_complaint or (self.exitcode in _FROM_OUTSIDE and not self.note)
+
+    @property
+    def is_not_to_be_retried(self) -> bool:
+        """Whether the script itself said so: see ``phalanx.DoNotRetry``."""
+        return self.exitcode == EXIT_DO_NOT_RETRY
 
     def timestamp_isoformat(self) -> str:
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_", timespec="milliseconds")
@@ -120,6 +151,8 @@ class ProcessFailure:
     def describe_exit(self) -> str:
         if self.exitcode in (EXIT_INCURABLE, EXIT_ENDS_JOB):
             return f"exit code {self.exitcode} (it would fail again, and could not write its error file)"
+        if self.is_not_to_be_retried:
+            return f"exit code {self.exitcode} (do not retry)"
         if self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         hints = {"SIGKILL": "often the kernel's out-of-memory killer", "SIGSEGV": "a crash in native code"}

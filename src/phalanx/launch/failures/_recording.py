@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from phalanx.errors import JobStopped
+from phalanx.errors import DoNotRetry, JobStopped, WrongBits
 from phalanx.launch.failures._error_file import (
     ENV_ERROR_FILE,
+    EXIT_DO_NOT_RETRY,
     EXIT_ENDS_JOB,
     EXIT_INCURABLE,
     read_error_file,
@@ -116,8 +117,9 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
     """Write the error file of this process, unless there is none to write or an earlier error is in it.
 
     ``is_incurable`` says that it would come again after a restart; what cannot be imported or parsed always would, and
-    what stops the job (``JobStopped``). Returns the exit code of a process that ends by it: 1, or ``EXIT_INCURABLE`` or
-    ``EXIT_ENDS_JOB`` when the disk does not take the file, so that nobody restarts what would fail again.
+    what stops the job (``JobStopped``). Returns the exit code of a process that ends by it: 1; for ``DoNotRetry``
+    ``EXIT_DO_NOT_RETRY``; and ``EXIT_INCURABLE`` or ``EXIT_ENDS_JOB`` when the disk does not take the file, so that
+    nobody restarts what would fail again.
     """
     from phalanx.launch.failures._process_failure import ChildFailedError  # start-up speed: few workers fail
 
@@ -133,7 +135,10 @@ def record_exception(error: BaseException, *, is_incurable: bool = False) -> int
         "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         is_incurable=is_incurable,
         ends_job=ends_job,
+        has_wrong_bits=isinstance(error, WrongBits),
     )
+    if isinstance(error, DoNotRetry):
+        return EXIT_DO_NOT_RETRY
     if is_told or not is_incurable:
         return 1
     return EXIT_ENDS_JOB if ends_job else EXIT_INCURABLE

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,19 @@ class HangWatch:
         if not self._has_answered and self._dump is None:
             self._dump = self._write(info, reason, everywhere=False)
 
+    def kill_who_hangs(
+        self, progress: Mapping[str, bytes | None], info: RendezvousInfo, now: float
+    ) -> WorkerHandle | None:
+        """Kill the worker to blame, and return it; its end is dealt with like any other's."""
+        found = self.check(progress, info, now)
+        if found is None:
+            return None
+        worker, reason = found
+        log.error("%s; it is killed", reason)
+        worker.note = f"{reason}; all stacks are in the logs"
+        worker.process.send_signal(signal.SIGKILL)
+        return worker
+
     def check(
         self, progress: Mapping[str, bytes | None], info: RendezvousInfo, now: float
     ) -> tuple[WorkerHandle, str] | None:
@@ -159,7 +173,7 @@ class HangWatch:
 def dump_stacks(workers: Sequence[WorkerHandle], reason: str) -> dict[str, str]:
     """Collect the Python stacks of running workers, log them, and return them by worker id."""
     asked = [worker for worker in workers if worker.is_running and worker.stacks_file]
-    before = {worker.id: _read(worker) for worker in asked}
+    before = {worker.id: stacks_of(worker) for worker in asked}
     deaf = {worker.id: _blocking(worker) for worker in asked}
     for worker in asked:
         worker.process.send_signal(_linux.stack_signal(), to_group=False)
@@ -205,7 +219,7 @@ def _wait_for_dump(worker: WorkerHandle, before: str, deaf: frozenset[int], unti
     """
     text = before
     while time.monotonic() < until and worker.is_running and not _is_stopped(worker):
-        last, text = text, _read(worker)
+        last, text = text, stacks_of(worker)
         # Looked at before the state: a handler that has begun and is not there has ended.
         has_begun = text != before
         state = _linux.signal_state(worker.process.pid, _linux.stack_signal())
@@ -214,10 +228,11 @@ def _wait_for_dump(worker: WorkerHandle, before: str, deaf: frozenset[int], unti
         if has_begun and (not (state.blocking - deaf) if state else text == last and not _linux.IS_LINUX):
             break
         time.sleep(0.02)
-    return _read(worker)[len(before) :]
+    return stacks_of(worker)[len(before) :]
 
 
-def _read(worker: WorkerHandle) -> str:
+def stacks_of(worker: WorkerHandle) -> str:
+    """Return all that a worker has written to its file of stacks."""
     try:
         with open(worker.stacks_file, errors="replace") as file:
             return file.read()

@@ -15,6 +15,7 @@ from phalanx.protocol import (
     FINISHING,
     PRESENT,
     SETBACKS,
+    STOP_ASKED,
     Action,
     FailureReport,
     LostContact,
@@ -22,6 +23,7 @@ from phalanx.protocol import (
     Recovery,
     Setbacks,
     StacksRequest,
+    StopRequest,
     any_contact_key,
     contact_key,
     ended_key,
@@ -144,12 +146,14 @@ class AgentChannel:
         """Ask every agent to write its workers' stacks to the logs."""
         self._store.compare_and_set(stacks_key(generation), None, StacksRequest(reason=reason).to_json())
 
-    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks]:
-        """Return the wished number of workers here, why stacks are asked for ("": they are not), and how often the job
-        went back to an earlier step."""
-        wish, stacks, setbacks = self._store.get_many([wish_key(node_id), stacks_key(generation), SETBACKS])
+    def read_requests(self, generation: int, node_id: str) -> tuple[int | None, str, Setbacks, str]:
+        """Return the wished number of workers here (0: the node is to be drained), why stacks are asked for ("": they
+        are not), how often the job went back to an earlier step, and why the job is to stop ("": it is not)."""
+        keys = [wish_key(node_id), stacks_key(generation), SETBACKS, STOP_ASKED]
+        wish, stacks, setbacks, stop = self._store.get_many(keys)
         reason = StacksRequest.from_json(stacks).reason if stacks else ""
-        return parse_wish(wish), reason, _parse_setbacks(setbacks)
+        stop_reason = StopRequest.from_json(stop).reason if stop else ""
+        return parse_wish(wish), reason, _parse_setbacks(setbacks), stop_reason
 
     def read_regrouping(self, worker_ids: list[str]) -> set[str]:
         """Return who of these has said that it can regroup."""
@@ -192,14 +196,14 @@ def clip(text: str, limit: int) -> str:
 
 
 def parse_wish(data: bytes | None) -> int | None:
-    """Return a number of workers that is at least 1; a wish that makes no sense is as good as none."""
+    """Return a number of workers (0: drain the node); a wish that makes no sense is as good as none."""
     if data is None:
         return None
     try:
-        count = int(data) if len(data) < 10 else 0
+        count = int(data) if len(data) < 10 else -1
     except ValueError:
         return None
-    return count if count >= 1 else None
+    return count if count >= 0 else None
 
 
 def parse_failure(data: bytes) -> ProcessFailure:

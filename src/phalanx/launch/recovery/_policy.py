@@ -2,9 +2,10 @@
 
 Two policies. ``restart``: all workers of the job start anew (torchrun's way). ``heal``: only the dead worker is
 replaced, the others keep their processes, provided that they can regroup; all start anew when they cannot. Both count
-against ``max_restarts`` of the whole job; when it is used up, ``restart`` fails and ``heal`` goes on with fewer workers
-as long as every node that is needed has one. Replacements that die one after the other are no failure to heal: see
-``_streak``.
+against ``max_restarts`` of the whole job, in all or within a window of time (``_budget``); when it is used up,
+``restart`` fails and ``heal`` goes on with fewer workers as long as every node that is needed has one. Replacements
+that die one after the other are no failure to heal (``_streak``); a node on which workers die again and again is left
+out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from phalanx.launch.recovery import _streak
+from phalanx.launch.recovery import _budget, _streak
+from phalanx.launch.recovery._budget import Failure
 from phalanx.launch.recovery._contact import Judgement
 from phalanx.protocol import Action, Recovery, Streak
 
@@ -46,10 +48,25 @@ class Situation:
     """Whether workers that stay would find those that come: see ``all_can_regroup``."""
     streak: Streak = field(default_factory=Streak)
     ports_taken: int = 0
+    max_failures: int = _streak.MAX_ERRORS
+    """Failures in a row without a step, after the first, that are taken for bad luck."""
+    window: float = 0.0
+    """Seconds in which ``max_restarts`` are counted; 0: over the whole job."""
+    failures: tuple[Failure, ...] = ()
+    """Those that used up restarts so far."""
+    node: str = ""
+    """This one."""
+    time: float = 0.0
+    """Seconds since 1970."""
 
     @property
     def keeps_survivors(self) -> bool:
         return self.heals and self.can_regroup
+
+    @property
+    def used(self) -> int:
+        """How many restarts count as used up."""
+        return _budget.used(self.failures, self.restarts, self.window, self.time)
 
     @property
     def may_shrink(self) -> bool:
@@ -76,10 +93,11 @@ def on_failure(
     reason: str,
     is_incurable: bool,
     ends_job: bool = False,
+    has_wrong_bits: bool = False,
     streak: Streak | None = None,
 ) -> Recovery:
     """Return a worker failed. ``is_incurable``: so would its replacement; ``ends_job``: so would the survivors;
-    ``streak`` counts its death already.
+    ``has_wrong_bits``: so might any worker of its node; ``streak`` counts its death already.
 
     >>> now = Situation(heals=False, restarts=1, max_restarts=1, num_nodes=2, min_nodes=1, survivors=1)
     >>> on_failure(now, reason="rank 3 died", is_incurable=False).action.value
@@ -87,33 +105,77 @@ def on_failure(
     """
     streak = streak or now.streak
     if ends_job:
-        return _fail(now, f"{reason}; it stopped the job")
+        return _fail(now, f"{reason}; it stopped the job", limit="do not retry")
+    if has_wrong_bits:
+        return _part_with_node(now, reason)
     if is_incurable and now.may_shrink and now.is_under_way and now.survivors:
         return _shrink(now, f"{reason}; a replacement would fare no better")
     if is_incurable:
         return _fail(now, f"{reason}; a restart cannot cure that")
-    if now.heals and _streak.is_loop(streak):
+    if now.heals and _streak.is_loop(streak, now.max_failures):
         if now.may_shrink and _streak.others_go_on(streak) and _can_go_on(now):
-            return _shrink(now, f"{reason}; {_streak.describe(streak)}, going on with fewer")
-        return _fail(now, f"{reason}; {_streak.describe(streak)}: another would fare no better")
+            return _shrink(now, f"{reason}; {_streak.describe(streak)}, going on with fewer", limit="progress")
+        why = f"{_streak.describe(streak)}; another would fare no better"
+        return _fail(now, f"{reason}; {why}", limit="progress")
     if now.num_left and now.num_nodes - now.num_left < now.min_nodes:
         nodes = "1 node has" if now.num_left == 1 else f"{now.num_left} nodes have"
         missing = f"without them there are fewer than the {now.min_nodes} that a restart needs"
         return _fail(now, f"{reason}; {nodes} finished and left, and {missing}")
-    if now.restarts < now.max_restarts:
+    if now.used < now.max_restarts:
+        failures = (*now.failures, Failure(now.time, now.node)) if now.node else now.failures
+        left_out = _node_to_leave_out(now, failures, streak)
+        if left_out:
+            reason += (
+                f"; node {left_out} is left out: the last {_budget.NODE_FAILURES} failures were all of its workers"
+            )
         return Recovery(
             action=Action.HEAL if now.keeps_survivors else Action.RESTART,
             restarts=now.restarts + 1,
             reason=reason,
             starts_anew=not now.keeps_survivors,
             streak=streak,
+            failures=_budget.dump_failures(failures, now.max_restarts),
+            leave_out=(left_out,) if left_out else (),
+            limit="node" if left_out else "",
         )
     if now.may_shrink and _can_go_on(now):
-        return _shrink(now, f"{reason}; no restarts left, going on with fewer")
-    used = f"all {now.max_restarts} restarts are used" if now.max_restarts else "no restarts are allowed"
+        return _shrink(now, f"{reason}; no restarts left{_for_now(now)}, going on with fewer", limit="restarts")
+    used = f"all {now.max_restarts} restarts are used{_for_now(now)}" if now.max_restarts else "no restarts are allowed"
     if now.is_finishing:
         used += ", and what its script does after the last step may be missing"
-    return _fail(now, f"{reason}; {used}")
+    return _fail(now, f"{reason}; {used}", limit="restarts")
+
+
+def _part_with_node(now: Situation, reason: str) -> Recovery:
+    """Go on without a node that computes wrongly, or without the worker that did if there is no other node."""
+    if now.keeps_survivors and not now.is_finishing and now.num_nodes - now.num_left - 1 >= max(1, now.min_nodes):
+        return Recovery(
+            action=Action.HEAL,
+            restarts=now.restarts,
+            reason=f"{reason}; node {now.node} is left out: what it computes cannot be trusted",
+            streak=now.streak,
+            failures=_budget.dump_failures(now.failures, now.max_restarts),
+            leave_out=(now.node,),
+            limit="node",
+        )
+    if now.may_shrink and now.survivors:
+        return _shrink(now, f"{reason}; going on with fewer, since the job needs this node")
+    return _fail(now, f"{reason}; the job cannot go on without this node, and what it computes cannot be trusted")
+
+
+def _node_to_leave_out(now: Situation, failures: tuple[Failure, ...], streak: Streak) -> str:
+    """Return the node that is left out from now on; empty: none. Never one without which there would be too few."""
+    found = _budget.failing_node(failures, now.time)
+    if now.is_finishing or now.num_nodes - now.num_left - 1 < max(1, now.min_nodes) or len(set(streak.hosts)) > 1:
+        return ""
+    return found
+
+
+def _for_now(now: Situation) -> str:
+    if now.window <= 0:
+        return ""
+    free = _budget.next_free(now.failures, now.window, now.time)
+    return f" within {now.window:g} s (the next is free in {free:.0f} s)"
 
 
 def on_leave(now: Situation, *, reason: str) -> Recovery | None:
@@ -137,7 +199,7 @@ def on_lost_contact(now: Situation, judgement: Judgement, hosts_culprit: bool) -
         recovery = on_membership_change(now, reason=judgement.reason)
     else:
         left = now.survivors - len(judgement.replace) if hosts_culprit else now.survivors
-        after = replace(now, survivors=max(0, left))
+        after = replace(now, survivors=max(0, left), node=_budget.NOBODY)
         recovery = on_failure(after, reason=judgement.reason, is_incurable=False)
     return replace(recovery, replace=judgement.replace, lost_contact=judgement.row)
 
@@ -150,6 +212,7 @@ def on_membership_change(now: Situation, *, reason: str) -> Recovery:
         reason=reason,
         starts_anew=not now.keeps_survivors,
         streak=now.streak,
+        failures=_budget.dump_failures(now.failures, now.max_restarts),
     )
 
 
@@ -172,15 +235,17 @@ def on_port_taken(now: Situation, *, reason: str, is_chosen: bool) -> Recovery:
         starts_anew=not now.keeps_survivors,
         streak=now.streak,
         ports_taken=count,
+        failures=_budget.dump_failures(now.failures, now.max_restarts),
     )
 
 
-def _shrink(now: Situation, reason: str) -> Recovery:
-    return Recovery(action=Action.SHRINK, restarts=now.restarts, reason=reason)
+def _shrink(now: Situation, reason: str, limit: str = "") -> Recovery:
+    failures = _budget.dump_failures(now.failures, now.max_restarts)
+    return Recovery(action=Action.SHRINK, restarts=now.restarts, reason=reason, failures=failures, limit=limit)
 
 
-def _fail(now: Situation, reason: str) -> Recovery:
-    return Recovery(action=Action.FAIL, restarts=now.restarts, reason=reason)
+def _fail(now: Situation, reason: str, limit: str = "") -> Recovery:
+    return Recovery(action=Action.FAIL, restarts=now.restarts, reason=reason, limit=limit)
 
 
 def _can_go_on(now: Situation) -> bool:

@@ -2,7 +2,8 @@
 
 Owns ``Death`` (what counts about one), the counting and its limits; the ``Streak`` itself travels from recovery to
 recovery, so that all agents count alike. A death counts only if it is that of a worker which was started after the last
-one that counted: workers that die of the same cause one after the other, over several generations, are one wave.
+one that counted: workers that die of the same cause one after the other, over several generations, are one wave. But
+one that dies in the same place, computing the same samples for the same step, counts whenever it was started.
 Progress is the furthest step that any worker of the job has reported: going back to a save and dying at the same step
 again is none. Where no worker reports steps, a long life is taken for progress.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from phalanx.protocol import Streak
 
 MAX_ERRORS = 3
-"""Replacements in a row that may die of an error of their own."""
+"""Replacements in a row that may die of an error of their own (``--max-failures-without-progress``)."""
 
 MAX_KILLS = 10
 """Replacements in a row that may be killed: by a person, the cluster, or the kernel for want of memory."""
@@ -37,6 +38,10 @@ class Death:
     is_killed: bool = False
     """Whether the cause lies outside: a signal that others send, or a peer that went away."""
     lived: float = 0.0
+    place: str = ""
+    """What it was computing, if it has left a note: step, slot and samples."""
+    worker: str = ""
+    host: str = ""
 
 
 def after(streak: Streak, death: Death) -> Streak:
@@ -50,12 +55,13 @@ def after(streak: Streak, death: Death) -> Streak:
     >>> is_loop(after(streak, Death(generation=4, born=4, step=7, took_part=True)))
     False
     """
+    is_same_place = bool(death.place) and death.place == streak.place  # then a report of the first came too late
     is_silent = max(streak.step, death.step) < 0
     has_gained = death.lived >= LONG_LIFE if is_silent else death.took_part and death.step > streak.step
     step = max(streak.step, death.step)
-    if has_gained or not streak.errors + streak.kills:
+    if (has_gained and not is_same_place) or not streak.errors + streak.kills:
         kept = Streak(begin=step)
-    elif death.born > streak.generation:
+    elif death.born > streak.generation or (is_same_place and death.worker not in streak.workers):
         kept = streak
     else:
         return streak
@@ -65,12 +71,15 @@ def after(streak: Streak, death: Death) -> Streak:
         generation=death.generation,
         begin=kept.begin,
         step=step,
+        place=death.place,
+        workers=(*(streak.workers if is_same_place else ()), death.worker),
+        hosts=(*(streak.hosts if is_same_place else ()), death.host),
     )
 
 
-def is_loop(streak: Streak) -> bool:
+def is_loop(streak: Streak, max_errors: int = MAX_ERRORS) -> bool:
     """Return whether the next replacement would fare no better. The first death is nobody's replacement."""
-    return streak.errors > MAX_ERRORS or streak.kills > MAX_KILLS
+    return streak.errors > max_errors or streak.kills > MAX_KILLS
 
 
 def others_go_on(streak: Streak) -> bool:
@@ -79,5 +88,16 @@ def others_go_on(streak: Streak) -> bool:
 
 
 def describe(streak: Streak) -> str:
+    """Return why the job does not go on like that: in which place it fails, if it is one.
+
+    >>> describe(Streak(errors=4, place="step 812, slot 5, samples 3, 17", workers=("a", "b"), hosts=("x", "y")))
+    'step 812, slot 5, samples 3, 17 failed on workers a, b: the code or the data, not the machine'
+    """
+    if streak.place and len(streak.workers) > 1:
+        if len(set(streak.hosts)) > 1:
+            cause = "the code or the data, not the machine"
+        else:
+            cause = f"the code or the data (all of them ran on {streak.hosts[0]})"
+        return f"{streak.place} failed on workers {', '.join(streak.workers)}: {cause}"
     count = streak.errors + streak.kills - 1
     return f"{count} replacements in a row died without a step of their own"

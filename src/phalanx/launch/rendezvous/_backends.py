@@ -35,6 +35,7 @@ from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
 from phalanx.launch.rendezvous._runs import join_run
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system import _linux
+from phalanx.launch.system._addresses import advertised_address
 from phalanx.launch.system._listen_address import LOOPBACK, bind_address
 from phalanx.protocol import NODES, PRESENT, PROOF, NodeRecord, job_prefix, timeouts
 
@@ -206,16 +207,30 @@ def options_of(params: RendezvousParameters) -> HandlerOptions:
 def describe_node(params: RendezvousParameters, *, loopback: bool = False, fixed_rank: int = -1) -> NodeRecord:
     """Return this node's record before it has joined."""
     host = socket.gethostname()
+    addr = params.local_addr or ("127.0.0.1" if loopback else own_address(params.backend, params.endpoint))
     return NodeRecord(
         id=f"{host}_{os.getpid()}_{uuid.uuid4().hex[:8]}",
         ticket=0,
         host=host,
-        addr=params.local_addr or ("127.0.0.1" if loopback else socket.getfqdn()),
+        addr=addr,
         port=0,
         local_size=1,
         topology=str(params.get("topology", os.environ.get("PHALANX_TOPOLOGY", ""))),
         fixed_rank=fixed_rank,
     )
+
+
+def own_address(backend: str, endpoint: str) -> str:
+    """Return what the other nodes are told that this one is called, if nobody has said it."""
+    if backend in ("c10d", "static"):
+        where = split_endpoint(endpoint, DEFAULT_PORT)
+    elif backend.startswith("etcd"):
+        where = split_endpoint(
+            endpoint.rpartition("@")[2].rpartition("//")[2].partition(",")[0].partition("/")[0], 2379
+        )
+    else:
+        where = ("", 0)
+    return advertised_address(socket.getfqdn(), *where)
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:

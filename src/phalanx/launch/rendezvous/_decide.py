@@ -6,7 +6,8 @@ out what is decided here.
 Guarantees, for whatever sequence of views it is given:
 - generation g+1 is only ever proposed once g is known to have ended, and with min <= size <= max;
 - proposed ranks are 0..size-1, one live node each;
-- a live node that waits is never forgotten: it is in the next proposal, or the job is at ``max_nodes``;
+- a live node that waits is never forgotten: it is in the next proposal, or the job is at ``max_nodes``, or it was left
+  out (``last_choice``) and there are ``min_nodes`` others;
 - if at least ``min_nodes`` wait and nobody comes or goes any more, a generation is proposed at the latest
   ``last_call`` (later ``rejoin``) seconds after the last of the needed nodes was seen.
 
@@ -117,7 +118,7 @@ def admissible(state: State, rules: Rules) -> int:
     if state.current is None:
         return 0
     members = {member.id for member in state.current.nodes}
-    newcomers = sum(seen.record.id not in members for seen in waiting(state))
+    newcomers = sum(seen.record.id not in members and not seen.record.last_choice for seen in waiting(state))
     return min(newcomers, max(0, rules.max_nodes - len(state.current.nodes)))
 
 
@@ -142,13 +143,16 @@ def _damage(state: State) -> Broken | None:
 
 def _form(state: State, rules: Rules, now: float) -> Action:
     previous = () if state.current is None else state.current.nodes
-    ready = list(waiting(state))
+    waits = list(waiting(state))
+    ready = [seen for seen in waits if not seen.record.last_choice]
+    if len(ready) < rules.min_nodes:
+        ready = waits
     if len(ready) < rules.min_nodes:
         return Idle()
     chosen = choose([seen.record for seen in ready], previous, rules.max_nodes)
     if len(chosen) < rules.min_nodes:  # several claim the same fixed rank
         return Idle()
-    present = {seen.record.id for seen in ready}
+    present = {seen.record.id for seen in waits}
     awaited = [member for member in previous if member.id in state.nodes and member.id not in present]
     if state.current is None:
         complete, patience = len(chosen) == rules.max_nodes, rules.last_call
@@ -167,7 +171,7 @@ def _grow(state: State, rules: Rules, now: float) -> Action:
     count = admissible(state, rules)
     if not count or state.done:  # where one node has finished, the others are about to
         return Idle()
-    newcomers = list(waiting(state))
+    newcomers = [seen for seen in waiting(state) if not seen.record.last_choice]
     since = [seen.since for seen in newcomers]
     # Bounded by the oldest, so that a steady trickle of newcomers cannot put it off for ever.
     quiet_at = min(max(since) + rules.admit_delay, min(since) + 5 * rules.admit_delay)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from phalanx.comm._background import Background
@@ -185,6 +186,8 @@ class StoreRendezvousHandler(GenerationHandler):
         self._raise_if_over()
         participant.register(wants, port, time.monotonic())
         self._start_thread()
+        with suppress(RecordError):  # the thread meets it as well, and deals with it
+            participant.look_if_leading(time.monotonic())
         while True:
             self._raise_if_over()
             if (found := participant.membership(wants)) is not None:
@@ -193,12 +196,12 @@ class StoreRendezvousHandler(GenerationHandler):
             self._check_fixed_rank(waited)
             if facts.evicted:
                 participant.register(wants, port, time.monotonic())
-            if waited >= self._options.join_timeout:
+            if waited >= self._options.join_timeout and not participant.node.last_choice:
                 raise self._timed_out()
             if waited >= due_after(num_lines):
                 num_lines += 1
                 self._say_for_whom()
-            self._changed.wait(min(self._options.join_timeout, due_after(num_lines)) - waited)
+            self._changed.wait(max(0.1, min(self._options.join_timeout, due_after(num_lines)) - waited))
 
     def _say_for_whom(self) -> None:
         participant = self._participant
@@ -371,6 +374,20 @@ class StoreRendezvousHandler(GenerationHandler):
         if facts.latest is not None and facts.latest.generation > generation:
             return GenerationEnd(kind="broken", reason=f"generation {facts.latest.generation} has formed")
         return end
+
+    def become_last_choice(self) -> None:
+        with self._changed:
+            self._participant.node = replace(self._participant.node, last_choice=True)
+
+    def withdraw(self) -> None:
+        try:
+            with self._changed:
+                self._participant.leave()
+        except StoreLost as error:  # nothing is lost for this node: its lease runs out
+            log.warning("node %s could not say that it leaves: %s", self.node_id, error)
+
+    def has_others(self) -> bool:
+        return any(node != self.node_id for node in self._present())
 
     def shutdown(self) -> bool:
         with self._changed:

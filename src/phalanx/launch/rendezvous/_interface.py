@@ -331,6 +331,16 @@ class GenerationHandler(RendezvousHandler):
         """Whether the job's store ends with this process."""
         return False
 
+    def become_last_choice(self) -> None:
+        """Take part from the next join on only if there are too few others."""
+
+    def withdraw(self) -> None:
+        """Take part no more: the next generation forms without this node. What it serves it goes on serving."""
+
+    def has_others(self) -> bool:
+        """Return whether other nodes take part; True where nobody can tell."""
+        return True
+
     @abstractmethod
     def break_generation(self, generation: int, broken: Broken) -> None:
         """End a generation at once for all agents and, through ``broken_key``, their workers. Idempotent."""

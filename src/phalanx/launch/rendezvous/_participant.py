@@ -235,6 +235,13 @@ class Participant:
             until = min(until, self._leading.lead(self.facts, now))
         return until
 
+    def look_if_leading(self, now: float) -> None:
+        """Do at once what this node, if it leads, would do when its watch shows it its own registration. Not beside
+        ``step``: the caller sees to that."""
+        if self._leading is not None:
+            self._rung = True
+            self.step(now)
+
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + self._ttl / 3
         if self._lease is not None and not self.facts.evicted and not self._lease.refresh():

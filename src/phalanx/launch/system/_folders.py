@@ -62,6 +62,8 @@ class RunningJob:
     run_id: str
     store_url: str
     secret_file: str = ""
+    log_dir: str = ""
+    """Where the agent of this machine writes events and logs, if the user asked for them."""
 
 
 def open_agent_folder() -> OwnedFolder:

@@ -7,6 +7,8 @@ from phalanx.launch.events import (
     GenerationEnded,
     GenerationFormed,
     JobWentBack,
+    LimitReached,
+    NodeNoticed,
     WorkerExited,
     WorkerHung,
     WorkerReplaced,
@@ -32,6 +34,10 @@ def measure(event: AnyEvent, metrics: Metrics) -> None:
         metrics.count("workers.replaced")
     elif isinstance(event, WorkerHung):
         metrics.count("workers.hung")
+    elif isinstance(event, LimitReached):
+        metrics.count(f"limits.{event.limit.replace(' ', '_')}")
+    elif isinstance(event, NodeNoticed):
+        metrics.count("nodes.noticed")
     elif isinstance(event, JobWentBack):
         metrics.count("job.went_back", event.num_new)
         metrics.count("job.steps_repeated", event.num_repeated)

@@ -1,19 +1,15 @@
 """Answers the health checks of schedulers: is the agent's process still doing its work?
 
-Owns the hook (``HealthCheckServer``: derive from it for another protocol) and a small HTTP server on loopback.
+Owns the hook (``HealthCheckServer``: derive from it for another protocol). The server is that of ``phalanx.watch``;
+``--dashboard`` answers the same at ``/healthz``.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
-from phalanx.comm import _background as background
-
-log = logging.getLogger(__name__)
+from phalanx.watch._http import HttpRequest, HttpResponse, HttpServer, as_text
 
 ENV_HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
@@ -49,42 +45,25 @@ class HealthCheckServer:
 class HTTPHealthCheckServer(HealthCheckServer):
     """Answers ``GET /`` with 200 while the agent is alive and with 503 when it is not."""
 
-    _server: ThreadingHTTPServer | None = None
+    _server: HttpServer | None = None
 
     @property
     def port(self) -> int:
         """The port in use, also when 0 (any) was asked for."""
-        return self._server.server_address[1] if self._server else self._port
+        return self._server.port if self._server else self._port
 
     def start(self) -> None:
-        callback, timeout = self._alive_callback, self._timeout
+        server = HttpServer(self._answer, "127.0.0.1", self._port)
+        server.start()
+        self._server = server
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                age = time.time() - callback()
-                self.send_response(200 if age <= timeout else 503)
-                self.end_headers()
-                self.wfile.write(f"last sign of life {age:.1f} s ago\n".encode())
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
-        self._server.daemon_threads = True
-        server = self._server
-        background.start(server.serve_forever, "phalanx-health", on_failure=self._failed, attempts=background.ATTEMPTS)
-
-    def _failed(self, error: BaseException) -> None:
-        """Whoever probes shall get no answer, rather than wait for one."""
-        log.error("the health check on port %d has ended: %r", self.port, error)
-        if self._server:
-            self._server.server_close()
-            self._server = None
+    def _answer(self, request: HttpRequest) -> HttpResponse:
+        age = time.time() - self._alive_callback()
+        return as_text(f"last sign of life {age:.1f} s ago\n", 200 if age <= self._timeout else 503)
 
     def stop(self) -> None:
         if self._server:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.stop()
             self._server = None
 
 

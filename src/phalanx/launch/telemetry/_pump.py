@@ -13,12 +13,15 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.comm import _background as background
 from phalanx.comm._background import Background
+from phalanx.launch.telemetry._line_merger import HOLD, LineMerger
+from phalanx.launch.telemetry._terminal import Terminal
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,11 @@ class Sinks:
     filtered_path: str = ""
     num_lost: int = 0
     """Pieces of output that a log file did not take in a row."""
+    rank: int = -1
+    merger: LineMerger | None = None
+    """Where equal lines of several ranks become one before they go to the console."""
+    terminal: Terminal | None = None
+    """The terminal behind the console, if it has a live line."""
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=64))
     partial: bytes = b""
 
@@ -45,6 +53,8 @@ class LogPump:
     """Moves streams: start it, then ``add`` them; ``drain`` before reading a tail; ``close`` in the end."""
 
     def __init__(self) -> None:
+        self.merger = LineMerger()
+        self.terminal: Terminal | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -106,12 +116,18 @@ class LogPump:
             if drains or is_closing:
                 while self._pass_on(self._selector.select(0)):
                     pass
+                self._show_merged(float("inf"))
                 for event in drains:
                     event.set()
             if is_closing:
                 self._finish()
                 return
-            self._pass_on(self._selector.select())
+            self._pass_on(self._selector.select(HOLD if self.merger.is_holding else None))
+            self._show_merged(time.monotonic())
+
+    def _show_merged(self, now: float) -> None:
+        for fd, line in self.merger.due(now):
+            _show(self.terminal, fd, line)
 
     def _pass_on(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> int:
         """Return how many worker streams had something."""
@@ -143,6 +159,7 @@ class LogPump:
         for key in list(self._selector.get_map().values()):
             if key.fileobj is not self._wake_read:
                 self._forget(key)
+        self._show_merged(float("inf"))
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
@@ -152,8 +169,8 @@ def deliver(sinks: Sinks, data: bytes) -> None:
     """Give bytes to all sinks of a stream: files and plain consoles at once, prefixed or filtered ones line by line."""
     if sinks.file_fd >= 0:
         _note(sinks, _write(sinks.file_fd, data))
-    if sinks.console_fd >= 0 and not sinks.prefix:
-        _write(sinks.console_fd, data)
+    if sinks.console_fd >= 0 and not sinks.prefix and sinks.merger is None:
+        _show(sinks.terminal, sinks.console_fd, data)
     *lines, rest = (sinks.partial + data).split(b"\n")
     if len(rest) > _CHUNK:  # a line without end: do not let it grow for ever
         lines, rest = [*lines, rest], b""
@@ -175,8 +192,10 @@ def finish(sinks: Sinks) -> None:
 def _deliver_line(sinks: Sinks, line: bytes) -> None:
     # A progress bar rewrites its line with carriage returns; only its last state is worth keeping.
     sinks.tail.append(line.rstrip(b"\r").rpartition(b"\r")[2][-_TAIL_BYTES:])
-    if sinks.console_fd >= 0 and sinks.prefix:
-        _write(sinks.console_fd, sinks.prefix + line + b"\n")
+    if sinks.console_fd >= 0 and sinks.merger is not None:
+        sinks.merger.add(sinks.rank, sinks.console_fd, line, time.monotonic())
+    elif sinks.console_fd >= 0 and sinks.prefix:
+        _show(sinks.terminal, sinks.console_fd, sinks.prefix + line + b"\n")
     if sinks.filters and any(text in line for text in sinks.filters):
         try:
             with open(sinks.filtered_path, "ab", buffering=0) as file:
@@ -194,6 +213,14 @@ def _note(sinks: Sinks, problem: OSError | None) -> None:
     elif sinks.num_lost:
         log.warning("a worker's log file can be written again; it lacks %d pieces", sinks.num_lost)
         sinks.num_lost = 0
+
+
+def _show(terminal: Terminal | None, fd: int, data: bytes) -> None:
+    """Write to the console, above its live line if there is one."""
+    if terminal is None:
+        _write(fd, data)
+    else:
+        terminal.write(fd, data)
 
 
 def _write(fd: int, data: bytes) -> OSError | None:

@@ -20,14 +20,17 @@ from string import Template
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.failures._process_failure import TAIL_LINES, ProcessFailure
 from phalanx.launch.system import _linux
+from phalanx.launch.system._signals import parse_signals
 from phalanx.launch.telemetry._logs import LogsDest, open_log
 from phalanx.launch.telemetry._pump import LogPump, Sinks, tail_of_file, tail_of_sinks
+from phalanx.launch.telemetry._terminal import Terminal
 from phalanx.launch.workers._call import open_anonymous, read_result
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._start import WorkerStart
 from phalanx.launch.workers._worker_environment import JobFacts, RankAssignment, worker_environment
 from phalanx.launch.workers._worker_handle import WorkerHandle
 from phalanx.launch.workers._zygotes import Zygotes
+from phalanx.protocol import ENV_POSITION_FILE
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,10 @@ class WorkerPool:
         self._scratch = ""
         self._env: dict[str, str] = {}
         self._started_at = -SETTLED
+
+    def show_on(self, terminal: Terminal) -> None:
+        """Write the workers' output above the live line of a terminal."""
+        self._pump.terminal = terminal
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -120,18 +127,21 @@ class WorkerPool:
         error_file = dest.error_files.get(rank, "")
         has_directory = bool(error_file) and error_file != os.devnull
         stacks = os.path.join(os.path.dirname(error_file), "stacks.log") if has_directory else ""
+        position = os.path.join(os.path.dirname(error_file), "position.json") if has_directory else ""
         worker = WorkerHandle(
             assignment=assignment,
             process=process,
             error_file=error_file if has_directory else "",
             stacks_file=stacks,
+            position_file=position,
             stderr_path=dest.stderrs.get(rank, ""),
             started_at=time.monotonic(),
             born=assignment.generation,
         )
-        if has_directory:
+        for old in (error_file, position) if has_directory else ():
             with suppress(OSError):
-                os.unlink(error_file)
+                os.unlink(old)
+        env = {**env, ENV_POSITION_FILE: position}
         order, fds = (start if is_warm else start.cold()).order(env, rank, stacks, self._scratch)
         order["cpus"] = self._cpus_of(assignment)
         prefix = self._prefix(assignment)
@@ -178,7 +188,8 @@ class WorkerPool:
         if file_fd < 0 and path and name == "stderr":
             worker.stderr_path = ""
         path = path if file_fd >= 0 else ""
-        if not path and name == "stdout":
+        is_merged = not path and config.merges_lines
+        if not path and name == "stdout" and not is_merged:
             return {}  # the agent's own stdout, inherited
         sinks = Sinks(
             console_fd=console,
@@ -186,6 +197,9 @@ class WorkerPool:
             prefix=prefix if is_tee else b"",
             filters=tuple(text.encode() for text in filters) if is_tee else (),
             filtered_path=filtered_path,
+            rank=worker.assignment.rank,
+            merger=self._pump.merger if is_merged else None,
+            terminal=self._pump.terminal,
         )
         if name == "stderr":
             worker.stderr_sinks = sinks
@@ -270,6 +284,11 @@ class WorkerPool:
             or (failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not worker.is_killed)
         ]
 
+    def stderr_tail_of(self, worker_id: str) -> tuple[str, ...]:
+        """Return the last lines that a worker wrote to stderr, as far as they pass by here or lie in a file."""
+        worker = self.workers.get(worker_id)
+        return () if worker is None else self._stderr_tail(worker)
+
     def _stderr_tail(self, worker: WorkerHandle) -> tuple[str, ...]:
         if worker.stderr_sinks is not None:
             self._pump.drain()
@@ -297,6 +316,17 @@ class WorkerPool:
         for worker_id in list(self.workers):
             self.forget(worker_id)
         return unheard
+
+    def failures_among(self, worker_ids: Sequence[str]) -> list[ProcessFailure]:
+        """Return the failures of those of these workers that have ended otherwise than well."""
+        workers = [self.workers[worker_id] for worker_id in worker_ids]
+        return [self.failure_of(m) for m in workers if not m.is_running and not m.has_succeeded]
+
+    def ask_to_leave(self, worker_ids: Collection[str]) -> None:
+        """Ask those of these workers that run, and have not been asked yet, to leave at their next step boundary."""
+        for worker in [m for m in self.running if m.id in worker_ids and not m.is_asked_to_leave]:
+            worker.is_asked_to_leave = True
+            worker.process.send_signal(parse_signals(self.config.leave_signal)[0], to_group=False)
 
     def stopped_ids(self) -> list[str]:
         """Return workers that SIGSTOP or a debugger holds."""

@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import TypeVar
 
-from phalanx import protocol
+from phalanx import _drop_in, protocol
 from phalanx.launch.failures._recording import record_exception
 from phalanx.launch.workers._after_fork import prepare_python
 
@@ -30,6 +30,7 @@ def run_script(target: str, args: tuple[str, ...], *, is_module: bool) -> int:
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     _set_first_path(directory_of(target, is_module=is_module))
+    _drop_in.install_from(os.environ)
     try:
         if is_module:
             # The very function behind ``python -m``: it also sets argv[0], __spec__ and __package__.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx import protocol
+from phalanx import _drop_in, protocol
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.protocol import timeouts
 
@@ -73,9 +73,12 @@ def worker_environment(
         protocol.ENV_GENERATION: assignment.generation,
         protocol.ENV_WORKER_ID: assignment.worker_id,
         protocol.ENV_ON_FAILURE: config.on_failure,
+        protocol.ENV_LEAVE_SIGNAL: config.leave_signal,
         protocol.ENV_REGROUP_TIMEOUT: job.regroup_timeout,
         **thread_defaults(assignment.local_size, outer),
     }
+    if config.drop_in:
+        env[_drop_in.VARIABLE] = ",".join(config.drop_in)
     if job.secret_file:
         env[protocol.ENV_SECRET_FILE] = job.secret_file
         env[protocol.ENV_SECRET] = ""  # the file was named for this job; the variable may be another one's

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.launch.telemetry._pump import Sinks
 from phalanx.launch.workers._processes import WorkerProcess
 from phalanx.launch.workers._worker_environment import RankAssignment
+from phalanx.protocol import RecordError, WorkPosition
 
 
 @dataclass(kw_only=True)
@@ -20,6 +21,7 @@ class WorkerHandle:
     stderr_sinks: Sinks | None = None
     error_file: str = ""
     stacks_file: str = ""
+    position_file: str = ""
     result_fd: int = -1
     started_at: float = 0.0
     born: int = 0
@@ -51,6 +53,14 @@ class WorkerHandle:
     def has_succeeded(self) -> bool:
         is_well = self.process.exit_code == 0 or (self.has_done_its_part and not self.is_running)
         return is_well and not self.problem
+
+    def place(self) -> str:
+        """Return what it computes, or computed when it died; empty if it has left no note."""
+        try:
+            with open(self.position_file, "rb") as file:
+                return WorkPosition.from_json(file.readline(4096)).describe()
+        except (OSError, RecordError):
+            return ""
 
     @property
     def wants_successor(self) -> bool:

@@ -154,12 +154,18 @@ class _Server:
     def _fork(self, token: str, order_fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        # A SIGTERM that comes to the fork before it has its own disposition waits: our handler would end all workers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         except OSError as error:
             os.close(order_fd)
             self.say({"kind": "fork_failed", "token": token, "error": str(error)})
             return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if pid == 0:
             self._become_worker(order_fd)
         os.close(order_fd)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from phalanx.shard.files._index import CheckpointError
 from phalanx.shard.files._safetensors import DTYPES, mapped_file, put_in_place, sync_folder
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.tensor._tensor import ShardedTensor
+from phalanx.storage import Place, RemotePath, as_place
+from phalanx.storage._open_tensors import open_tensors
+from phalanx.storage._transfer import upload_folder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,14 +44,14 @@ FILE_BYTES = 5 << 30
 class FullFiles:
     """Tensors in safetensors files, opened for reading: a rank reads what it needs of each."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | RemotePath) -> None:
+        self.path = as_place(path)
         self.bytes_read = 0
         self._files = _files_of(self.path)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Place, Any] = {}
 
     @staticmethod
-    def are_at(path: Path) -> bool:
+    def are_at(path: Place) -> bool:
         """Return whether there are such files."""
         return path.is_file() or (path / SINGLE).exists() or (path / INDEX).exists()
 
@@ -80,23 +84,23 @@ class FullFiles:
             raise KeyError(f"no tensor {name!r} in {self.path}; there are {len(self._files)}: {known}")
         try:
             return self._handle(file).get_slice(name)
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file} has no tensor {name!r}, which {self.path / INDEX} says it has") from error
 
-    def _handle(self, file: Path) -> Any:
+    def _handle(self, file: Place) -> Any:
         if file not in self._open:
             self._open[file] = _opened(file)
         return self._open[file]
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: Place) -> Any:
     try:
-        return safetensors.safe_open(file, framework="pt")
-    except (safetensors.SafetensorError, OSError) as error:
+        return open_tensors(file)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
 
 
-def _files_of(path: Path) -> dict[str, Path]:
+def _files_of(path: Place) -> dict[str, Place]:
     """Say in which file each tensor lies."""
     if (path / INDEX).exists():
         return _indexed(path)
@@ -104,7 +108,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     return dict.fromkeys(_opened(file).keys(), file)
 
 
-def _indexed(folder: Path) -> dict[str, Path]:
+def _indexed(folder: Place) -> dict[str, Place]:
     what = str(folder / INDEX)
     try:
         fields = Fields(load_json((folder / INDEX).read_bytes(), what), what)
@@ -121,7 +125,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
 
 def save_full(
     state: Mapping[str, Any],
-    path: str | Path,
+    path: str | Path | RemotePath,
     *,
     dst: int = 0,
     process_group: Any = None,
@@ -143,12 +147,17 @@ def save_full(
         if not isinstance(value, Tensor):
             raise TypeError(f"{name!r} is a {type(value).__name__}; full files hold tensors")
     sharded, group = sharded_entries(state, process_group)
-    folder = Path(path)
+    target = as_place(path)
+    if isinstance(target, RemotePath):
+        _save_to_bucket(state, target, group, dst, overwrite, max_file_bytes, max_bytes)
+        return
+    folder = target
     partial = folder.with_name(f"{folder.name}.partial")
     problem = ""
     if group.rank == dst:
         problem = _begin(folder, partial, overwrite)
-    files = list(_split(state, max_file_bytes))
+    sizes = {name: value.numel() * value.element_size() for name, value in state.items()}
+    files = list(split_into_files(sizes, max_file_bytes))
     for file, names in files:
         told = _write(
             state, sharded, group, dst, None if problem or group.rank != dst else partial / file, names, max_bytes
@@ -163,6 +172,49 @@ def save_full(
         raise CheckpointError(f"saving {folder} failed: rank {dst}: {problem}")
 
 
+def _save_to_bucket(
+    state: Mapping[str, Any],
+    target: RemotePath,
+    group: Group,
+    dst: int,
+    overwrite: bool,
+    max_file_bytes: int,
+    max_bytes: int | None,
+) -> None:
+    """Write the files on ``dst``'s disk first, then have them in the bucket; the index goes last."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as scratch:  # on all ranks: it costs nothing
+        problem, folder = "", Path(scratch) / "files"
+        if group.rank == dst:
+            problem = _told(lambda: _refuse_existing(target, overwrite))
+        problem = group.broadcast_value(problem, dst)
+        if not problem:
+            save_full(state, folder, dst=dst, process_group=group, max_file_bytes=max_file_bytes, max_bytes=max_bytes)
+            if group.rank == dst:
+                problem = _told(lambda: upload_files(folder, target))
+            problem = group.broadcast_value(problem, dst)
+    if problem:
+        raise CheckpointError(f"saving {target} failed: rank {dst}: {problem}")
+
+
+def _refuse_existing(target: RemotePath, overwrite: bool) -> None:
+    if not overwrite and target.exists():
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+
+
+def _told(action: Callable[[], None]) -> str:
+    """Return what went wrong, as text."""
+    try:
+        action()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def upload_files(folder: Path, target: RemotePath) -> None:
+    """Have a folder of files in a bucket; what readers look for first goes last."""
+    upload_folder(folder, target, INDEX if (folder / INDEX).exists() else SINGLE)
+
+
 def _begin(folder: Path, partial: Path, overwrite: bool) -> str:
     try:
         if folder.exists() and not overwrite:
@@ -174,12 +226,11 @@ def _begin(folder: Path, partial: Path, overwrite: bool) -> str:
     return ""
 
 
-def _split(state: Mapping[str, Tensor], max_file_bytes: int) -> Iterator[tuple[str, list[str]]]:
-    """Deal the tensors out to files of at most so many bytes (or one tensor), in order."""
+def split_into_files(sizes: Mapping[str, int], max_file_bytes: int) -> Iterator[tuple[str, list[str]]]:
+    """Deal tensors of so many bytes out to files of at most ``max_file_bytes`` (or one tensor), in order."""
     groups: list[list[str]] = [[]]
     pending = 0
-    for name, value in state.items():
-        nbytes = value.numel() * value.element_size()
+    for name, nbytes in sizes.items():
         if groups[-1] and pending + nbytes > max_file_bytes:
             groups.append([])
             pending = 0

@@ -1,220 +1,19 @@
-"""Loads any layout from any other, each rank reading only the byte ranges that its boxes need; no collectives.
-
-Files are mapped, and every block of which a byte is used is checked against the index first. Nothing is unpickled.
-"""
+"""Fills tensors of any layout from files that we or others wrote; each rank reads what it holds."""
 
 from __future__ import annotations
 
-import io
-import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import product
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from phalanx._signature import resolve_secret
-from phalanx.comm.torch_interop._dcp import HeldBox
-from phalanx.shard.checkpoint._full_files import FullFiles
+from phalanx.shard.checkpoint._checkpoint import Readable, read_into
+from phalanx.shard.checkpoint._saved import open_saved, prefix_of
 from phalanx.shard.exchange._groups import as_group
-from phalanx.shard.files._index import (
-    BLOCK,
-    CheckpointError,
-    StoredShard,
-    StoredTensor,
-    digest,
-    read_index,
-)
-from phalanx.shard.files._safetensors import DTYPES
-from phalanx.shard.layout._boxes import Box, intersect, view_of
-from phalanx.shard.tensor._sharding_spec import ShardingSpec
-from phalanx.shard.tensor._tensor import ShardedTensor
-from phalanx.tensor import DTensor
-
-_MANY_RUNS = 4096
-
-
-class Checkpoint:
-    """A saved state, opened for reading.
-
-    >>> saved = Checkpoint("checkpoints/step-100")                              # doctest: +SKIP
-    >>> table = saved.load("table.weight", ChunkShardingSpec(0, placements))    # doctest: +SKIP
-
-    With a ``secret`` (default: PHALANX_CHECKPOINT_SECRET) only an index that was signed with it is accepted;
-    ``b""`` means none. ``verify=False`` trusts the files' bytes.
-    """
-
-    def __init__(self, path: str | Path, *, verify: bool = True, secret: bytes | None = None) -> None:
-        self.path = Path(path)
-        self.bytes_read = 0
-        self._verify = verify
-        self._index = read_index(self.path, resolve_secret(secret))
-        self._maps: dict[str, mmap.mmap] = {}
-        self._checked: set[tuple[str, int]] = set()
-
-    def names(self) -> list[str]:
-        return sorted(self._index.tensors)
-
-    def size(self, name: str) -> torch.Size:
-        return torch.Size(self._stored(name).size)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._stored(name).dtype]
-
-    def load(self, name: str, sharding_spec: ShardingSpec, *, process_group: Any = None) -> ShardedTensor:
-        """Return one tensor under a spec, on any group."""
-        made = ShardedTensor(sharding_spec, self.size(name), dtype=self.dtype(name), process_group=process_group)
-        self.read_into(name, made)
-        return made
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return one tensor, or a box of it, as a plain tensor."""
-        box = Box.of_size(self.size(name)) if box is None else box
-        out = torch.empty(box.sizes, dtype=self.dtype(name))
-        self.fill(name, out, box)
-        return out
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill a ShardedTensor, a DTensor or a plain tensor; each rank reads what it holds."""
-        _read(self, name, target)
-
-    def _stored(self, name: str) -> StoredTensor:
-        stored = self._index.tensors.get(name)
-        if stored is None:
-            known = ", ".join(self.names()[:10])
-            raise KeyError(f"no tensor {name!r} in {self.path}; there are {len(self._index.tensors)}: {known}")
-        return stored
-
-    def fill(self, name: str, out: Tensor, box: Box) -> None:
-        """Read a box of a tensor into ``out``."""
-        stored = self._stored(name)
-        dtype = DTYPES[stored.dtype]
-        for shard in stored.shards:
-            common = intersect(shard.box, box)
-            if common is None:
-                continue
-            wanted = view_of(out, common, box.offsets)
-            if common == shard.box and wanted.dtype == dtype and wanted.is_contiguous() and wanted.device.type == "cpu":
-                self._read_whole(name, shard, wanted)
-            else:
-                wanted.copy_(view_of(self._map(name, shard, dtype, common), common, shard.offsets))
-
-    def _read_whole(self, name: str, shard: StoredShard, out: Tensor) -> None:
-        """Read a complete stored shard, straight from the file into the tensor, block by block."""
-        data = out.view(-1).view(torch.uint8).numpy().data
-        self._check_place(name, shard, len(data))
-        with self._opened(name, shard.file) as file:
-            file.seek(shard.begin)
-            for block in range(len(shard.sums)):
-                part = data[block * BLOCK : (block + 1) * BLOCK]
-                filled = 0
-                while filled < len(part):
-                    count = file.readinto(part[filled:])
-                    if not count:
-                        raise CheckpointError(f"{self.path / shard.file} ends early; {name!r} needs more of it")
-                    filled += count
-                self._check(name, shard, data, block, known=False)
-
-    def _map(self, name: str, shard: StoredShard, dtype: torch.dtype, common: Box) -> Tensor:
-        """Return the stored shard as a tensor over the mapped file, with the blocks that hold ``common`` checked."""
-        nbytes = shard.box.volume * dtype.itemsize
-        self._check_place(name, shard, nbytes)
-        memory = self._map_file(name, shard.file)
-        data = memoryview(memory)[shard.begin : shard.begin + nbytes]
-        for begin, end in runs(common, shard.box, dtype.itemsize):
-            for block in range(begin // BLOCK, -(-end // BLOCK)):
-                self._check(name, shard, data, block)
-        raw = torch.frombuffer(memory, dtype=torch.uint8, offset=shard.begin, count=nbytes)
-        if shard.begin % dtype.itemsize:
-            raw = raw.clone()  # foreign files may not be aligned
-        return raw.view(dtype).view(shard.sizes)
-
-    def _check(self, name: str, shard: StoredShard, data: memoryview, block: int, *, known: bool = True) -> None:
-        """Compare a block with its digest; what is read from the same mapping (``known``) is checked once."""
-        key = (shard.file, shard.begin + block * BLOCK)
-        if known and key in self._checked:
-            return
-        part = data[block * BLOCK : (block + 1) * BLOCK]
-        self.bytes_read += len(part)
-        if self._verify and digest(part) != shard.sums[block]:
-            raise CheckpointError(
-                f"{self.path / shard.file}: {name!r} is damaged: bytes {key[1]} to {key[1] + len(part)} do not have "
-                f"the digest that the index gives; restore the file or use another checkpoint"
-            )
-        if known:
-            self._checked.add(key)
-
-    def _check_place(self, name: str, shard: StoredShard, nbytes: int) -> None:
-        path, wanted = self.path / shard.file, self._index.files.get(shard.file)
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; {name!r} needs it") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; {name!r} needs it") from error
-        if found != wanted:
-            raise CheckpointError(f"{path} is torn: it has {found} bytes, the index says {wanted}; {name!r} needs it")
-        if shard.begin < 0 or shard.begin + nbytes > found or len(shard.sums) != -(-nbytes // BLOCK):
-            raise CheckpointError(f"{path}: {name!r} does not lie inside the file; the index is wrong")
-
-    def _map_file(self, name: str, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            with self._opened(name, file) as opened:
-                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
-
-    @contextmanager
-    def _opened(self, name: str, file: str) -> Iterator[io.FileIO]:
-        """Open a file of the checkpoint; what the disk says of it is an error of the checkpoint."""
-        try:
-            with open(self.path / file, "rb", buffering=0) as opened:
-                yield opened
-        except OSError as error:
-            raise CheckpointError(f"{self.path / file} cannot be read: {error}; {name!r} needs it") from error
-
-
-def _read(saved: Checkpoint | FullFiles, name: str, target: Tensor) -> None:
-    size = saved.size(name)
-    if tuple(target.shape) != tuple(size):
-        raise ValueError(f"{name!r} has size {tuple(size)} in {saved.path}, the target {tuple(target.shape)}")
-    with torch.no_grad():
-        for held in held_by(target):
-            saved.fill(name, held.tensor, Box(held.offsets, held.sizes))
-
-
-def held_by(target: Tensor) -> list[HeldBox]:
-    """Return what this rank holds of a tensor of any kind, to be filled."""
-    if isinstance(target, (DTensor, ShardedTensor)):
-        return target._held_boxes("load")
-    return [HeldBox((0,) * target.dim(), tuple(target.shape), target.detach())]
-
-
-def runs(inner: Box, stored: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of ``inner`` in a row-major array that is ``stored``; one wide range if very many."""
-    starts = [begin - first for begin, first in zip(inner.offsets, stored.offsets, strict=True)]
-    strides = [prod(stored.sizes[dim + 1 :]) for dim in range(len(stored.sizes))]
-    dim = len(stored.sizes)
-    while dim > 0 and inner.sizes[dim - 1] == stored.sizes[dim - 1]:
-        dim -= 1
-    # Dims from ``dim`` on are complete: one run spans inner.sizes[dim - 1] steps of the dim before.
-    outer = max(dim - 1, 0)
-    length = (inner.sizes[outer] * strides[outer] if inner.sizes else 1) * itemsize
-    base = sum(start * stride for start, stride in zip(starts, strides, strict=True)) * itemsize
-    if prod(inner.sizes[:outer]) > _MANY_RUNS:
-        last = sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) * itemsize
-        yield base, base + last + itemsize
-        return
-    for position in product(*(range(size) for size in inner.sizes[:outer])):
-        begin = base + sum(at * stride for at, stride in zip(position, strides, strict=False)) * itemsize
-        yield begin, begin + length
+from phalanx.storage import RemotePath
 
 
 def load(
-    path: str | Path,
+    path: str | Path | RemotePath,
     state: Mapping[str, Any],
     *,
     strict: bool = True,
@@ -224,8 +23,10 @@ def load(
 ) -> None:
     """Fill the tensors of ``state`` in place from a checkpoint saved under any layout and any number of ranks.
 
-    ``path`` may also be a safetensors file, or a folder of them, that another tool wrote (``model.safetensors``, or
-    several with ``model.safetensors.index.json``): each rank reads only the slices that it holds.
+    ``path`` may also be what another tool wrote: a safetensors file, or a folder with ``model.safetensors`` or several
+    files and an index, a folder of ``torch.distributed.checkpoint``, a file of ``torch.save`` (tensors only) or a
+    folder with ``pytorch_model.bin``. Each rank reads only what it holds. Where all tensors of ``state`` stand below
+    one key (``model``, say), it is found by itself.
 
     Without ``strict``, tensors that the checkpoint does not have stay as they are. No collective, except that with
     ``process_group`` the ranks wait for one another at the end. ``verify`` and ``secret``: see ``Checkpoint``.
@@ -236,13 +37,15 @@ def load(
         CheckpointError: the checkpoint is missing, torn or damaged; the message names file and tensor.
         KeyError: a tensor is not in it. ValueError: one has another size.
     """
-    if FullFiles.are_at(Path(path)):
-        saved: FullFiles | Checkpoint = FullFiles(path)
-    else:
-        saved = Checkpoint(path, verify=verify, secret=secret)
-    known = set(saved.names())
-    for name, target in state.items():
-        if name in known or strict:
-            _read(saved, name, target)
+    fill_state(open_saved(path, verify=verify, secret=secret), state, strict=strict)
     if process_group is not None:
         as_group(process_group).barrier()
+
+
+def fill_state(saved: Readable, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Fill the tensors of ``state`` in place with those of a reader."""
+    known = set(saved.names())
+    prefix = prefix_of(known, list(state))
+    for name, target in state.items():
+        if prefix + name in known or strict:
+            read_into(saved, prefix + name, target)

@@ -20,6 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.shard.files._safetensors import DTYPES
 from phalanx.shard.layout._boxes import Box
 from phalanx.shard.layout._tiling import MAX_DIMS, find_fault
+from phalanx.storage import Place
 
 INDEX = "index.json"
 BLOCK = 1 << 20
@@ -75,7 +76,7 @@ def dump_index(index: Index, secret: bytes) -> str:
     return json.dumps({**outer, "mac": sign(secret, body)} if secret else outer)
 
 
-def read_index(folder: Path, secret: bytes) -> Index:
+def read_index(folder: Place, secret: bytes) -> Index:
     """Raises CheckpointError if there is none, or it is torn, changed, of another version, or badly signed.
 
     An index that is returned is sound: every shard lies inside its file, and the shards of a tensor fill it exactly.

@@ -20,22 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+from phalanx.storage._tensor_dtypes import DTYPES as DTYPES
+from phalanx.storage._tensor_dtypes import NAMES as NAMES
+
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
 
 

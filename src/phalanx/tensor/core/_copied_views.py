@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.tensor.ops._registry import OPERATORS
+from phalanx.tensor.redistribute._traced import TRACED
 
 if TYPE_CHECKING:
     from phalanx.tensor.core._dtensor import DTensor
@@ -54,6 +55,11 @@ def mark_copied_view(
     strides: tuple[int, ...] | None = None,
 ) -> None:
     """``view`` is a copy of a part of ``base``, or of what ``base`` is a copy of; ``args`` were the operation's."""
+    if type(base._local) in TRACED:
+        raise NotImplementedError(
+            f"{op} of {base._spec!r} has to be copied, which no graph of torch.compile can keep in mind: "
+            f"it runs outside of them"
+        )
     above: CopiedView | None = base._copied_view
     if above is not None:
         mark = above.read_only()

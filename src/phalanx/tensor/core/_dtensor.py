@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx._torch_private import (
-    current_dispatch_modes,
+    TracingContext,
     execution_engine,
+    is_view,
     local_scalar_dense,
     make_subclass,
     num_dispatch_modes,
@@ -35,6 +36,7 @@ from phalanx.tensor.core._copied_views import (
 )
 from phalanx.tensor.core._implicit_communication import moved_for, on_one_mesh
 from phalanx.tensor.core._modes import user_line
+from phalanx.tensor.core._tracing import handlers, is_compiling, refuse_below, run_traced
 from phalanx.tensor.layout._placement import REPLICATE, Placement, normalize
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._signatures import first_by_position
@@ -48,7 +50,7 @@ from phalanx.tensor.redistribute._execute import (
 )
 from phalanx.tensor.redistribute._plan import plan_redistribute
 
-_TRANSIENT = ("_alias", "_grads", "_lifted")  # attributes that copies and pickles leave out
+_TRANSIENT = ("_alias", "_gathered", "_grads", "_lifted")  # attributes that copies and pickles leave out
 _run_backward = execution_engine.run_backward
 
 
@@ -66,14 +68,15 @@ class DTensor(torch.Tensor, Spread):
     _copied_view: Any  # None, or what ``_copied_views.py`` says about a view that had to be copied
     _grads: tuple[Tensor, DTensor] | None = None  # the local gradient that ``grad`` was last wrapped for
     _alias: Any = None  # what operations share whose gradients are summed; see ``reduce_gradient``
+    _gathered: Any = None  # where it came from, if it was gathered for one module; see ``Gathered``
     _lifted: Any = None  # set on results of a user's autograd.Function; see ``patches/_autograd_function.py``
 
     __array_ufunc__ = None  # numpy must not turn ``dtensor + array`` into a plain array
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if num_dispatch_modes():
-            _refuse_tracing(func)
+        if num_dispatch_modes() and is_compiling(func, (args, kwargs)):
+            return run_traced(above, func, args, kwargs)
         if not args:
             args, kwargs = first_by_position(func, kwargs)
         try:
@@ -88,7 +91,7 @@ class DTensor(torch.Tensor, Spread):
     ) -> Any:
         if func is local_scalar_dense.default and type(args[0]) is cls:
             return number_of("reading a number", args[0])  # torch.arange(x), torch.full(size, x)
-        return _refuse_below(func)
+        return refuse_below(func)
 
     # ---- making and unmaking
 
@@ -145,8 +148,8 @@ class DTensor(torch.Tensor, Spread):
         collective is under way, and waits for it when its data is first used.
         """
         spec = self._spec
-        if num_dispatch_modes():
-            _refuse_tracing("redistribute")
+        if num_dispatch_modes() and is_compiling("redistribute", self):
+            async_op = False  # the graph says when it begins
         if self._copied_view is not None:
             check_up_to_date(self)
         if (
@@ -254,6 +257,14 @@ class DTensor(torch.Tensor, Spread):
             return node
         return self._lifted.node_of(node)
 
+    def _is_view(self) -> bool:
+        """Return whether the local tensor is a view; not to torch.compile, which would look for its base."""
+        return is_view(self._local) and TracingContext.try_get() is None
+
+    @property
+    def _base(self) -> None:  # type: ignore[override]  # see shape
+        return None
+
     @property
     def _version(self) -> int:  # type: ignore[override]  # see shape
         return self._local._version
@@ -324,7 +335,7 @@ class DTensor(torch.Tensor, Spread):
         value = _distributed("data", value)
         self._local.data = checked_local(value).detach()
         self._spec = value._spec
-        self._alias = None  # it would keep the memory of before
+        self._alias = self._gathered = None  # they would keep the memory of before
 
     # ---- what ``torch.distributed.checkpoint`` and data parallelism ask, by way of ``phalanx.comm``
 
@@ -363,6 +374,19 @@ class DTensor(torch.Tensor, Spread):
 
     def _over(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         return wrap(function(checked_local(self).detach()), self._spec)
+
+    # ---- what ``torch.compile`` asks of a tensor that holds another
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local"], (self._spec, self._local.requires_grad, self._copied_view is None)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], facts: Any, size: Any, stride: Any) -> DTensor:
+        return wrap(inner["_local"], facts[0])
+
+    @classmethod
+    def __metadata_guard__(cls, before: Any, now: Any) -> bool:
+        return bool(before == now)
 
     # ---- text and copies
 
@@ -407,30 +431,6 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     result._spec = spec
     result._copied_view = None
     return result
-
-
-def _refuse_tracing(func: Any) -> None:
-    """Raise inside a tracer: what it records would be wrong on every other rank and for every other input."""
-    for mode in current_dispatch_modes():
-        if type(mode).__name__ in ("ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"):
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} on a DTensor inside make_fx, torch.export or torch.compile: "
-                f"tracing DTensors is not supported. Trace the plain module before it is distributed"
-            )
-
-
-def _refuse_below(func: Any) -> NoReturn:
-    """Raise for ``func`` that reached a DTensor below autograd: the wrapper has no data there."""
-    reached = f"{func} reached a DTensor below autograd, where it is not distributed. "
-    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-        raise RuntimeError(
-            f"{reached}Functions of torch.distributed take plain tensors: use d.redistribute() or d.full_tensor(), "
-            f"or give them d.to_local()"
-        )
-    raise RuntimeError(
-        f"{reached}Constructors such as torch.tensor(d) take plain tensors: use d.full_tensor() or d.to_local(). "
-        f"In place of torch.func use torch.autograd.grad and torch.autograd.functional"
-    )
 
 
 def number_of(op: str, tensor: Tensor) -> Any:
@@ -480,10 +480,6 @@ def _rebuild(
     tensor = wrap(local.requires_grad_(requires_grad), spec)
     tensor.__dict__.update(state)
     return tensor
-
-
-# What runs each torch function; found once for each by ``above.find_handler``.
-handlers: dict[Any, Any] = {}
 
 
 class Above:

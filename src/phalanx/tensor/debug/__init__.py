@@ -12,8 +12,9 @@ from phalanx.tensor.debug._enforce import (
     check_contract,
     comm_contract,
 )
+from phalanx.tensor.debug._layout_summary import layout_summary
 from phalanx.tensor.debug._picture import sharding_png, sharding_svg
-from phalanx.tensor.debug._visualize import layout_summary, visualize_sharding
+from phalanx.tensor.debug._visualize import visualize_sharding
 
 __all__ = [
     "Allowance",

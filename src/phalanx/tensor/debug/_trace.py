@@ -135,3 +135,11 @@ def readable(nbytes: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.4g} GB"
+
+
+def in_columns(rows: list[list[str]]) -> str:
+    """Return rows of cells as text, columns padded to one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,15 +1,13 @@
 """A layout in the terminal: who holds which rows and columns.
 
-Owns ``visualize_sharding`` and ``layout_summary``. Nothing is communicated: a layout is known to every rank.
+Owns ``visualize_sharding``. Nothing is communicated: a layout is known to every rank.
 """
 
 from __future__ import annotations
 
-from torch import nn
-
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.debug._tiles import Range, layout_of, tiles
-from phalanx.tensor.debug._trace import describe, readable
+from phalanx.tensor.debug._trace import in_columns
 from phalanx.tensor.layout._spec import Spec
 
 
@@ -34,7 +32,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     elif use_rich:
         _print_rich(spec, names, sides, cells)
     else:
-        print(_plain([["", *names], *([side, *line] for side, line in zip(sides, cells, strict=True))]))
+        print(in_columns([["", *names], *([side, *line] for side, line in zip(sides, cells, strict=True))]))
 
 
 def _grid(spec: Spec) -> tuple[list[str], list[str], list[list[str]]]:
@@ -64,28 +62,3 @@ def _print_rich(spec: Spec, names: list[str], sides: list[str], cells: list[list
     for side, line in zip(sides, cells, strict=True):
         table.add_row(side, *(f"[{colours[texts.index(text) % len(colours)]}]{text}[/]" for text in line))
     Console().print(table)
-
-
-def layout_summary(module: nn.Module) -> str:
-    """Return one line per parameter: its name, shape and layout, and the bytes this rank holds of how many.
-
-    >>> print(layout_summary(model))   # doctest: +SKIP
-    up.weight   float32[10, 6] [tp:S(0)]  120 B of 240 B
-    up.bias     float32[10] [tp:S(0)]     20 B of 40 B
-    total                                 140 B of 280 B
-    """
-    lines, here, everything = [], 0, 0
-    for name, parameter in module.named_parameters():
-        local = parameter._local if isinstance(parameter, DTensor) else parameter
-        own, full = local.numel() * local.element_size(), parameter.numel() * parameter.element_size()
-        here, everything = here + own, everything + full
-        lines.append([name, describe(parameter), f"{readable(own)} of {readable(full)}"])
-    return _plain([*lines, ["total", "", f"{readable(here)} of {readable(everything)}"]])
-
-
-def _plain(rows: list[list[str]]) -> str:
-    """Columns padded to one width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

@@ -50,15 +50,18 @@ def column_row_pair(module: str, *, nbytes: int | None = None) -> CommContract:
 
 
 def sequence_parallel_pair(
-    module: str, *, nbytes: int | None = None, input_gradient: Literal["all_reduce", "reduce_scatter"] = "all_reduce"
+    module: str,
+    *,
+    nbytes: int | None = None,
+    input_gradient: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
 ) -> CommContract:
     """Return the contract of such a pair between activations that are sharded by position.
 
     The input is gathered before the columns, the output reduce-scattered behind the rows; backward gathers the gradient
-    of the output. In the textbook the gradient of the input is reduce-scattered then. A DTensor's gradient of a
-    gathered input is all-reduced and cut, which gives the same numbers at twice the traffic: hence the default of
-    ``input_gradient``. ``nbytes``: of the whole activation. Activations that pass between blocks as plain tensors are
-    one more small all-gather each, of their sizes; as DTensors they are not.
+    of the output and reduce-scatters that of the input. ``input_gradient="all_reduce"``: of an input that the model
+    gathers itself, by ``redistribute``; its gradient is a tensor of its own, summed on every rank and then cut.
+    ``nbytes``: of the whole activation. Activations that pass between blocks as plain tensors are one more small
+    all-gather each, of their sizes; as DTensors they are not.
     """
     return CommContract(
         _line(module, "forward", "all_gather", 1, nbytes),

@@ -27,9 +27,10 @@ from phalanx._torch_private import (
 )
 from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._copied_views import check_up_to_date, checked_local
-from phalanx.tensor.core._dtensor import DTensor, above, handlers, number_of, wrap
+from phalanx.tensor.core._dtensor import DTensor, above, number_of, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
 from phalanx.tensor.core._modes import calling_code, settings, user_line
+from phalanx.tensor.core._tracing import handlers
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec, axes_in, on_root
 from phalanx.tensor.ops._registry import OPERATORS, OpName, op_name

@@ -143,3 +143,104 @@ def resized(func: Any, args: Any, kwargs: Any) -> Any:
     with without_user_modes():
         size = list(told(torch.empty(x.shape, device="meta"), None, factors).shape[2:])
     return run_rule(func, (x, size, *options[1:], *factors), None)
+
+
+def index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.index_put(indices, values)``: an assignment to a copy. Sums (``accumulate``) are computed replicated."""
+    return _assigned(func, args, kwargs, torch.clone)
+
+
+def index_put_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.index_put_(indices, values)``: an assignment."""
+    return _assigned(func, args, kwargs, lambda x: x)
+
+
+def _assigned(func: Any, args: Any, kwargs: Any, target: Callable[[Any], Any]) -> Any:
+    given = {**dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)), **(kwargs or {})}
+    x: Any = given.get("input")
+    values: Any = given.get("values")
+    keys: Any = given.get("indices")
+    known = isinstance(x, DTensor) and isinstance(values, DTensor) and isinstance(keys, (list, tuple))
+    if not known or given.get("accumulate", False) or x.dtype is not values.dtype or len(given) > 4:
+        return run_replicated(func, args, kwargs)
+    if not all(k is None or (isinstance(k, torch.Tensor) and k.dtype in _POSITIONS) for k in keys):
+        return run_replicated(func, args, kwargs)
+    written = target(x)
+    written[tuple(slice(None) if k is None else k for k in keys)] = values
+    return written
+
+
+_POSITIONS = (torch.int64, torch.int32)
+
+
+def kron(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.kron(x, y)``: every element of the one times all of the other, whose dims stand behind its own."""
+    if kwargs or len(args) != 2 or not all(isinstance(t, DTensor) for t in args):
+        return run_replicated(func, args, kwargs)
+    ndim = max(t.dim() for t in args)
+    x, y = (t.reshape([*[1] * (ndim - t.dim()), *t.shape]) for t in args)
+    outer = x.reshape([n for size in x.shape for n in (size, 1)])
+    inside = y.reshape([n for size in y.shape for n in (1, size)])
+    return (outer * inside).reshape([a * b for a, b in zip(x.shape, y.shape, strict=True)])
+
+
+def inner(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.inner(x, y)``: a product of numbers with all, else a product of matrices whose rows are the vectors."""
+    if kwargs or len(args) != 2 or not all(isinstance(t, DTensor) for t in args):
+        return run_replicated(func, args, kwargs)
+    x, y = args
+    if not x.dim() or not y.dim():
+        return x * y
+    if x.dim() == y.dim() == 1:
+        return run_rule(func, args, kwargs)
+    if x.shape[-1] != y.shape[-1] or 0 in (*x.shape, *y.shape):
+        return run_replicated(func, args, kwargs)
+    if y.dim() < 3:
+        return torch.matmul(x, y.t())
+    return torch.matmul(x, y.reshape(-1, y.shape[-1]).t()).reshape([*x.shape[:-1], *y.shape[:-1]])
+
+
+def cosine_similarity(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the product of both over their lengths, which cut vectors have where they are."""
+    given = {**dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)), **(kwargs or {})}
+    pair: list[Any] = [given.get("x1"), given.get("x2")]
+    dim, eps = given.get("dim", 1), given.get("eps", 1e-8)
+    alike = all(type(x) is DTensor and x.dim() == pair[0].dim() and x.dtype is pair[0].dtype for x in pair)
+    if not alike or not -pair[0].dim() <= dim < pair[0].dim():
+        return run_rule(func, args, kwargs)
+    if not any(p.is_shard(dim % x.dim()) for x in pair for p in x.placements):
+        return run_rule(func, args, kwargs)
+    lengths = [torch.linalg.vector_norm(x, 2, dim, True).clone() for x in pair]
+    with torch.no_grad():  # as torch does it: the gradient is that of the length, also where it is too small
+        for length in lengths:
+            length.clamp_min_(eps)
+    return (pair[0] / lengths[0] * (pair[1] / lengths[1])).sum(dim)
+
+
+def rms_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``rms_norm(x, shape, weight, eps)``: of a cut row the ranks send the sums of their squares, not the row."""
+    given = {**dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)), **(kwargs or {})}
+    x: Any = given.get("input")
+    shape: Any = given.get("normalized_shape")
+    weight, eps = given.get("weight"), given.get("eps")
+    known = isinstance(x, DTensor) and x.dtype in (torch.float32, torch.float64) and isinstance(shape, (list, tuple))
+    if not known or not (weight is None or (isinstance(weight, DTensor) and weight.dtype is x.dtype)):
+        return run_rule(func, args, kwargs)
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    fits = tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and (weight is None or weight.shape == tuple(shape))
+    if not fits or not any(p.is_shard(d) for p in x.placements for d in dims) or any(map(_is_partial, x.placements)):
+        return run_rule(func, args, kwargs)
+    result = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    return result if weight is None else result * weight
+
+
+def _is_partial(placement: Any) -> bool:
+    return bool(placement.is_partial())
+
+
+def multi_dot(func: Any, args: Any, kwargs: Any) -> Any:
+    """``linalg.multi_dot([x, y])`` is their product; the order of more is torch's to find, of gathered ones."""
+    tensors = args[0] if len(args) == 1 else ()
+    if kwargs or len(tensors) != 2 or not all(isinstance(t, DTensor) and t.dim() in (1, 2) for t in tensors):
+        return run_replicated(func, args, kwargs)
+    return torch.matmul(*tensors)

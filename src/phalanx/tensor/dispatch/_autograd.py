@@ -22,6 +22,7 @@ from phalanx.tensor.redistribute._execute import (
     exposed_gradient,
     num_averaged,
 )
+from phalanx.tensor.redistribute._gathered import keep_gradient
 
 
 def _listed(value: Any) -> list[Any]:
@@ -30,6 +31,11 @@ def _listed(value: Any) -> list[Any]:
 
 def _local(tensor: Any) -> Any:
     return tensor._local if isinstance(tensor, DTensor) else tensor
+
+
+def _keep_gradient(tensor: Any, what: str) -> None:
+    if isinstance(tensor, DTensor) and tensor._gathered is not None:
+        keep_gradient(tensor, what)
 
 
 def _seed(output: Any, given: Any) -> Any:
@@ -74,6 +80,8 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
     given.update(zip(names, args, strict=False))
     outputs = _listed(given["tensors"])
+    for tensor in _listed(given.get("inputs")):
+        _keep_gradient(tensor, "backward(inputs=...)")
     if any(isinstance(t, GradientEdge) for t in outputs):
         raise NotImplementedError(
             "torch.autograd.backward got a GradientEdge together with DTensors: give it the tensor itself"
@@ -104,6 +112,8 @@ def grad(func: Any, args: Any, kwargs: Any) -> Any:
             "torch.autograd.grad got a GradientEdge together with DTensors: an edge does not tell how the gradient is "
             "laid out. Give it the tensor itself"
         )
+    for tensor in inputs:
+        _keep_gradient(tensor, "autograd.grad")
     seeds = _listed(given.get("grad_outputs")) or [None] * len(outputs)
     found = torch.autograd.grad(
         [_local(t) for t in outputs],
@@ -127,6 +137,7 @@ def _wrapped(local: Tensor, spec: Spec) -> DTensor:
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     """Register a hook that sees the gradient as a DTensor, and may return another."""
     tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    _keep_gradient(tensor, "register_hook")
     return tensor._local.register_hook(on_gradient(tensor, hook))
 
 
@@ -154,4 +165,5 @@ def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any
 
 
 def retain_grad(func: Any, args: Any, kwargs: Any) -> None:
+    _keep_gradient(args[0], "retain_grad")
     args[0]._local.retain_grad()

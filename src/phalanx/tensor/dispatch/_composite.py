@@ -98,7 +98,48 @@ def elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
         reduction = options.get("reduction", _MEAN)
         options["reduction"] = _NONE
     each = run_rule(func, args, options)
+    return _reduced(each, reduction)
+
+
+def _reduced(each: Any, reduction: int) -> Any:
     return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
+
+
+def pairwise_distance(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the norm of the difference, which partial tensors and cut vectors have where they are."""
+    given = {**dict(zip(("x1", "x2", "p", "eps", "keepdim"), args, strict=False)), **(kwargs or {})}
+    pair: list[Any] = [given.get("x1"), given.get("x2")]
+    order = given.get("p", 2.0)
+    if not all(type(x) is DTensor and x.ndim for x in pair) or not 0 < order < math.inf:
+        return run_rule(func, args, kwargs)
+    if not (_have_cut_vectors(pair) or any(p.is_partial() for x in pair for p in x.placements)):
+        return run_rule(func, args, kwargs)
+    difference = pair[0] - pair[1] + given.get("eps", 1e-6)
+    return torch.linalg.vector_norm(difference, order, -1, bool(given.get("keepdim", False)))
+
+
+def _have_cut_vectors(tensors: list[Any]) -> bool:
+    """Return whether the last dim of one of them is cut."""
+    return any(p.is_shard(x.ndim - 1) for x in tensors for p in x.placements)
+
+
+_TRIPLET_NAMES = ("anchor", "positive", "negative", "margin", "p", "eps", "swap", "reduction")
+
+
+def triplet_margin_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the loss made of distances, where vectors are cut; else element by element."""
+    given = {**dict(zip(_TRIPLET_NAMES, args, strict=False)), **(kwargs or {})}
+    tensors: list[Any] = [given.get(name) for name in _TRIPLET_NAMES[:3]]
+    anchor, positive, negative = tensors
+    same = all(type(x) is DTensor and x.ndim and x.shape == anchor.shape for x in tensors)
+    if not same or not _have_cut_vectors(tensors):
+        return elementwise_loss(func, args, kwargs)
+    how = (given.get("p", 2.0), given.get("eps", 1e-6))
+    near, far = F.pairwise_distance(anchor, positive, *how), F.pairwise_distance(anchor, negative, *how)
+    if given.get("swap", False):
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, *how))
+    each = torch.clamp_min(given.get("margin", 1.0) + near - far, 0)
+    return _reduced(each, given.get("reduction", _MEAN))
 
 
 def broadcast_tensors(func: Any, args: Any, kwargs: Any) -> Any:

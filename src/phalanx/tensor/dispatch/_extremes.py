@@ -135,7 +135,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
     sharded = (
         None if "out" in given or type(count) is not int else _sharded_along(x, dim, "topk", at_least=max(1, count))
     )
-    if sharded is None:
+    if sharded is None or _are_more_bytes(sharded, count, x.shape[dim]):
         return run_rule(func, args, kwargs)
     dim = dim % x.ndim
     order = (bool(given.get("largest", True)), bool(given.get("sorted", True)))
@@ -143,3 +143,9 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
     best = func(sharded.along(values, dim, count), count, dim, *order)
     found = sharded.along(indices + sharded.spec.local_offset(dim), dim, count).gather(dim, best.indices)
     return type(best)((sharded.result(best.values, dim, count, True), sharded.result(found, dim, count, True)))
+
+
+def _are_more_bytes(sharded: _ShardedDims, count: int, size: int) -> bool:
+    """Return whether ``count`` candidates of each rank, values and numbers, are more than all that there is."""
+    width = sharded.spec.dtype.itemsize
+    return sharded.ranks * count * (width + torch.int64.itemsize) > size * width

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx._torch_private import is_alias_of
+from phalanx._torch_private import TracingContext, is_alias_of
 from phalanx.tensor.core._copied_views import check_writable, mark_copied_view, written
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._implicit_communication import moved_for
@@ -21,6 +21,7 @@ from phalanx.tensor.dispatch._distribute import redistribute_input
 from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._registry import OPERATORS, op_name
+from phalanx.tensor.redistribute._traced import is_traced
 
 
 def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -35,6 +36,8 @@ def run_replicated(func: Any, args: Any, kwargs: Any) -> Any:
     except NeedsPromotion:
         return run_handler(func, *promote(name, args, kwargs))
     tensors = structure.tensors
+    if TracingContext.try_get() is not None and not all(is_traced(t._local) for t in tensors):
+        raise NotImplementedError(f"{name.base} on a DTensor would communicate while torch.compile traces")
     if any(not t._spec.is_replicated for t in tensors):
         note_fallback(name.base, [t._spec for t in tensors])
     gathered = [redistribute_input(t, t._spec.replicated, name.base) for t in tensors]

@@ -26,6 +26,7 @@ from phalanx.tensor.layout._placement import Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._execute import GradLayout
 from phalanx.tensor.redistribute._log import listening, log_collectives
+from phalanx.tensor.redistribute._traced import is_traced
 
 
 def from_local(
@@ -43,6 +44,8 @@ def from_local(
         raise TypeError("from_local takes this rank's plain tensor, got a DTensor")
     check_plain("from_local", local)
     wanted = one_for_each_axis(placements, mesh, local)
+    if is_traced(local):
+        return _traced_from_local(local, mesh, wanted, run_check, shape, grad_placements)
     told = [
         axis
         for axis, p in enumerate(wanted)
@@ -61,6 +64,30 @@ def from_local(
     if stride is not None:
         _check_stride(result, tuple(stride))
     return result
+
+
+def _traced_from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    wanted: tuple[Placement, ...],
+    run_check: bool,
+    shape: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    """``from_local`` in a trace of torch.compile, where no rank may ask another: some run a graph that they have."""
+    asks = [a for a, p in enumerate(wanted) if mesh.shape[a] > 1 and shape is None and isinstance(p, Shard)]
+    if run_check or asks:
+        raise NotImplementedError(
+            f"rank {mesh.get_rank()}: from_local inside torch.compile would ask the other ranks for their shapes "
+            f"(run_check={run_check}, shape={shape}, placements={wanted}); pass shape=, the global one, or call it "
+            f"outside of the compiled function"
+        )
+    sizes = tuple(int(size) for size in (local.shape if shape is None else shape))  # a layout is made of numbers
+    spec = _fitting(local, mesh, wanted, sizes, [])
+    if grad_placements is not None:
+        apply: Any = GradLayout.apply
+        return wrap(apply(local, spec.cotangent, spec.of_gradient(grad_placements)), spec)
+    return wrap(local.view_as(local), spec)
 
 
 def _fitting(

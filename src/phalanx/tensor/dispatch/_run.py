@@ -241,7 +241,7 @@ def _move_inputs(decision: Decision, given: Any, values: list[Any], positions: S
         if local.requires_grad:
             if explicit:
                 check_reduction(decision.name, given[position]._spec, axes)
-            values[position] = reduce_gradient(given[position], local, hooks)
+            values[position] = reduce_gradient(given[position], local, hooks, axes)
 
 
 def _run_general(func: Any, args: Any, kwargs: Any) -> Any:

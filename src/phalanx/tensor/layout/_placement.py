@@ -34,7 +34,12 @@ _known: dict[tuple[type, tuple[Any, ...]], Placement] = {}
 class Placement(metaclass=_Interned):
     """How one mesh axis holds a tensor; see ``Shard``, ``Replicate``, ``Partial``."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
+
+    def __eq__(self, other: object) -> bool:  # torch.compile asks for one; what is equal is one object
+        return self is other
+
+    __hash__ = object.__hash__
 
     def is_shard(self, dim: int | None = None) -> bool:
         return False

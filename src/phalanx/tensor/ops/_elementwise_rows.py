@@ -143,6 +143,8 @@ ELEMENTWISE_ROWS: tuple[Iterable[Operator], ...] = (
     _pointwise_ops("ge", dunders="ge", sharded="shards"),
     _pointwise_ops("maximum", monotone="++", joins="max", foreach="locals", sharded="shards"),
     _pointwise_ops("minimum", monotone="++", joins="min", foreach="locals", sharded="shards"),
+    _pointwise_ops("fmax", monotone="++", passes="min", sharded="shards"),  # of not-a-number and y: y, the least
+    _pointwise_ops("fmin", monotone="++", passes="max", sharded="shards"),
     _pointwise_ops("logaddexp logaddexp2", monotone="++", sharded="shards"),
     _pointwise_ops("complex", linear="both"),
     _pointwise_ops("copy", linear="both", cast="given", foreach="contributions", sharded="copy"),
@@ -151,7 +153,7 @@ ELEMENTWISE_ROWS: tuple[Iterable[Operator], ...] = (
     _pointwise_ops("addcmul", foreach="locals", quick="addcmul_", sharded="shards"),
     _pointwise_ops("addcdiv", foreach="locals", quick="addcdiv_", sharded="shards"),
     _pointwise_ops(
-        "fmod float_power atan2 copysign not_equal greater greater_equal less less_equal fmax fmin gcd lcm heaviside "
+        "fmod float_power atan2 copysign not_equal greater greater_equal less less_equal gcd lcm heaviside "
         "hypot ldexp logical_and logical_or logical_xor nextafter xlogy isclose masked_fill",
         sharded="shards",
     ),

@@ -47,6 +47,7 @@ class Operator:
     numbers: bool = False  # numbers among its arguments are operands: a decision holds for all of them
     linear: Linear = ""  # which tensors may be partial sums, with a result that is one too
     monotone: str = ""  # by argument: "+" grows with it, "-" falls; so maxima and minima may be taken later
+    passes: Literal["", "max", "min"] = ""  # only these partial values: of the others not-a-number would come first
     joins: Literal["", "max", "min"] = ""  # it is that itself, of two tensors
     cast: torch.dtype | Literal["", "given"] = ""  # the dtype of the result
     aliasing: Literal["", "view", "self", "if_needed"] = ""  # what it may return besides a new tensor

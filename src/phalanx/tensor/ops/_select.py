@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from phalanx.tensor.layout._placement import Partial, Placement, Shard
 from phalanx.tensor.ops._rule import Choice, In, Sharding
 from phalanx.tensor.redistribute._plan import least_cost, plan_redistribute
+from phalanx.tensor.redistribute._search import LATENCY_BYTES
 
 MAX_COMBINATIONS = 96
 
@@ -60,7 +61,8 @@ def _cost(inputs: Sequence[In], layouts: Sequence[tuple[Placement, ...]], limit:
             return math.inf
         cost += plan_redistribute(source, target).cost
         if any(a.is_shard() and b.is_partial() for a, b in zip(source.placements, target.placements, strict=True)):
-            cost += source.num_elements * source.dtype.itemsize  # sends nothing now, but all of it later
+            # sends nothing now, but all of it later
+            cost += LATENCY_BYTES + source.num_elements * source.dtype.itemsize
     return cost
 
 

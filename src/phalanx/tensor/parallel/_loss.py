@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from phalanx._torch_private import assert_async
 from phalanx.comm import Group
 from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._log import listening, log_collectives
+from phalanx.tensor.redistribute._traced import is_traced, traced_all_reduce
 
 _NAMES = (
     "input",
@@ -130,7 +132,7 @@ class _RowLoss(torch.autograd.Function):
         lowest = torch.finfo(logits.dtype).min
         shape = [n for d, n in enumerate(logits.shape) if d != cut.dim]
         largest = logits.amax(cut.dim) if logits.shape[cut.dim] else logits.new_full(shape, lowest)
-        _reduce(largest, cut.groups, "max")
+        largest = _reduce(largest, cut.groups, "max")
         shifted = logits - largest.unsqueeze(cut.dim)
         total = _reduce(shifted.exp().sum(cut.dim), cut.groups, "sum")
         position, here = _own_position(logits, target, cut)
@@ -139,7 +141,7 @@ class _RowLoss(torch.autograd.Function):
             picked = torch.where(here, found, 0.0)  # not a product: a masked class is -inf
         else:
             picked = torch.zeros_like(total)
-        _reduce(picked, cut.groups, "sum")
+        picked = _reduce(picked, cut.groups, "sum")
         log_total = total.log()
         ctx.save_for_backward(given, target, largest + log_total)
         ctx.cut = cut
@@ -164,8 +166,12 @@ def _own_position(logits: Tensor, target: Tensor, cut: _ClassShards) -> tuple[Te
 
 
 def _reduce(tensor: Tensor, groups: tuple[Group, ...], op: str) -> Tensor:
+    """Reduce ``tensor`` in place; what torch.compile traces has no data, so there it is another one."""
     for group in groups:
-        group.all_reduce(tensor, op)
+        if is_traced(tensor):
+            tensor = traced_all_reduce(tensor, group, op)
+        else:
+            group.all_reduce(tensor, op)
     return tensor
 
 
@@ -203,6 +209,9 @@ def _local_target(target: Tensor, rows: Spec) -> Tensor:
 
 def _check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:
     wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if is_traced(target):
+        assert_async(~wrong.any(), f"a target is out of range for {num_classes} classes")
+        return
     if bool(wrong.any()):
         raise IndexError(f"target {int(target[wrong][0])} is out of range for {num_classes} classes")
 

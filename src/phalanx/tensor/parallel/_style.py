@@ -16,6 +16,7 @@ from phalanx.comm import DeviceMesh
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.dispatch._distribute import distribute_tensor, replicate_rest
 from phalanx.tensor.layout._placement import Placement
+from phalanx.tensor.redistribute._gathered import gathered
 
 Layout = Callable[[str], "Placement | None"]
 
@@ -59,7 +60,7 @@ def enter(
         tensor = DTensor.from_local(value, mesh, [given], shape=shape)
     else:
         raise TypeError(f"expected a tensor laid out as {given!r}, got a {type(value).__name__}")
-    return tensor if wanted is None else tensor.redistribute(placements=[wanted])
+    return tensor if wanted is None else gathered(tensor, tensor.redistribute(placements=[wanted]))
 
 
 def leave(tensor: DTensor, wanted: Placement, use_local_output: bool) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from phalanx import comm
 from phalanx._torch_private import get_tracing_state, operations
-from phalanx.tensor.core._dtensor import handlers
+from phalanx.tensor.core._tracing import handlers
 from phalanx.tensor.dispatch import _assembled, _attributes, _autograd, _composite, _extremes, _foreach
 from phalanx.tensor.dispatch._fallback import run_replicated
 from phalanx.tensor.dispatch._inline_python import inlined, run_inlined

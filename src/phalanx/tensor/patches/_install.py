@@ -20,9 +20,9 @@ from torch.utils import checkpoint
 
 from phalanx._torch_private import (
     CheckpointFrame,
-    FakeTensorMode,
     foreach_types,
     jit_recursive,
+    muon,
     optimizer_foreach_types,
 )
 from phalanx.comm.mesh import _mesh
@@ -35,11 +35,11 @@ from phalanx.tensor.patches import _operators
 from phalanx.tensor.patches._autograd_function import function_apply
 from phalanx.tensor.patches._torch_functions import (
     edge_maker,
-    faker,
     grouper,
     input_giver,
     input_saver,
     module_compiler,
+    orthogonalizer,
     packer,
     reentrant_forward,
     tracer,
@@ -55,7 +55,6 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.jit, "trace_module", tracer),
     (torch.jit, "_get_trace_graph", tracer),  # torch.onnx
     (jit_recursive, "create_script_module", module_compiler),
-    (FakeTensorMode, "from_tensor", faker),
     (torch.autograd.graph, "get_gradient_edge", edge_maker),
     (torch, "to_dlpack", packer),
     (torch.utils.dlpack, "to_dlpack", packer),
@@ -73,6 +72,7 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
             "torch.nn.utils.clip_grad",
         )
     ),
+    (muon, "_zeropower_via_newtonschulz", orthogonalizer),
     # random numbers
     *(
         (module, name, wrapper)

@@ -14,6 +14,7 @@ from phalanx._torch_private import tree_leaves
 from phalanx.comm.torch_interop._dcp import Spread
 from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.core._modes import under_these_modes
+from phalanx.tensor.layout._placement import REPLICATE
 from phalanx.tensor.patches._handlers import refuse_trace, tracing
 
 
@@ -39,18 +40,6 @@ def module_compiler(plain: Any) -> Any:
     return create_script_module
 
 
-def faker(plain: Any) -> Any:
-    def from_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, DTensor):
-            raise NotImplementedError(
-                f"a FakeTensor of {tensor._spec!r}: make_fx, torch.export and FakeTensorMode do not work on a DTensor. "
-                f"Export the plain module before it is distributed, or give it full_tensor()"
-            )
-        return plain(self, tensor, *args, **kwargs)
-
-    return from_tensor
-
-
 def packer(plain: Any) -> Any:
     def to_dlpack(tensor: Any) -> Any:
         return plain(tensor._whole() if isinstance(tensor, Spread) else tensor)
@@ -68,6 +57,22 @@ def edge_maker(plain: Any) -> Any:
         return plain(tensor)
 
     return get_gradient_edge
+
+
+def orthogonalizer(plain: Any) -> Any:
+    """Run Muon's iteration on the whole matrix, on every rank: one gather in bfloat16, and the bits of one device.
+
+    It computes in bfloat16, where sums that are cut over the ranks would come out visibly different.
+    """
+
+    def orthogonalized(grad: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(grad, DTensor):
+            return plain(grad, *args, **kwargs)
+        rounded: Any = grad.bfloat16()
+        gathered = rounded.redistribute(placements=[REPLICATE] * grad.device_mesh.ndim)
+        return wrap(plain(gathered._local, *args, **kwargs), gathered._spec).redistribute(placements=grad.placements)
+
+    return orthogonalized
 
 
 def grouper(plain: Any) -> Any:

@@ -20,7 +20,7 @@ from phalanx.tensor.layout._placement import Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.random import _philox
-from phalanx.tensor.random._state import next_stream
+from phalanx.tensor.random._traced_draws import draw_like
 
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -83,7 +83,7 @@ def with_distributed_arguments(handler: Handler) -> Handler:
 def drawn(tensor: DTensor, make: _philox.Make, dtype: torch.dtype | None = None) -> Tensor:
     """Return a local tensor of drawn values in the layout of ``tensor``, replicated where it is partial."""
     spec = tensor._spec.cotangent.with_dtype(dtype or tensor.dtype)
-    return _philox.filled(spec, next_stream(spec.mesh), make, tensor._local.device)
+    return draw_like(tensor, spec, make)
 
 
 def write(tensor: DTensor, values: Tensor, op: str) -> DTensor:

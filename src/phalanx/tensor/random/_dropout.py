@@ -14,7 +14,7 @@ from phalanx.tensor.core._dtensor import DTensor, wrap
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.random import _philox
 from phalanx.tensor.random._drawing import COMPLEX, FLOATS, Handler, drawn, option, require, require_dtype
-from phalanx.tensor.random._state import next_stream
+from phalanx.tensor.random._traced_draws import draw_like
 
 _SELU_SATURATION = 1.7580993408473766  # selu's alpha times its scale: minus the value of saturated units
 
@@ -27,12 +27,7 @@ def _mask(tensor: DTensor, keep: float, feature: bool, scaled: bool = False) -> 
         require(tensor.ndim >= 2, f"feature dropout on a DTensor needs 2 or more dims, got {tuple(tensor.shape)}")
         shape = [*tensor.shape[:2], *[1] * (tensor.ndim - 2)]
         spec = Spec.of(spec.mesh, tensor._spec.replicated.placements, shape, tensor.dtype)
-    kept = _philox.filled(
-        spec.with_dtype(torch.bool),
-        next_stream(spec.mesh),
-        lambda bits: _philox.is_below(bits, keep),
-        tensor._local.device,
-    )
+    kept = draw_like(tensor, spec.with_dtype(torch.bool), lambda bits: _philox.is_below(bits, keep))
     made = kept.to(tensor.dtype)
     return wrap(made.div_(keep) if scaled and keep else made, spec)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import TracingContext
 from phalanx.comm import DeviceMesh
 from phalanx.comm.group._context import rank_token
 from phalanx.tensor.random import _generator_state
@@ -124,9 +125,19 @@ def _stream(state: _RandomStates, mesh: DeviceMesh) -> Stream:
 
 def next_stream(mesh: DeviceMesh) -> Stream:
     """Return the (seed, draw number) of the next random operation on ``mesh``."""
+    if TracingContext.try_get() is not None:
+        raise NotImplementedError(
+            f"rank {mesh.get_rank()}: this random operation cannot be traced: the graph would keep its numbers. "
+            f"torch.compile runs it outside of its graphs, which fullgraph=True forbids"
+        )
+    return reserve_draws(mesh, 1)
+
+
+def reserve_draws(mesh: DeviceMesh, count: int) -> Stream:
+    """Return the (seed, draw number) of the first of ``count`` random operations on ``mesh``."""
     state = _rank_state()
     seed, draws = _stream(state, mesh)
-    state.streams[state.key(mesh)] = (seed, draws + 1)
+    state.streams[state.key(mesh)] = (seed, draws + count)
     return seed, draws
 
 

@@ -23,12 +23,15 @@ from phalanx.tensor.redistribute._plan import Plan, plan_redistribute
 from phalanx.tensor.redistribute._search import LOCAL_KINDS
 from phalanx.tensor.redistribute._steps import actions_of
 from phalanx.tensor.redistribute._sums import Sums, sum_partial, sums_over
+from phalanx.tensor.redistribute._traced import TRACED, run_traced_plan
 
 LINEAR_OPS = ("sum", "avg")
 
 
 def run_plan(local: Tensor, plan: Plan) -> Tensor:
     """Run every step of ``plan`` on ``local``, without autograd. Of what has no memory nothing is sent."""
+    if type(local) in TRACED:
+        return run_traced_plan(local, plan)
     if not local.data_ptr() and plan.steps:
         if local.is_meta:
             return local.new_empty(plan.target.local_shape)
@@ -101,9 +104,9 @@ def follow(route: Route, local: Tensor) -> Tensor:
     """``move`` by a route that is no relabelling."""
     if route.back is None:
         turn_back(route)
-    if route.sums is not None:
+    if route.sums is not None and type(local) not in TRACED:
         return sum_partial(local, route.sums)
-    result: Tensor = _apply_move(local, route)
+    result: Tensor = apply_move(local, route)
     return result
 
 
@@ -194,7 +197,7 @@ def _passed(local: Tensor, spec: Spec, exposed: bool) -> Tensor:
     sums = [isinstance(p, Partial) and p.reduce_op in LINEAR_OPS for p in spec.placements]
     parts = whole.with_placements([PARTIAL_SUM if s else p for s, p in zip(sums, whole.placements, strict=True)])
     way = (whole, parts) if exposed else (parts, whole)
-    result: Tensor = _apply_move(local, turn_back(route_of(plan_redistribute(*way))).back)
+    result: Tensor = apply_move(local, turn_back(route_of(plan_redistribute(*way))).back)
     return result
 
 
@@ -232,7 +235,7 @@ class Move(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, back = grads[0].contiguous(), ctx.route.back
         if grad.requires_grad and torch.is_grad_enabled():  # it will itself be differentiated
-            return _apply_move(grad, back), None, None
+            return apply_move(grad, back), None, None
         moved = run_plan(grad, back.plan)
         return moved if back.scale == 1.0 else moved * back.scale, None, None
 
@@ -248,11 +251,11 @@ class _MoveAs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0].to(ctx.back.target.dtype).contiguous()
-        return _apply_move(grad, ctx.back).to(ctx.before), None, None, None
+        return apply_move(grad, ctx.back).to(ctx.before), None, None, None
 
 
 # torch's own ``apply`` looks for functorch's and our wrappers among the arguments; here are none.
-_apply_move: Any = super(torch.autograd.Function, Move).apply
+apply_move: Any = super(torch.autograd.Function, Move).apply
 
 
 class GradLayout(torch.autograd.Function):

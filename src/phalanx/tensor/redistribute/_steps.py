@@ -49,7 +49,9 @@ _CONTIGUOUS = torch.contiguous_format
 def actions_of(plan: Plan) -> list[Action]:
     """Return one action for each step of ``plan``, made at its first run."""
     if plan.steps and not plan.actions:
-        plan.actions.extend([_ACTIONS[step.kind](step) for step in plan.steps])
+        with without_user_modes():
+            made = [_ACTIONS[step.kind](step) for step in plan.steps]
+        plan.actions.extend(made)
         log_redistribution(plan)
     return plan.actions
 

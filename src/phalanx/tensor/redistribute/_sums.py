@@ -25,6 +25,7 @@ from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._log import listening, log_collectives
 from phalanx.tensor.redistribute._plan import RedistributeStep
 from phalanx.tensor.redistribute._steps import group_of, reduction_in_place
+from phalanx.tensor.redistribute._traced import TRACED, is_traced, traced_all_reduce
 
 Hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]
 Sums = tuple[Hooks, Callable[..., Any]]
@@ -71,8 +72,8 @@ def summing_hooks(spec: Spec, axes: tuple[int, ...]) -> Hooks:
 
 def _first_sum(spec: Spec, groups: tuple[Group, ...], hooks: Hooks, grad: Tensor | None) -> Tensor | None:
     """Logs the sum and leaves its place to ``_sum_gradient``."""
-    if grad is None:
-        return None
+    if grad is None or is_traced(grad):
+        return _sum_gradient(groups, grad)
     hooks[0] = partial(_sum_gradient, groups)
     with listening() as heard:
         total = _sum_gradient(groups, grad)
@@ -80,18 +81,21 @@ def _first_sum(spec: Spec, groups: tuple[Group, ...], hooks: Hooks, grad: Tensor
     return total
 
 
-def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks) -> Tensor:
-    """``local`` itself; its gradient is summed over mesh axes where replicas did different work.
+def reduce_gradient(tensor: Any, local: Tensor, hooks: Hooks, axes: tuple[int, ...]) -> Tensor:
+    """``local`` itself; its gradient is summed over mesh ``axes`` (by ``hooks``) where replicas did different work.
 
     Operations on one ``tensor`` share one alias of its local: autograd adds up their gradients, which are then summed
     over the ranks once. The alias is good for as long as the local has its memory and its place in the graph.
     """
-    state = (local._version, local.is_leaf, local.data_ptr())
+    state = (local._version, local.is_leaf, 0 if type(local) in TRACED else local.data_ptr())
     known = tensor._alias
     if known is not None and known[1] is hooks and known[2] is local and known[3] == state:
         shared: Tensor = known[0]
         return shared
-    alias = hooked(local, hooks)
+    origin = tensor._gathered
+    alias = None if origin is None or origin.local is not local else origin.summed(axes)
+    if alias is None:
+        alias = hooked(local, hooks)
     tensor._alias = (alias, hooks, local, state)
     return alias
 
@@ -124,6 +128,10 @@ def _applied(local: Tensor, groups: tuple[Group, ...], sums: bool) -> Tensor:
 
 
 def _sum_over(local: Tensor, groups: tuple[Group, ...]) -> Tensor:
+    if is_traced(local):
+        for group in groups:
+            local = traced_all_reduce(local, group)
+        return local
     total = local.clone(memory_format=torch.contiguous_format)
     for group in groups:
         group.all_reduce(total)

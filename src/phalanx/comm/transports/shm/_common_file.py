@@ -20,6 +20,7 @@ from phalanx.comm.transports.shm._segment import Mapping, new_file, open_file_of
 from phalanx.errors import CommError
 
 PAGE = mmap.PAGESIZE
+_LEAST_PIECE, _MOST_PIECES = 1 << 21, 32
 _FIXED, _ANONYMOUS, _NOTHING = 0x10, 0x20, 0  # MAP_FIXED, MAP_ANONYMOUS, PROT_NONE: alike on x86-64 and arm64
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -70,25 +71,56 @@ def open_common_file(group: Ranks, nbytes: int) -> CommonFile:
 
 
 class FixedWindow:
-    """Addresses that stay, and show a file or nothing. Reading while nothing is shown ends the process."""
+    """Addresses that stay, and show a file or nothing: then every byte reads as 0xff, which is NaN in every dtype."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
         self._address = _checked(_mmap(None, self._nbytes, _NOTHING, mmap.MAP_PRIVATE | _ANONYMOUS, -1, 0))
         self._memory = (ctypes.c_char * nbytes).from_address(self._address)
         weakref.finalize(self._memory, _munmap, self._address, self._nbytes).atexit = False
+        self.hide()
 
     def tensor(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return the window as a tensor; the addresses live as long as a tensor on them."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count)
 
-    def show(self, file: CommonFile) -> None:
-        allowed = mmap.PROT_READ | mmap.PROT_WRITE
-        _checked(_mmap(self._address, self._nbytes, allowed, mmap.MAP_PRIVATE | _FIXED, file.fd, 0))
+    def show(self, file: CommonFile | None = None) -> None:
+        """Show ``file``, or, without one, fresh memory of this process."""
+        allowed, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
+        fd = -1 if file is None else file.fd
+        _checked(_mmap(self._address, self._nbytes, allowed, flags | (_ANONYMOUS if file is None else 0), fd, 0))
+
+    def show_zeros(self) -> None:
+        """Show memory of this process alone, all zeros."""
+        flags = mmap.MAP_PRIVATE | _FIXED | _ANONYMOUS
+        _checked(_mmap(self._address, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
 
     def hide(self) -> None:
-        flags = mmap.MAP_PRIVATE | _FIXED | _ANONYMOUS
-        _checked(_mmap(self._address, self._nbytes, _NOTHING, flags, -1, 0))
+        """Show nothing. Whoever kept a view and reads it gets NaN; what is written is lost."""
+        piece = max(_LEAST_PIECE, -(-self._nbytes // _MOST_PIECES // PAGE) * PAGE)
+        fd, allowed = _nothing.file(piece), mmap.PROT_READ | mmap.PROT_WRITE
+        for start in range(0, self._nbytes, piece):
+            length = min(piece, self._nbytes - start)
+            _checked(_mmap(self._address + start, length, allowed, mmap.MAP_PRIVATE | _FIXED, fd, 0))
+
+
+class _Nothing:
+    """A file of 0xff, as long as the longest piece that was ever asked for; windows show it over and over."""
+
+    def __init__(self) -> None:
+        self._fd, self._nbytes = -1, 0
+
+    def file(self, nbytes: int) -> int:
+        if self._nbytes < nbytes:
+            fd = new_file(nbytes)
+            os.pwrite(fd, b"\xff" * nbytes, 0)
+            if self._fd != -1:
+                os.close(self._fd)  # mappings of it stay
+            self._fd, self._nbytes = fd, nbytes
+        return self._fd
+
+
+_nothing = _Nothing()
 
 
 def _checked(address: int | None) -> int:

@@ -2,10 +2,10 @@
 
 Guarantees
     A collective is a generator that moves bytes and yields a token ("word i must reach n") when it cannot go on. Tasks
-    of one *lane* run strictly one after the other: all collectives share a lane, each direction to and from each peer
-    has its own for send and recv, so that an exchange of sends never blocks itself. A synchronous call with nothing
-    else under way is run by its caller at once. The first failure ends the transport: every call raises it from then
-    on and peers are told. A wait that gets no nearer for ``timeout`` seconds is ``PeerTimeout``.
+    of one *lane* run strictly one after the other: all collectives share a lane, sends to each peer have one, and
+    receives from each peer with each tag, so that an exchange of sends never blocks itself. A synchronous call with
+    nothing else under way is run by its caller at once. The first failure ends the transport: every call raises it from
+    then on and peers are told. A wait that gets no nearer for ``timeout`` seconds is ``PeerTimeout``.
 
 Waiting
     About 20 polls, 20 ``sched_yield``, then naps on this rank's BELL: the sleeper reads the bell, marks itself ASLEEP,
@@ -132,6 +132,10 @@ class Engine:
             if words[asleep]:
                 self._ring(asleep, bell)
 
+    def wake_if_asleep(self) -> None:
+        if self.words[self._asleep]:
+            self.wake()
+
     def wake(self) -> None:
         """Wake this rank's own sleeping threads."""
         self._ring(self._asleep, self._bell)
@@ -179,8 +183,7 @@ class Engine:
                 self._thread = Background(self._serve, "phalanx-shm", on_failure=self.fail, attempts=1)
                 self._thread.start()
             self._work_there.set()
-            if self.words[self._asleep]:  # it may nap over another lane
-                self.wake()
+            self.wake_if_asleep()  # it may nap over another lane
         else:
             self.pump()
         return task

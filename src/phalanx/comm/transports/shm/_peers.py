@@ -49,6 +49,10 @@ class Peers:
     def dead_among(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in self._dead)
 
+    def dead_now(self) -> tuple[int, ...]:
+        """Return who is dead, told or not."""
+        return tuple(sorted(rank for who, ranks in self._ranks.items() if not who.is_alive() for rank in ranks))
+
     def lost(self, ranks: tuple[int, ...], doing: str) -> PeerLost:
         names = ", ".join(f"rank {r} (pid {self.pids[r]})" for r in ranks)
         return PeerLost(
@@ -82,7 +86,7 @@ class Peers:
             left = sorted({*left, *senders})
         if left:
             # Whoever gave up may have seen a death before this process was told of it: look for oneself.
-            dead = tuple(sorted(r for who, ranks in self._ranks.items() if not who.is_alive() for r in ranks))
+            dead = self.dead_now()
             if dead:
                 return self.lost(dead, "the group was in use")
             return PeerLost(

@@ -3,11 +3,17 @@
 A message is a header of four words (tag, bytes, two spare) and its bytes, padded to 32. The sender writes as far as the
 ring has room, the receiver frees as it reads, so messages of any size pass. A message whose tag nobody asked for yet is
 taken out and kept aside, so it never blocks one behind it. A send is over when its last byte is in the ring.
+
+Receives of one tag from one peer come one after the other, in a lane of their own; those of other tags do not wait for
+them. Whoever finds a message at the front of the ring owns the ring until he has taken that message out, for himself or
+aside; the others wait for the number of messages taken to grow. Looking, taking over and giving back are atomic, so
+that nobody waits for a message that was taken out before he looked.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 
@@ -45,8 +51,51 @@ class Channel:
         self._in = layout.channel(peer, rank)
         self._base = segment.address
         self._aside: dict[int, deque[ctypes.Array[ctypes.c_char]]] = {}
+        self._mutex = threading.Lock()
+        self._is_owned = False
+        self._taken = 0
+        self._taken_word = layout.taken_word(peer, rank)
         self.sending: Lane = engine.lane()
-        self.receiving: Lane = engine.lane()
+        self._receiving: dict[int, Lane] = {}
+
+    def receiving(self, tag: int) -> Lane:
+        """Return the lane of receives with this tag; lanes without work are used again for other tags."""
+        lane = self._receiving.get(tag)
+        if lane is None or not lane.tasks:
+            idle = next((other for other, found in self._receiving.items() if not found.tasks), None)
+            lane = self._engine.lane() if idle is None else self._receiving.pop(idle)
+            self._receiving[tag] = lane
+        return lane
+
+    def awaits(self, tag: int) -> bool:
+        """Return whether receives with this tag are under way."""
+        lane = self._receiving.get(tag)
+        return lane is not None and bool(lane.tasks)
+
+    def own(self) -> int | None:
+        """Own the ring, if a message is there and nobody else does; else return the token to wait for."""
+        head_word, tail_word, _ = self._in
+        with self._mutex:
+            if self._is_owned:
+                return token(self._taken_word, self._taken + 1)
+            tail = self._words[tail_word]
+            if self._words[head_word] == tail:
+                return token(head_word, tail + 1)
+            self._is_owned = True
+            return None
+
+    def next_taken(self) -> int:
+        """Return the token of "another message was taken out"."""
+        with self._mutex:
+            return token(self._taken_word, self._taken + 1)
+
+    def _give_back(self) -> None:
+        """Own the ring no longer: a message was taken out."""
+        with self._mutex:
+            self._is_owned = False
+            self._taken += 1
+            self._engine.raise_flag(self._taken_word, self._taken)
+        self._engine.wake_if_asleep()
 
     def send(self, tensor: Tensor, tag: int) -> Steps:
         nbytes = nbytes_of(tensor)
@@ -79,18 +128,33 @@ class Channel:
             self._engine.raise_flag(head_word, head + piece)
 
     def recv(self, tensor: Tensor, tag: int) -> Steps:
-        if self.take_kept(tensor, tag):
-            return
-        while True:
+        while not self.take_kept(tensor, tag):
+            wait = self.own()
+            if wait is not None:
+                yield wait
+            elif (yield from self.take_out(tensor, tag)):
+                return
+
+    def take_out(self, tensor: Tensor, tag: int) -> Generator[int, None, bool]:
+        """Take out the message at the front of the ring, which is owned: into ``tensor`` if it has this tag, or aside.
+
+        Return whether it had.
+        """
+        try:
+            if self._aside.get(tag):  # an earlier one, put there between looking for it and owning the ring
+                return self.take_kept(tensor, tag)
             header = _Header()
             yield from self._read(ctypes.addressof(header), _HEADER)
             nbytes = header.nbytes
-            if header.tag == tag:
-                self._check(tag, nbytes, tensor)
-                yield from self._read(tensor.data_ptr(), nbytes)
-                yield from self._read(None, _padded(nbytes) - nbytes)
-                return
-            yield from self._set_aside(header)
+            if header.tag != tag:
+                yield from self._set_aside(header)
+                return False
+            self._check(tag, nbytes, tensor)
+            yield from self._read(tensor.data_ptr(), nbytes)
+            yield from self._read(None, _padded(nbytes) - nbytes)
+            return True
+        finally:
+            self._give_back()
 
     def take_kept(self, tensor: Tensor, tag: int) -> bool:
         """Return whether there was a message with this tag aside; it is in ``tensor`` then."""
@@ -109,29 +173,6 @@ class Channel:
         yield from self._read(ctypes.addressof(message), nbytes)
         yield from self._read(None, _padded(nbytes) - nbytes)
         self._aside.setdefault(header.tag, deque()).append(message)
-
-    def arrival(self) -> int:
-        """Return the token of "there is something to read"."""
-        head_word, tail_word, _ = self._in
-        return token(head_word, self._words[tail_word] + 1)
-
-    def find(self, tag: int) -> Generator[int, None, bool]:
-        """Return whether a message with this tag has begun to arrive, taking out those before it."""
-        head_word, tail_word, ring = self._in
-        while not self._aside.get(tag):
-            tail = self._words[tail_word]
-            if self._words[head_word] == tail:
-                return False
-            if fence is not None:
-                fence()
-            # A header lies in one piece and comes at once: the ring's length is a multiple of it.
-            header = _Header.from_address(self._base + ring + tail % self._capacity)
-            if header.tag == tag:
-                return True
-            header = _Header()
-            yield from self._read(ctypes.addressof(header), _HEADER)
-            yield from self._set_aside(header)
-        return True
 
     def _read(self, address: int | None, nbytes: int) -> Steps:
         head_word, tail_word, ring = self._in
@@ -163,21 +204,19 @@ class Channel:
 def recv_any(channels: Sequence[Channel], tensor: Tensor, tag: int, arrived: Arrived) -> AnySteps:
     """Receive from whichever peer sends first with this tag.
 
-    A ring from which a ``recv`` reads is left to that one; what it sets aside is taken.
+    A ring from which a ``recv`` wants this tag is left to that one.
     """
     while True:
+        waits = []
         for channel in channels:
-            if channel.take_kept(tensor, tag):
-                arrived(channel.peer)
-                return
-            lane = channel.receiving
-            if lane.tasks or not lane.lock.acquire(blocking=False):
-                continue
-            try:
-                if (yield from channel.find(tag)):
-                    yield from channel.recv(tensor, tag)
+            wait = None
+            while wait is None:
+                if channel.take_kept(tensor, tag):
                     arrived(channel.peer)
                     return
-            finally:
-                lane.lock.release()
-        yield tuple(-channel.arrival() for channel in channels)
+                wait = channel.own() if not channel.awaits(tag) else channel.next_taken()
+                if wait is None and (yield from channel.take_out(tensor, tag)):
+                    arrived(channel.peer)
+                    return
+            waits.append(-wait)
+        yield tuple(waits)

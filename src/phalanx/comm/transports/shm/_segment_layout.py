@@ -5,7 +5,7 @@
     header        magic, layout, nonce, BROKEN
     rank block 0  READY TAKEN | BELL ASLEEP | STATE | calls[slots] | sizes[slots][size] | regions[REGIONS]
     ...
-    channel words for every ordered pair (src, dst): HEAD | TAIL
+    channel words for every ordered pair (src, dst): HEAD | TAIL, messages taken
     --- page ---
     slots         for every rank, `slots` slots of `slot_bytes`
     rings         for every ordered pair, `ring_bytes`
@@ -140,6 +140,11 @@ class SegmentLayout:
         number = src * self.size + dst
         head = self.channels_word + number * 2 * LINE
         return head, head + LINE, self.rings_byte + number * self.ring_bytes
+
+    def taken_word(self, src: int, dst: int) -> int:
+        """Return the word in which ``dst`` counts the messages from ``src`` that it has taken out; nobody else reads
+        it."""
+        return self.channel(src, dst)[1] + 1
 
     def writer(self, index: int) -> int:
         """Return which rank writes word ``index`` (READY, TAKEN, HEAD or TAIL)."""

@@ -202,7 +202,7 @@ class ShmTransport(Transport):
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         self._check_device(tensor)
         channel = self._channel(src)
-        return self._start(channel.recv(tensor, tag), async_op, channel.receiving)
+        return self._start(channel.recv(tensor, tag), async_op, channel.receiving(tag))
 
     def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
         self._check_device(tensor)
@@ -225,6 +225,9 @@ class ShmTransport(Transport):
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return shared_empty(shape, dtype)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._peers.dead_now()
 
     def abort(self, cause: BaseException) -> None:
         self._engine.fail(cause)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.tensor.layout._placement import LINEAR_OPS, REPLICATE, Partial, Placement, Shard
+from phalanx.tensor.layout._placement import LINEAR_OPS, PARTIAL_SUM, REPLICATE, Partial, Placement, Shard
 from phalanx.tensor.ops._rule import CANNOT_TELL, Call, Choice, In, Rule, Sharding, all_replicated, norm_dim
 from phalanx.tensor.ops.rules._pointwise import broadcast_shape
 
@@ -159,4 +159,8 @@ def searched(call: Call) -> Sharding | None:
     if len(call.inputs) != 2 or call.args[:1] != (call.inputs[0],):
         return None
     choices = [Choice((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)]
+    if call.name == "bucketize":  # how many boundaries are below: of all as many as of their parts together
+        choices.append(Choice((REPLICATE, Shard(0)), (PARTIAL_SUM,)))
+        if Partial("max") in call.inputs[0].spec.placements:  # (of not-a-number all are: it stays the largest)
+            choices.append(Choice((Partial("max"), REPLICATE), (Partial("max"),)))
     return _with_partial(call, choices, -1, 1)

@@ -83,12 +83,21 @@ def gather(call: Call) -> Sharding | None:
 
 
 def take_along_dim(call: Call) -> Sharding | None:
+    """``take_along_dim(input, index, dim)``: as ``gather``, of dims that are broadcast too; elements are only put
+    elsewhere, so that partial ones may be.
+    """
     if call.arg(2, "dim") is None or len(call.inputs) != 2:
         return None
     one, index = call.inputs
+    if one.ndim != index.ndim or not one.ndim:
+        return None
     dim = norm_dim(call.arg(2, "dim"), one.ndim)
-    dims = [d for d in range(one.ndim) if d != dim and one.ndim == index.ndim and one.shape[d] == index.shape[d]]
-    return _carried(call, dims)
+    choices = []
+    for d, (size, count) in enumerate(zip(one.shape, index.shape, strict=True)):
+        own = REPLICATE if d == dim or size != max(size, count) else Shard(d)
+        choices.append(Choice((own, REPLICATE if d != dim and count != max(size, count) else Shard(d)), (Shard(d),)))
+    choices += [Choice((p, REPLICATE), (p,)) for p in dict.fromkeys(one.spec.placements) if isinstance(p, Partial)]
+    return Sharding([*choices, all_replicated(call, 1)])
 
 
 def scatter(call: Call) -> Sharding | None:

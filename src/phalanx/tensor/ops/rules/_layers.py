@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._torch_private import assert_async
 from phalanx.tensor.layout._placement import MASK_PARTIAL, PARTIAL_SUM, REPLICATE, Placement, Shard
 from phalanx.tensor.ops._rule import Call, Choice, In, LocalRun, Rule, Sharding, all_replicated, none_empty
 from phalanx.tensor.ops.rules._shape import with_strided
+from phalanx.tensor.redistribute._traced import is_traced
 
 
 def batch_dims(first: int, count: Callable[[Call], int], num_outputs: int = 1) -> Callable[[Call], Sharding | None]:
@@ -68,6 +70,19 @@ def batch_norm(call: Call) -> Sharding | None:
     return Sharding([*_existing_first(call, 0, choices), all_replicated(call, 1)], valid=valid)
 
 
+def native_batch_norm(call: Call) -> Sharding | None:
+    """Follow ``batch_norm``, which is made of it: in training it also returns mean and deviation of each channel."""
+    if not isinstance(call.arg(3, "running_mean"), In) or not call.arg(5, "training"):
+        return None
+    sharding = batch_norm(call)
+    if sharding is not None:
+        channels = [Shard(0) if c.outputs[0].is_shard(1) else REPLICATE for c in sharding.choices]
+        sharding.choices = [
+            Choice(c.inputs, (*c.outputs, own, own)) for c, own in zip(sharding.choices, channels, strict=True)
+        ]
+    return sharding
+
+
 def group_norm(call: Call) -> Sharding | None:
     return batch_dims(0, lambda c: 1)(call)
 
@@ -113,7 +128,10 @@ def embedding_bag(call: Call) -> Sharding | None:
 
 def masked_lookup(rows: Tensor, indices: Tensor, offset: int, padding: int, total: int) -> Tensor:
     """Look up those indices whose row is here; zero for the others."""
-    if bool(((indices < 0) | (indices >= total)).any()):
+    wrong = ((indices < 0) | (indices >= total)).any()
+    if is_traced(indices):
+        assert_async(~wrong, f"index out of range in self (embedding of {total} rows)")
+    elif bool(wrong):
         raise IndexError(f"index out of range in self (embedding of {total} rows)")
     own = indices - offset
     missing = (own < 0) | (own >= rows.shape[0])

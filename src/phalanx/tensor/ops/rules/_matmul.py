@@ -126,3 +126,20 @@ def einsum(call: Call) -> Sharding | None:
     sharding = contraction(call, dotted, output)
     sharding.is_view = len(texts) == 1 and len(output) == len(left)  # dims in another order
     return sharding
+
+
+def tensordot(call: Call) -> Sharding | None:
+    """``tensordot(a, b, dims_of_a, dims_of_b)``, which torch's Python function calls: sums over pairs of dims."""
+    dims, (left, right) = call.args[2:], call.inputs[:2]
+    if len(call.inputs) != 2 or len(dims) != 2 or len(dims[0]) != len(dims[1]) or not (left.ndim and right.ndim):
+        return None
+    texts = [list("abcdefghijklm"[: left.ndim]), list("nopqrstuvwxyz"[: right.ndim])]
+    for own, other in zip(*dims, strict=True):
+        texts[1][other] = texts[0][own]
+    shared = set(texts[0]) & set(texts[1])
+    output = "".join(letter for text in texts for letter in text if letter not in shared)
+    dotted = [
+        "".join("." if size == 1 else letter for letter, size in zip(text, one.shape, strict=True))
+        for text, one in zip(texts, call.inputs, strict=True)
+    ]
+    return contraction(call, dotted, output)

@@ -101,9 +101,10 @@ _OPPOSITE = {"max": "min", "min": "max"}
 
 def _monotone_choices(call: Call) -> list[Choice]:
     """One input partial by maximum or minimum, and so the result: by the same where it grows, by the other where it
-    falls. Not-a-number stays one in all of them.
+    falls. Not-a-number stays one in all of them, or becomes what no other contribution exceeds (``Operator.passes``).
     """
-    ops = [op for op in _OPPOSITE if any(p.is_partial(op) for one in call.inputs for p in one.spec.placements)]
+    known = [call.op.passes] if call.op.passes else list(_OPPOSITE)
+    ops = [op for op in known if any(p.is_partial(op) for one in call.inputs for p in one.spec.placements)]
     signs = call.op.monotone or ("+" if call.op.cast and _keeps_order(call) else "")
     if not ops or not signs or (len(signs) == 2 and len(call.args) > 2) or call.needs_grad:
         return []  # (they have no gradient)

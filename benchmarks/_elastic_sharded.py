@@ -1,0 +1,220 @@
+"""The sharded job: what a step and its memory cost, and how long a kill takes at three sizes of state.
+
+Part of ``python -m benchmarks.elastic``. Steps and memory: four workers, a transformer of 25M parameters with a unit
+for each layer; torch's ``fully_shard`` on gloo, the job with one and with two copies, and the job whose workers hold
+everything, in turns in the same processes (memory: each in processes of its own). Kills: three workers under
+``phalanx run``, the sharded job and the one with whole replicas in turn; what counts is the time from SIGKILL to the
+next committed step without the step itself, since a larger model has a longer one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from benchmarks._results import record
+from benchmarks._turns import answers_of
+from benchmarks.ddp import Transformer, proportional_kib
+from benchmarks.fsdp import most_of
+from phalanx.comm import Group
+from phalanx.comm.stores import connect
+from phalanx.elastic import Job, RunOptions
+from phalanx.fsdp import fully_shard
+
+WORKERS = 4
+WARM_UP = 3
+VARIANTS = ("torch", "copies=1", "copies=2", "unsharded")
+SIZES = {"10 MB": (128, 40), "100 MB": (512, 25), "1 GB": (1024, 60)}
+"""State of a job under AdamW, by width and number of layers."""
+PROTECTED_AFTER = 40
+"""Steps after which lost copies are there again."""
+
+
+class Sequences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, width: int, context: int) -> None:
+        self.x = torch.randn(256, context, width, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index % 256], self.x[(index + 1) % 256]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def torch_steps(rank: int) -> Iterator[None]:
+    torch.manual_seed(0)
+    model, mesh = Transformer(), torch_mesh("cpu", (WORKERS,))
+    for layer in model.encoder.layers:
+        torch_fully_shard(layer, mesh=mesh)
+    torch_fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = Sequences(512, 32)
+    number = rank
+    while True:
+        x, y = (torch.stack(column) for column in zip(data[number], data[number + WORKERS], strict=True))
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        number += 2 * WORKERS
+        yield
+
+
+def job_steps(group: Group, copies: int | None) -> Iterator[None]:
+    torch.manual_seed(0)
+    model = Transformer()
+    if copies is not None:
+        for layer in model.encoder.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    job = Job(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        Sequences(512, 32),
+        num_slots=WORKERS,
+        slot_batch_size=2,
+        copies="all" if copies is None else copies,
+        run=RunOptions(progress=False, group=group),
+    )
+    for step in job.steps(max_steps=10**9):
+        for micro in step:
+            micro.backward(loss_of(model, micro.inputs, micro.targets))
+        step.commit()
+        yield
+
+
+def steps_of(variant: str, rank: int, url: str) -> Iterator[None]:
+    if variant == "torch":
+        return torch_steps(rank)
+    copies = {"copies=1": 1, "copies=2": 2, "unsharded": None}[variant]
+    return job_steps(Group.create(connect(url), rank, WORKERS, job=f"bench-{variant}"), copies)
+
+
+def meet(rank: int, url: str) -> None:
+    host, port = url.removeprefix("tcp://").rsplit(":", 1)
+    store = dist.PrefixStore("torch", dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
+    torch.set_num_threads(1)
+
+
+def times(rank: int, url: str, rounds: int, pipe: Any) -> None:
+    meet(rank, url)
+    ways = {variant: steps_of(variant, rank, url) for variant in VARIANTS}
+    taken: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
+    for number in range(rounds + WARM_UP):
+        turn = number % len(VARIANTS)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+            dist.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            next(ways[variant])
+            spent = time.perf_counter() - began, time.process_time() - cpu
+            if number >= WARM_UP:
+                taken[variant].append(spent)
+    pipe.send({v: tuple(map(statistics.median, zip(*values, strict=True))) for v, values in taken.items()})
+
+
+def memory(rank: int, url: str, variant: str, pipe: Any) -> None:
+    meet(rank, url)
+    before = proportional_kib()
+    steps = steps_of(variant, rank, url)
+    next(steps)
+    next(steps)
+    dist.barrier()
+    with most_of(proportional_kib) as most:
+        for _ in range(6):
+            next(steps)
+    pipe.send((most[0] - before) / 1024)
+
+
+def formula_mib(copies: int) -> float:
+    """Bytes that a worker should need: state and gradient, the counter of sums, gathered units, a unit's gradient."""
+    model = Transformer()
+    total = sum(p.numel() for p in model.parameters())
+    unit = max(sum(p.numel() for p in layer.parameters()) for layer in model.encoder.layers)
+    sums = 4 * (math.log2(WORKERS) + 1) / WORKERS
+    return ((16 * copies / WORKERS + sums) * total + (4 * 2 + 8) * unit) / 2**20
+
+
+def steady(rounds: int) -> None:
+    answers = answers_of(times, WORKERS, rounds)
+    worst = {v: [max(answer[v][which] for answer in answers) for which in (0, 1)] for v in VARIANTS}
+    print(
+        f"\nsharded job, {WORKERS} workers, 25M parameters: step and processor time, over torch's fully_shard on gloo"
+    )
+    for variant, (seconds, cpu) in worst.items():
+        base, base_cpu = worst["torch"]
+        print(f"{variant:12s} {seconds * 1e3:9.1f} ms {seconds / base:6.2f} {cpu * 1e3:9.1f} ms {cpu / base_cpu:6.2f}")
+        if variant != "torch":
+            record(f"elastic/sharded/step/{variant}", "ms", seconds * 1e3, base * 1e3)
+            record(f"elastic/sharded/cpu/{variant}", "ms", cpu * 1e3, base_cpu * 1e3)
+    two, one = worst["copies=2"][0], worst["copies=1"][0]
+    print(f"copies=2 over copies=1 {two / one:6.2f} (goal 1.10)")
+    record("elastic/sharded/copies 2 over 1", "ms", two * 1e3, one * 1e3)
+
+
+def show_memory() -> None:
+    found = {variant: max(answers_of(memory, WORKERS, variant)) for variant in VARIANTS}
+    print(
+        "\nMiB of a worker above its start, shared pages by share: most in six steps, over the formula, over unsharded"
+    )
+    for variant, most in found.items():
+        if not variant.startswith("copies"):
+            print(f"{variant:12s} {most:9.1f}")
+            continue
+        expected = formula_mib(int(variant[-1]))
+        print(f"{variant:12s} {most:9.1f} {most / expected:6.2f} {most / found['unsharded']:6.2f}")
+        record(f"elastic/sharded/memory/{variant}/formula", "MiB", most, expected)
+        record(f"elastic/sharded/memory/{variant}/unsharded", "MiB", most, found["unsharded"])
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def deep_model(size: str) -> nn.Module:
+    width, depth = SIZES[size]
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def worker(directory: Path, size: str, *, sharded: bool, mark: Any) -> None:
+    """Train until the job is stopped, leaving a mark for every committed step."""
+    model = deep_model(size)
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    job = Job(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        Sequences(SIZES[size][0], 1),
+        num_slots=3,
+        slot_batch_size=1,
+        copies=2 if sharded else "all",
+        run=RunOptions(progress=False, log_dir=directory / "logs"),
+    )
+    for step in job.steps(max_steps=10**9):
+        for micro in step:
+            micro.backward(loss_of(model, micro.inputs, micro.targets))
+        if step.commit():
+            mark(directory, job.generation, job.world_size)
+
+
+def moved_bytes(directory: Path) -> int:
+    """Bytes of parameters that went from one worker to another; both tell of them."""
+    lines = [line for path in (directory / "logs").glob("events-*") for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in lines if '"cells_moved"' in line]
+    return sum(int(event["bytes"]) for event in events) // 2

@@ -1,0 +1,145 @@
+"""What a slow worker costs: four workers, one of half the speed, with slots dealt evenly and by speed.
+
+The work of a slot is a sleep of ``--slot-ms``, twice as long on the slow worker: four workers that computed would fight
+for the cores of a machine that has fewer, and measure that. Jobs live beside each other in the same four processes and
+take turns, some steps each: nobody slow, one slow and even slots, one slow and slots that follow. All end with one
+digest.
+
+Then what is on by default costs (guard, times, dealing), on real work: two workers, jobs with and without by turns.
+
+    python -m benchmarks.stragglers [--rounds 6] [--slots 64] [--slot-ms 10] [--cost-rounds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks._results import record
+from benchmarks._turns import answers_of, disturbance_told
+from phalanx.comm import Group
+from phalanx.comm.stores import connect
+from phalanx.elastic import Guard, Job, RunOptions
+from phalanx.elastic._dealing import WINDOW
+
+WORKERS, SLOW, TURN = 4, 2, 4
+WARM_UP = WINDOW + 4
+"""Steps after which slots have followed."""
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, width: int) -> None:
+        self.x = torch.randn(4096, width, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.x[index, :10]
+
+
+def make(group: Group, width: int, num_slots: int, **options: Any) -> Job:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    guard = options.pop("guard", Guard())
+    run = RunOptions(progress=False, group=group, threads=1, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Job(model, optimizer, Rows(width), num_slots=num_slots, slot_batch_size=8, guard=guard, run=run)
+
+
+def advance(job: Job, num_steps: int, pause: Callable[[], None] = lambda: None) -> list[float]:
+    """Make some steps; what each took."""
+    times = []
+    began = time.perf_counter()
+    for step in job.steps(max_steps=job.step + num_steps):
+        for micro in step:
+            pause()
+            micro.backward(F.mse_loss(job.model(micro.inputs), micro.targets))
+        step.commit()
+        times.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    return times[1:]  # the first has what joining and the turn before cost
+
+
+def by_turns(rank: int, address: str, rounds: int, num_slots: int, seconds: float, pipe: Any) -> None:
+    group = Group.create(connect(address), rank, WORKERS)
+    ways = {
+        "nobody slow": (make(group, 16, num_slots), 1),
+        "even slots": (make(group, 16, num_slots, balance=False), SLOW),
+        "slots by speed": (make(group, 16, num_slots), SLOW),
+    }
+
+    def turn(name: str, num_steps: int) -> list[float]:
+        job, factor = ways[name]
+        group.barrier()
+        return advance(job, num_steps, lambda: time.sleep(seconds * (factor if rank == WORKERS - 1 else 1)))
+
+    for name in ways:
+        turn(name, WARM_UP)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name in ways:
+            times[name] += turn(name, TURN)
+    sizes = ways["slots by speed"][0].regrouping.reduction.sizes
+    pipe.send((times, {job.digest() for job, _ in ways.values()}, sizes))
+
+
+def cost(rank: int, address: str, rounds: int, pipe: Any) -> None:
+    group = Group.create(connect(address), rank, 2)
+    jobs = {
+        "on": make(group, 1024, 8),
+        "off": make(group, 1024, 8, guard=Guard(nonfinite="ignore"), balance=False),
+    }
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for job in jobs.values():
+        advance(job, 4)
+    for number in range(rounds):
+        for name in sorted(jobs, reverse=bool(number % 2)):
+            group.barrier()
+            times[name] += advance(jobs[name], 3)
+    pipe.send((times, {job.digest() for job in jobs.values()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slot-ms", type=float, default=10.0)
+    parser.add_argument("--cost-rounds", type=int, default=60)
+    options = parser.parse_args()
+    with disturbance_told():
+        found = answers_of(by_turns, WORKERS, options.rounds, options.slots, options.slot_ms / 1e3)
+        told(found)
+        if options.cost_rounds:
+            told_cost(answers_of(cost, 2, options.cost_rounds))
+
+
+def told(found: list[Any]) -> None:
+    digests = set.union(*(digests for _, digests, _ in found))
+    assert len(digests) == 1, f"the bits differ: {digests}"
+    medians = {name: statistics.median(found[0][0][name]) for name in found[0][0]}
+    base = medians["nobody slow"]
+    for name, seconds in medians.items():
+        print(f"{name:>16}: {1e3 * seconds:7.1f} ms a step, {seconds / base:.2f} of nobody slow", flush=True)
+        record(f"stragglers/{name}", "s", seconds, base)
+    print(f"slots of the four: {found[0][2]}; one digest in all jobs, on all workers", flush=True)
+
+
+def told_cost(found: list[Any]) -> None:
+    digests = set.union(*(digests for _, digests in found))
+    assert len(digests) == 1, f"the bits differ: {digests}"
+    on, off = (statistics.median(found[0][0][name]) for name in ("on", "off"))
+    words = f"{1e3 * on:.2f} ms a step with, {1e3 * off:.2f} without: {on / off:.4f}"
+    print(f"guard, times and dealing: {words}", flush=True)
+    record("stragglers/on by default", "s", on, off)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Finds the files behind a streaming dataset of Hugging Face, so that they are read as shards.
+
+Map-style datasets of ``datasets`` need nothing: samplers and jobs take them as they are. A streaming one cannot be
+entered in the middle exactly; its files can. Whatever was done to the stream (map, filter, shuffle, take) is refused:
+it belongs into ``transform`` and the sampler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.data.sources._parquet_source import ParquetSource
+
+
+def from_huggingface(dataset: Any, **options: Any) -> ParquetSource:
+    """Return a source of the Parquet files that a streaming dataset reads; ``options`` are those of ``ParquetSource``.
+
+    >>> stream = load_dataset("parquet", data_files="*.parquet", streaming=True, split="train")  # doctest: +SKIP
+    >>> source = from_huggingface(stream, columns=["text"])                                      # doctest: +SKIP
+    """
+    kind = type(dataset).__name__
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        raise TypeError(f"{kind} is map-style: give it to the sampler or job as it is")
+    examples = getattr(dataset, "_ex_iterable", None)
+    if examples is None:
+        raise TypeError(f"{kind} is no streaming dataset of the package datasets")
+    changed = [
+        name for name in ("_shuffling", "_distributed", "_formatting") if getattr(dataset, name, None) is not None
+    ]
+    done = type(examples).__name__
+    if changed or done not in ("ArrowExamplesIterable", "ExamplesIterable"):
+        raise ValueError(
+            f"the stream was changed ({', '.join(changed) or done}), which its files do not show; pass the dataset as "
+            "load_dataset gave it, do the same in ShardedDataset(transform=) and leave order and shares to the sampler"
+        )
+    files = [str(file) for file in getattr(examples, "kwargs", {}).get("files", ())]
+    if not files or not all(file.endswith(".parquet") for file in files):
+        raise ValueError(f"{kind} reads {files[:3] or 'no files that it names'}; expected Parquet files")
+    config = getattr(getattr(examples, "generate_tables_fn", None), "__self__", None)
+    if getattr(getattr(config, "config", None), "filters", None) is not None:
+        raise ValueError("the stream filters rows while it reads, so its files hold more; filter beforehand")
+    return ParquetSource(files, **options)

@@ -1,0 +1,117 @@
+"""Moves slots from slow workers to fast ones between steps, on all workers alike and without asking.
+
+What each slot took, its data apart, rides along in every reduction, so all workers of a round see the same numbers in
+the same steps and come to the same deal (``reduce._deal``). Owns what is remembered of them: the last steps of this
+round, and each worker's pace, which outlives the round: the source of the state tells it to all who join.
+
+Invariants: slots move at step boundaries only; what was measured never enters the state, so no bit depends on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from phalanx.elastic.membership._rounds import Membership
+from phalanx.elastic.reduce._deal import better_deal, even_deal, span
+from phalanx.elastic.reduce._reduction import Reduction
+from phalanx.events._event_types import SlotsDealt
+
+if TYPE_CHECKING:
+    from phalanx.elastic._job import Job
+    from phalanx.elastic._step import Step
+
+WINDOW = 8
+"""Steps whose median is a worker's pace: one that was slow in three of them is not slow."""
+MAX_SETTLE = 128
+"""Steps after a deal before the next, at most. It begins with ``WINDOW`` and doubles with every deal of a round, so
+that a machine that is slow by turns does not move slots all the time."""
+
+
+def pace_of(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Return what a slot took on each worker in one step, of what each slot took; 0 for a worker without slots.
+
+    >>> pace_of((2, 1, 0), [1.0, 3.0, 5.0])
+    [2.0, 5.0, 0.0]
+    """
+    found, start = [], 0
+    for size in sizes:
+        found.append(sum(seconds[start : start + size]) / size if size else 0.0)
+        start += size
+    return found
+
+
+def known_pace(workers: Sequence[str], pace: Mapping[str, float]) -> list[float]:
+    """Return what is known of these workers; of who is new, the median of the others; [] if nothing is.
+
+    >>> known_pace(["a", "b", "new"], {"a": 1.0, "b": 3.0, "gone": 9.0})
+    [1.0, 3.0, 2.0]
+    """
+    known = [pace[worker] for worker in workers if worker in pace]
+    return [pace.get(worker, median(known)) for worker in workers] if known else []
+
+
+class Dealing:
+    def __init__(self, job: Job, *, is_on: bool) -> None:
+        self.pace: dict[str, float] = {}
+        """Seconds that a slot takes on each worker, as far as this one knows."""
+        self._job = job
+        self._is_on = is_on and job.sharding is None
+        self._steps: deque[list[float]] = deque(maxlen=WINDOW)
+        self._settle = WINDOW
+        self._since = 0
+
+    def begin_round(self, membership: Membership) -> None:
+        """Take a place with as many slots as the pace of the round's workers, known to all of them, makes sense."""
+        self._steps.clear()
+        self._settle, self._since = WINDOW, 0
+        self.pace = {worker: one for worker, one in self.pace.items() if worker in membership.workers}
+        seconds = known_pace(membership.workers, self.pace)
+        if seconds and self._can_deal:
+            sizes = better_deal(even_deal(self._job.num_slots, len(seconds)), seconds)
+            if sizes is not None:
+                self._use(sizes, seconds)
+
+    def note(self, seconds: Sequence[float], step: Step) -> None:
+        """Note what the slots of a reduced step took."""
+        is_full = step.num_samples == self._job.num_slots * self._job.slot_batch_size  # else slots are of several sizes
+        if self._can_deal and is_full:
+            self._steps.append(pace_of(self._job.regrouping.reduction.sizes, seconds))
+            self._since += 1
+
+    def cross_boundary(self) -> None:
+        """Between two steps: deal anew if that pays."""
+        if self._since < self._settle or len(self._steps) < WINDOW:
+            return
+        seconds = [median(column) for column in zip(*self._steps, strict=True)]
+        if min(seconds) <= 0:
+            return  # a clock too coarse for these steps
+        self.pace = dict(zip(self._job.regrouping.membership.workers, seconds, strict=True))
+        sizes = better_deal(self._job.regrouping.reduction.sizes, seconds)
+        if sizes is not None:
+            self._settle, self._since = min(2 * self._settle, MAX_SETTLE), 0
+            self._steps.clear()
+            self._use(sizes, seconds)
+
+    @property
+    def _can_deal(self) -> bool:
+        reduction = self._job.regrouping.reduction
+        return self._is_on and not reduction.is_alone and self._job.num_slots > reduction.size
+
+    def _use(self, sizes: tuple[int, ...], seconds: Sequence[float]) -> None:
+        job, membership = self._job, self._job.regrouping.membership
+        before = job.regrouping.reduction.sizes
+        job.regrouping.use(Reduction(membership.group, job.num_slots, job.pool, sizes))
+        if membership.rank == 0:
+            job.events.write(
+                SlotsDealt(
+                    step=job.step,
+                    generation=membership.generation,
+                    workers=membership.workers,
+                    sizes=sizes,
+                    pace=tuple(round(one, 6) for one in seconds),
+                    gain=round(span(before, seconds) / span(sizes, seconds), 3),
+                )
+            )

@@ -1,0 +1,71 @@
+"""Finds out whether a job's model is sharded, and makes what such a job has besides. Loads ``fsdp`` only if it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from phalanx.elastic._guard import Guard
+from phalanx.elastic._guarding import Guarding
+from phalanx.elastic._step import Step
+from phalanx.elastic.checkpoint._state import Stateful, StatefulObjects
+
+if TYPE_CHECKING:
+    from phalanx.elastic._job import Job
+    from phalanx.elastic.sharded._sharding import JobSharding
+
+MARK = "_phalanx_fully_sharded"
+"""What ``fully_shard`` leaves on a module (``fsdp.schedule``)."""
+
+
+def make_sharding(job: Job, copies: Any, spread: str, objects: Mapping[str, Stateful]) -> JobSharding | None:
+    """Return the sharded side of a job whose model ``fully_shard`` was called on; None for any other.
+
+    Raises ``ValueError`` for ``copies`` and ``spread`` that are nothing, or not possible with this model.
+    """
+    if spread not in ("node", "worker"):
+        raise ValueError(f"spread is {spread!r}; expected 'node' (copies on different nodes) or 'worker' (anywhere)")
+    if copies is not None and copies != "all" and (type(copies) is not int or copies < 1):
+        raise ValueError(f"copies is {copies!r}; expected 'all' or a number of at least 1")
+    if not any(MARK in module.__dict__ for module in job.model.modules()):
+        if copies not in (None, "all"):
+            raise ValueError(
+                f"copies={copies} needs a model that is sharded: call fully_shard on its blocks and on itself before "
+                "the job is made. Without that every worker holds everything, copies='all'"
+            )
+        return None
+    from phalanx.elastic.sharded._sharding import JobSharding  # start-up: jobs of whole replicas need no fsdp
+
+    return JobSharding(job, copies=2 if copies is None else copies, spread=spread, objects=objects)
+
+
+def make_guarding(job: Job, guard: Guard, *, has_saves: bool) -> Guarding:
+    """Return what looks at the steps of a job."""
+    if job.sharding is None:
+        return Guarding(job, guard, has_saves=has_saves)
+    from phalanx.elastic._sharded_guarding import ShardedGuarding  # start-up: as above
+
+    return ShardedGuarding(job, guard, job.sharding, has_saves=has_saves)
+
+
+def make_step(job: Job) -> Step:
+    """Return the next step of a job."""
+    if job.sharding is None:
+        return Step(job)
+    from phalanx.elastic._sharded_step import ShardedStep  # start-up: as above
+
+    return ShardedStep(job, job.sharding)
+
+
+def objects_of(
+    sharding: JobSharding | None, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful]
+) -> StatefulObjects:
+    """Return the objects whose state is the job's; of a sharded model and its optimizer, what every worker has."""
+    if sharding is None:
+        return StatefulObjects(model, optimizer, others)
+    from phalanx.elastic.sharded._small_state import SmallState  # start-up: as above
+
+    return SmallState(model, optimizer, others, sharding.objects)

@@ -1,0 +1,359 @@
+"""One step of a sharded job: waves of slots, sums at the owners, the commit point, the update of this worker's cells.
+
+Phases, each entered by all workers together:
+
+1. waves: in wave j worker r computes slot ``j * size + r``; gathers and reductions happen inside forward and backward.
+2. ``reduce``: the slots' numbers to all, slot 0's buffers to all, reduced gradients to the mirrors. Then the worker is
+   *prepared*: it can make the update of everything it holds.
+3. ``commit``: one all-gather of what the owners find in their gradients (squares, whether finite): the *commit point*.
+   Who passes it knows that all are prepared, and applies.
+
+Invariants: the commit point is entered only when prepared; weights, optimizer, scheduler, buffers and position change
+after it only; between it and the end of the update there is no collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from phalanx._torch_faults import check_fused
+from phalanx.elastic._guard import Reaction
+from phalanx.elastic._rng import derive_seed, seed_everything
+from phalanx.elastic._sharded_guarding import Findings, ShardedGuarding
+from phalanx.elastic._step import Micro, Outcome, Step
+from phalanx.elastic.membership._lost import LOST
+from phalanx.elastic.sharded._mirroring import spread_gradients
+from phalanx.elastic.sharded._scaled_update import clip, unscale, update_scaled
+from phalanx.elastic.sharded._slot_numbers import SlotRow, StepNumbers, exchange_buffers, exchange_numbers
+from phalanx.elastic.sharded._slot_reduction import Wave
+from phalanx.elastic.sharded._verdict import StepVerdict, exchange_verdict
+from phalanx.errors import CommError
+
+if TYPE_CHECKING:
+    from phalanx.elastic._job import Job
+    from phalanx.elastic.sharded._sharding import JobSharding
+
+
+class ShardedStep(Step):
+    """A step whose model lies in cells."""
+
+    def __init__(self, job: Job, sharding: JobSharding) -> None:
+        super().__init__(job)
+        self._sharding = sharding
+        self._rows: dict[int, SlotRow] = {}
+        self._first_buffers: list[Tensor] | None = None
+        self._buffers: list[Tensor] = []
+        self._found_inf = False
+        self.numbers: StepNumbers | None = None
+        """What all workers know when it is reduced: then this worker is prepared."""
+        self.verdict: StepVerdict | None = None
+        """What all workers know when they have passed the commit point."""
+        self._max_norm: float | None = None
+        self._began = time.monotonic()
+        sharding.before_step()
+        sharding.step = self
+
+    # ---- waves
+
+    def __iter__(self) -> Iterator[Micro]:
+        waves = self._waves()
+        while True:
+            try:
+                micro = next(waves, None)
+            except LOST as error:
+                self._lose(error)
+                return
+            if micro is None:
+                return
+            yield micro
+
+    def _waves(self) -> Iterator[Micro]:
+        group, num_slots = self._sharding.live_group, self.job.num_slots
+        for first in range(0, num_slots, group.size):
+            slots = range(first, min(num_slots, first + group.size))
+            yield from self._wave(slots, group.rank, [len(self.job.schedule.tickets(self.number, s)) for s in slots])
+            if self._is_lost:
+                return
+
+    def _wave(self, slots: range, rank: int, num_parts: list[int]) -> Iterator[Micro]:
+        """Compute this worker's slot of the wave, or follow those who have one; ``num_parts`` by rank."""
+        sharding = self._sharding
+        wave = Wave(slots.start, len(slots), tuple(r for r, count in enumerate(num_parts) if count))
+        sharding.begin_wave(wave)
+        mine = slots[rank] if rank < len(slots) else None
+        if mine is not None:
+            self._begin_slot()
+        tickets = self.job.schedule.tickets(self.number, mine) if mine is not None else []
+        num_passes = max(num_parts)
+        for part in range(num_passes):
+            if self._is_lost:
+                return
+            sharding.passes.begin([r for r, count in enumerate(num_parts) if count > part], is_step=True)
+            sharding.set_reduces(part == num_passes - 1)
+            if part >= len(tickets):
+                sharding.passes.follow()
+                continue
+            batch = self.job.loading.batch(tickets[part])
+            assert mine is not None, "it has tickets"
+            seed_everything(derive_seed(self.job.seed, "compute", self.number, mine, part))
+            micro = Micro(self, tickets[part], batch)
+            yield micro
+            self._check_done(micro)
+            sharding.passes.end()
+        if self._is_lost:
+            return
+        if mine is not None:
+            self._end_slot(mine, [index for ticket in tickets for index in ticket.indices])
+        sharding.end_wave(wave, several_parts=num_passes > 1)
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._sharding.passes.lost is not None or self.job.regrouping.is_broken
+
+    def _lose(self, error: CommError) -> None:
+        if self._sharding.passes.lost is None:
+            self._sharding.passes.lost = error
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Compute gradients, unless a worker was lost: then the step will be dropped."""
+        if self._sharding.passes.lost is not None:
+            return
+        try:
+            loss.backward()
+        except LOST as error:
+            self._lose(error)
+
+    def skip_backward(self, loss: Tensor) -> None:
+        """Take part in the backward pass of the others with a loss that has no weight."""
+        self._sharding.mute(True)
+        try:
+            self.run_backward(loss * 0.0)
+        finally:
+            self._sharding.mute(False)
+
+    def _begin_slot(self) -> None:
+        self.job.buffers.restore()
+        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._note = 0
+
+    def _end_slot(self, slot: int, indices: list[int]) -> None:
+        job = self.job
+        self._rows[slot] = SlotRow(dict(self._sums), self._sharding.take_used(), self._note)
+        if slot == 0:
+            self._first_buffers = [buffer.detach().clone() for buffer in job.buffers.live()]
+        job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
+        job.regrouping.coordinator.report(self.number)
+
+    # ---- reduce
+
+    def reduce(self) -> bool:
+        if self.outcome is not None or self.numbers is not None:
+            return self.outcome is None
+        missing = [slot for slot in self.slots if slot not in self._rows]
+        if missing and not self._is_lost:
+            raise RuntimeError(
+                f"step {self.number}: slots {missing} of this worker were not computed; iterate over the whole step "
+                "before commit()"
+            )
+        try:
+            self.numbers = self._exchange()
+        except LOST as error:
+            self.outcome = self._recover(error)
+            return False
+        self._take_numbers(self.numbers)
+        return True
+
+    def _exchange(self) -> StepNumbers:
+        """Make this worker prepared."""
+        job, sharding = self.job, self._sharding
+        if sharding.passes.lost is not None:
+            raise sharding.passes.lost
+        job.regrouping.check()
+        group = sharding.live_group
+        job.regrouping.coordinator.waiting(True)
+        numbers = exchange_numbers(
+            group,
+            self._rows,
+            {**job.regrouping.own_wishes(is_again=job.guarding.is_again), **sharding.pace(), **self._requests()},
+            num_slots=job.num_slots,
+            num_params=len(sharding.trained),
+        )
+        if numbers.sums["logs"]:
+            self.logs = self._slot_logs.gather(group)
+        self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
+        spread_gradients(sharding.store, group)
+        job.regrouping.coordinator.waiting(False)
+        return numbers
+
+    def _requests(self) -> dict[str, float]:
+        """Return how many requests for a save this worker knows of: all, and those that are dealt with."""
+        asked = self.job.regrouping.coordinator.signals.saves_asked
+        return {"asked": float(asked), "answered": float(self._sharding.saves_answered)}
+
+    def _unscale(self) -> None:
+        self._found_inf = unscale(self.job.scaler, self._sharding.store.pieces)
+
+    def adopt(self) -> None:
+        super().adopt()
+        self.wish, self.num_leaving = False, 0  # what was wished was so in the group that is gone
+
+    def _take_numbers(self, numbers: StepNumbers) -> None:
+        self._sharding.numbers = numbers
+        sums, store = numbers.sums, self._sharding.store
+        weight = sums["weight"]
+        if weight > 0:
+            if weight != 1.0:
+                for held in store.sections.values():
+                    held.grad.div_(weight)
+            self.loss = sums["loss"] / weight
+        for piece in store.pieces:
+            number = self._sharding.number_of(piece.key)
+            piece.tensor.grad = piece.grad if number is not None and numbers.used[number] else None
+        self.num_samples = int(sums["samples"])
+        self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
+        self.is_again = sums["again"] > 0
+
+    # ---- commit
+
+    def commit(self, max_grad_norm: float | None = None) -> Outcome:
+        if self.outcome is Outcome.APPLIED:
+            raise RuntimeError(f"step {self.number} is committed already")
+        if not self.reduce():
+            assert self.outcome is not None, "a step that is not reduced was dropped or adopted"
+            return self.outcome
+        job = self.job
+        self._max_norm = max_grad_norm
+        try:
+            self.verdict = self._pass_commit_point()
+            findings = self._findings(self.verdict)
+        except LOST as error:
+            self.verdict = None
+            self.outcome = self._recover(error)
+            return self.outcome
+        reaction = self._judge(findings, self.verdict)
+        if reaction is Reaction.COMPUTE_AGAIN:
+            self._drop()
+            self.outcome = Outcome.DROPPED
+            return self.outcome
+        if reaction in (Reaction.SKIP, Reaction.ROLL_BACK):
+            return self._leave_out(reaction, self.verdict)
+        self.apply(self.verdict)
+        job.guarding.applied(self)
+        self.outcome = Outcome.APPLIED
+        job.advance(self)
+        return self.outcome
+
+    def _judge(self, findings: Findings, verdict: StepVerdict) -> Reaction:
+        guarding = self._guarding
+        guarding.verdict = verdict
+        reaction = guarding.judge(self, findings)
+        if self._max_norm is not None and reaction in (Reaction.GO_ON, Reaction.LEAVE_TO_SCALER):
+            assert verdict.norm is not None, "it was asked for"
+            if guarding.judge_norm(self, findings, verdict.norm) is Reaction.SKIP:
+                self.grad_norm = verdict.norm
+                return Reaction.SKIP
+        return reaction
+
+    @property
+    def _guarding(self) -> ShardedGuarding:
+        found = self.job.guarding
+        assert isinstance(found, ShardedGuarding), "that of a sharded job"
+        return found
+
+    def _leave_out(self, reaction: Reaction, verdict: StepVerdict) -> Outcome:
+        """Commit the step without its update, after the way back to a save if that is the reaction."""
+        job = self.job
+        job.buffers.restore()
+        try:
+            self._guarding.leave_out(self, reaction)
+        except LOST as error:
+            self.verdict = None
+            self.outcome = self._recover(error)
+            return self.outcome
+        back_to = self._guarding.back_to if reaction is Reaction.ROLL_BACK else None
+        self._end(replace(verdict, is_skipped=True, back_to=back_to))
+        self.outcome = Outcome.SKIPPED
+        job.advance(self)
+        return self.outcome
+
+    def follow(self, verdict: StepVerdict) -> None:
+        """Be behind the step as another worker is, which has told its verdict."""
+        if verdict.is_skipped:
+            self.job.buffers.restore()
+            self._end(verdict)
+        else:
+            self.apply(verdict)
+        self._guarding.follow(self, verdict)
+
+    def _pass_commit_point(self) -> StepVerdict:
+        job, sharding = self.job, self._sharding
+        assert self.numbers is not None, "it is prepared"
+        self.unscale()
+        job.regrouping.check()
+        job.regrouping.coordinator.waiting(True)
+        verdict = exchange_verdict(
+            sharding.live_group,
+            sharding.store,
+            sharding.trained,
+            self.numbers.used,
+            found_inf=self._found_inf,
+            with_norm=self._max_norm is not None or self._guarding.wants_norm,
+        )
+        job.regrouping.coordinator.waiting(False)
+        return verdict
+
+    def _findings(self, verdict: StepVerdict) -> Findings:
+        """Return what the guard looks at; if something is not finite, all workers tell each other what it is."""
+        assert self.numbers is not None, "it is prepared"
+        guarding = self._guarding
+        bad = () if verdict.is_finite or not guarding.is_on else guarding.bad_grads()
+        return Findings(self.numbers.notes, self._buffers, bad)
+
+    def apply(self, verdict: StepVerdict) -> None:
+        """Make the update: the step is committed, whoever is lost from here on."""
+        job, sharding = self.job, self._sharding
+        if verdict.is_finite or not job.guarding.spoils_buffers(self._findings_of_buffers()):
+            for buffer, value in zip(job.buffers.live(), self._buffers, strict=True):
+                buffer.detach().copy_(value)
+        else:
+            job.buffers.restore()
+        if self._max_norm is not None:
+            assert verdict.norm is not None, "it was asked for"
+            self.grad_norm = verdict.norm
+            clip(sharding.store.pieces, verdict.norm, self._max_norm)
+        check_fused(job.optimizer, "Job")  # again: a loaded state may have brought other options
+        if job.scaler is not None:
+            update_scaled(job.scaler, sharding.pieces, found_inf=verdict.found_inf)
+        else:
+            sharding.pieces.step()
+        self._end(verdict)
+
+    def _end(self, verdict: StepVerdict) -> None:
+        sharding = self._sharding
+        sharding.drop_step()
+        sharding.step, sharding.last_verdict = None, verdict
+        sharding.seconds = time.monotonic() - self._began
+
+    def _findings_of_buffers(self) -> Findings:
+        assert self.numbers is not None, "it is prepared"
+        return Findings(self.numbers.notes, self._buffers, ())
+
+    def _recover(self, error: CommError) -> Outcome:
+        job = self.job
+        job.buffers.restore()  # the regroup compares states; a step that is rolled forward brings its own
+        if self.numbers is None:
+            self._drop()
+        outcome = job.recover_from(self, error)
+        if outcome is Outcome.DROPPED and self.numbers is not None:
+            self._drop()
+        return outcome
+
+    def _drop(self) -> None:
+        self._sharding.drop_step()
+        self.job.buffers.restore()
+        self._sharding.step = None

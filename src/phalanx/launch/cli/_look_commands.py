@@ -1,0 +1,293 @@
+"""Shows what a job has told: ``phalanx events``, ``logs``, ``report`` and ``dashboard``.
+
+Each takes a log directory, or finds the running job by itself: through its page where it has one, else by the log
+directories of its agents on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.cli._flags import UsageError
+from phalanx.launch.cli._jobs import CommandParser, PageClient, find_job, job_parser, log_dirs_here, open_job, page_of
+
+LOOK_EVERY = 0.3
+
+
+def events_parser() -> CommandParser:
+    parser = job_parser("events", "Show what happens to a job: one line for each event.")
+    parser.add_argument("log_dir", nargs="?", default="", help="of a job that ended, or runs elsewhere")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the job does")
+    parser.add_argument("--all", action="store_true", help="also each step, and the load of nodes")
+    return parser
+
+
+def logs_parser() -> CommandParser:
+    parser = job_parser("logs", "Show what the workers of a job on this machine wrote to their log files.")
+    parser.add_argument("log_dir", nargs="?", default="", help="of a job that ended, or runs elsewhere")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the job does")
+    parser.add_argument("--rank", type=int, default=None, help="of this rank only")
+    parser.add_argument("--node", default="", help="of nodes whose host name starts with this")
+    return parser
+
+
+def report_parser() -> CommandParser:
+    parser = job_parser("report", "Write one HTML file about a job, with everything in it.")
+    parser.add_argument("log_dir", nargs="?", default="", help="of a job that ended, or runs elsewhere")
+    parser.add_argument("-o", "--output", default="report.html", help="the file to write (report.html)")
+    return parser
+
+
+def dashboard_parser() -> CommandParser:
+    parser = CommandParser(prog="phalanx dashboard", description="Show a job from its log directory, live if it runs.")
+    parser.add_argument("log_dir", help="as given to phalanx run --log-dir, or to RunOptions(log_dir=...)")
+    parser.add_argument("--bind", default="8080", help="[HOST:]PORT to serve at (8080, on this machine only)")
+    return parser
+
+
+def main_events(argv: Sequence[str]) -> int:
+    """Run ``phalanx events`` with these arguments; the exit code."""
+    return _guarded("events", events_parser(), argv, _events)
+
+
+def main_logs(argv: Sequence[str]) -> int:
+    """Run ``phalanx logs`` with these arguments; the exit code."""
+    return _guarded("logs", logs_parser(), argv, _logs)
+
+
+def main_report(argv: Sequence[str]) -> int:
+    """Run ``phalanx report`` with these arguments; the exit code."""
+    return _guarded("report", report_parser(), argv, _report)
+
+
+def main_dashboard(argv: Sequence[str]) -> int:
+    """Run ``phalanx dashboard`` with these arguments; the exit code."""
+    return _guarded("dashboard", dashboard_parser(), argv, _dashboard)
+
+
+def _guarded(name: str, parser: CommandParser, argv: Sequence[str], run: Callable[[Namespace], int]) -> int:
+    try:
+        return run(parser.parse_args(argv))
+    except (ValueError, ConnectionError) as error:
+        print(f"phalanx {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has seen enough
+        return 0
+
+
+# -- events ---------------------------------------------------------------------------------------------------------
+
+
+def _events(args: Namespace) -> int:
+    if args.log_dir:
+        return _events_of_files([_directory(args.log_dir)], args)
+    job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
+    with open_job(job) as (store, secret):
+        page = page_of(store, secret)
+    if page is not None:
+        return _events_of_page(page, args)
+    directories = log_dirs_here(job)
+    if not directories:
+        raise UsageError(f"job {job.run_id!r} keeps no events: run it with --dashboard PORT or --log-dir DIR")
+    return _events_of_files([Path(directory) for directory in directories], args)
+
+
+def _events_of_page(page: PageClient, args: Namespace) -> int:
+    if not args.follow:
+        for one in page.get(f"/api/v1/events?limit=10000{'&bulk=1' if args.all else ''}")["events"]:
+            _print_event(one["event"], args)
+        return 0
+    for line in page.lines(f"/events{'?bulk=1' if args.all else ''}"):
+        if line.startswith(b"data: "):
+            record = json.loads(line[6:])
+            _print_event(record, args)
+            if record.get("kind") == "shut_down":
+                return 0
+    return 0
+
+
+def _events_of_files(directories: list[Path], args: Namespace) -> int:
+    from phalanx.watch._files import Tail  # start-up
+    from phalanx.watch._hub import Hub
+
+    hub = Hub()
+    tail, number = Tail(hub, directories), 0
+    while True:
+        tail.look()
+        for event in hub.after(number, bulk=True):
+            _print_event(json.loads(event.line), args)
+            number = event.number
+        number = max(number, hub.number)
+        if not args.follow or hub.view.is_over:
+            return 0
+        time.sleep(LOOK_EVERY)
+
+
+def _print_event(record: dict[str, Any], args: Namespace) -> None:
+    from phalanx.events._lines import from_record  # start-up
+    from phalanx.watch._in_words import in_words
+
+    kind = record.get("event", record.get("kind", ""))
+    if not args.all and kind in ("step", "times", "node_load"):
+        return
+    if args.json:
+        print(json.dumps(record), flush=True)
+        return
+    try:
+        text = in_words(from_record(record))
+    except ValueError:
+        text = json.dumps(record)
+    moment = time.strftime("%H:%M:%S", time.localtime(record.get("time", record.get("timestamp", 0.0))))
+    print(f"{moment}  {kind:18}  {text}", flush=True)
+
+
+# -- logs -----------------------------------------------------------------------------------------------------------
+
+
+def _logs(args: Namespace) -> int:
+    if args.log_dir:
+        directories = [_directory(args.log_dir)]
+    else:
+        job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
+        directories = [Path(directory) for directory in log_dirs_here(job)]
+    positions: dict[Path, int] = {}
+    found = False
+    while True:
+        for path, rank, host in _log_files(directories):
+            if (args.rank is None or args.rank == rank) and host.startswith(args.node):
+                found = True
+                for line in _new_lines(path, positions):
+                    _print_line(line, path, rank, args)
+        if not args.follow:
+            break
+        if args.log_dir == "" and not log_dirs_here(job):
+            break
+        time.sleep(LOOK_EVERY)
+    if not found:
+        raise UsageError(
+            "no log files of such workers are here; run the job with --log-dir DIR --tee 3 (or --redirects 3)"
+        )
+    return 0
+
+
+def _log_files(directories: list[Path]) -> Iterator[tuple[Path, int, str]]:
+    """Yield each log file with its worker's rank and host, as the agent's events tell them."""
+    for directory in directories:
+        for events in sorted({*directory.glob("events.jsonl"), *directory.glob("*/events.jsonl")}):
+            who = _started(events)
+            for path in sorted(events.parent.glob("attempt_*/*/std*.log")):
+                attempt, local = path.parent.parent.name.removeprefix("attempt_"), path.parent.name
+                if attempt.isdecimal() and local.isdecimal():
+                    rank, host = who.get((int(attempt), int(local)), (int(local), ""))
+                    yield path, rank, host
+
+
+def _started(events: Path) -> dict[tuple[int, int], tuple[int, str]]:
+    """By generation and local rank: the rank and host of each worker that an agent started."""
+    from phalanx.events._event_types import WorkerStarted  # start-up
+    from phalanx.events._lines import read_events
+
+    return {
+        (event.generation, event.local_rank): (event.rank, event.host)
+        for event in read_events(events)
+        if isinstance(event, WorkerStarted)
+    }
+
+
+def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(positions.get(path, 0))
+            data = file.read()
+    except OSError:
+        return
+    complete = data[: data.rfind(b"\n") + 1]
+    positions[path] = positions.get(path, 0) + len(complete)
+    yield from complete.decode(errors="replace").splitlines()
+
+
+def _print_line(line: str, path: Path, rank: int, args: Namespace) -> None:
+    stream = path.stem
+    if args.json:
+        print(json.dumps({"rank": rank, "stream": stream, "line": line}), flush=True)
+    else:
+        print(f"rank {rank}: {line}", flush=True)
+
+
+# -- report, dashboard ----------------------------------------------------------------------------------------------
+
+
+def _report(args: Namespace) -> int:
+    from phalanx.watch._report import report_data, write_report  # start-up
+
+    if args.log_dir:
+        data = report_data([_directory(args.log_dir)])
+    else:
+        job = find_job(args.rdzv_endpoint, args.rdzv_backend, args.rdzv_id)
+        directories = log_dirs_here(job)
+        with open_job(job) as (store, secret):
+            page = page_of(store, secret)
+        if page is not None:
+            data = page.get("/api/v1/page?details=1") | {"live": False}
+        elif directories:
+            data = report_data([Path(directory) for directory in directories])
+        else:
+            raise UsageError(f"job {job.run_id!r} keeps no events: run it with --dashboard PORT or --log-dir DIR")
+    if args.json:
+        print(json.dumps(data))
+        return 0
+    out = Path(args.output)
+    try:
+        write_report(out, data)
+    except OSError as error:
+        print(f"phalanx report: the report cannot be written to {out}: {error}", file=sys.stderr)
+        return 1
+    print(f"{data['summary']['goodput']['text']}; the report is {out}")
+    return 0
+
+
+def _dashboard(args: Namespace) -> int:
+    from phalanx.watch._access import PageAccess  # start-up
+    from phalanx.watch._files import Tail
+    from phalanx.watch._http import HttpServer, parse_address
+    from phalanx.watch._hub import Hub
+    from phalanx.watch._site import Site
+
+    directory = _directory(args.log_dir)
+    host, port = parse_address(args.bind)
+    hub, stopped = Hub(), threading.Event()
+    access = PageAccess(host=host)
+    site = Site(hub, access)
+    server = HttpServer(site.answer, host, port)
+    try:
+        server.start()
+    except OSError as error:
+        raise UsageError(f"cannot listen at {args.bind}: {error}") from None
+    suffix = "" if access.token is None else f"?token={access.token}"
+    print(f"{directory} is shown at http://{host}:{server.port}/{suffix} (Ctrl-C ends it)", flush=True)
+    try:
+        Tail(hub, [directory]).follow(stopped)
+    finally:
+        site.close()
+        server.stop()
+    return 0
+
+
+def _directory(text: str) -> Path:
+    directory = Path(text)
+    if not directory.is_dir():
+        raise UsageError(f"{text!r} is no directory; expected the log directory of a job")
+    return directory

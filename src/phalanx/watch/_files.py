@@ -1,0 +1,126 @@
+"""Reads the event files of a job: all at once, or what was added since the last look.
+
+Files are ``events.jsonl`` (an agent's) and ``events-WORKER.jsonl``, in a directory or below it. A line counts when it
+is complete.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.events._event_types import AnyEvent
+from phalanx.events._lines import from_record
+from phalanx.watch._hub import Hub
+
+CHUNK = 1 << 20
+LOOK_EVERY = 0.25
+"""Seconds between two looks for new files and lines."""
+
+
+def find_event_files(directory: Path, *, depth: int = 2) -> list[Path]:
+    """Return the event files in a directory and some levels below: a run's, an attempt's."""
+    found: dict[str, Path] = {}
+    for level in range(depth + 1):
+        pattern = "*/" * level + "events*.jsonl"
+        for path in sorted(directory.glob(pattern)):
+            found.setdefault(os.path.realpath(path), path)  # a link and what it points at are one
+    files = {path.name for path in found.values() if not path.is_symlink()}
+    # In a copy of a directory a link points at the original of a file that was copied too.
+    return [path for path in found.values() if not path.is_symlink() or path.name not in files]
+
+
+class Tail:
+    """The new lines of some files: ``look`` gives them to a hub, in the order of their times."""
+
+    def __init__(self, hub: Hub, directories: Iterable[Path], *, but: Iterable[Path] = (), depth: int = 2) -> None:
+        """``but``: files that are left out; ``depth``: how many levels below the directories are looked at."""
+        self._hub = hub
+        self._directories = list(directories)
+        self._depth = depth
+        self._but = {os.path.realpath(path) for path in but}
+        self._read: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def look(self) -> int:
+        """Give the hub what was added since the last look; how many lines that was."""
+        with self._lock:
+            records: list[Any] = []
+            for directory in self._directories:
+                for path in find_event_files(directory, depth=self._depth):
+                    if os.path.realpath(path) not in self._but:
+                        records += self._new_records(path)
+            records.sort(key=time_of_record)
+            for record in records:
+                self._hub.add_record(record)
+            return len(records)
+
+    def _new_records(self, path: Path) -> Iterator[Any]:
+        position = self._read.get(path, 0)
+        try:
+            if path.stat().st_size <= position:
+                return
+            with path.open("rb") as file:
+                file.seek(position)
+                while True:
+                    data = file.read(CHUNK)
+                    if b"\n" not in data:
+                        data += file.readline()
+                    whole = data[: data.rfind(b"\n") + 1]
+                    if not whole:
+                        break
+                    position += len(whole)
+                    file.seek(position)
+                    yield from parse(whole)
+        except OSError:
+            pass
+        self._read[path] = position
+
+    def follow(self, stopped: threading.Event) -> None:
+        """Look again and again, until told to stop."""
+        while not stopped.wait(LOOK_EVERY):
+            self.look()
+
+
+def parse(data: bytes) -> Iterator[Any]:
+    """Return what complete lines say; None for one that is no JSON."""
+    for line in data.split(b"\n"):
+        if line:
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                yield None
+
+
+def time_of_record(record: Any) -> float:
+    """Return when an event was told; 0 for what is none."""
+    value: Any = record.get("time", record.get("timestamp", 0.0)) if isinstance(record, dict) else 0.0
+    return float(value) if type(value) in (int, float) and abs(value) < 1e12 else 0.0
+
+
+def read_job_events(directory: Path) -> Iterator[AnyEvent]:
+    """Yield the events of all files of a job, in the order of their times."""
+
+    def of(path: Path) -> Iterator[Any]:
+        try:
+            yield from parse(path.read_bytes().rpartition(b"\n")[0] + b"\n")
+        except OSError:
+            return
+
+    for record in heapq.merge(*(of(path) for path in find_event_files(directory)), key=time_of_record):
+        try:
+            yield from_record(record)
+        except ValueError:
+            continue
+
+
+def load_hub(directory: Path) -> Hub:
+    """Return a hub with all events of a job's directory."""
+    hub = Hub()
+    Tail(hub, [directory]).look()
+    return hub

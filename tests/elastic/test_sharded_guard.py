@@ -1,0 +1,123 @@
+"""Guards of sharded jobs: updates are left out and weights go back as in the unsharded job, whoever is lost then."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from scripted_world import Die
+from sharded_training import make_job, weights
+from sharded_world import ShardedWorld
+from torch.nn import functional as F
+
+from phalanx.comm import simulate
+from phalanx.comm.faults import lose_result_at, play
+from phalanx.elastic import Guard, LossSpike, NonFinite, Outcome, RunOptions, Saves
+from phalanx.elastic.audit import check_directory
+
+pytestmark = pytest.mark.timeout(600)
+NAN = float("nan")
+SKIPS = Guard(nonfinite="skip")
+
+
+def run(group, sharded, guard, spoiled, max_steps, saves=None, clip=0.5):
+    """Train with losses that are ``spoiled``: by step, added to and multiplied with."""
+    run = RunOptions(progress=False, group=group, verify=True, threads=1)
+    job = make_job(sharded=sharded, copies=2, guard=guard, saves=saves, run=run, is_random=False)
+    outcomes = []
+    for step in job.steps(max_steps=max_steps):
+        plus, times = spoiled.get(step.number, (0.0, 1.0))
+        for micro in step:
+            loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+            micro.backward(loss * times + plus if micro.slot == 3 else loss)
+        outcomes.append(step.commit(max_grad_norm=clip))
+        if outcomes[-1]:
+            job.count.update(job.model)
+        job.saving.wait_idle()
+    return outcomes, weights(job), job.guarding.record
+
+
+@pytest.mark.parametrize("spoiled", [(NAN, 1.0), (0.0, NAN)], ids=["loss", "loss and gradient"])
+def test_a_step_that_is_not_finite_is_left_out_as_in_the_unsharded_job(spoiled):
+    arguments = (SKIPS, {1: spoiled, 3: spoiled}, 7)
+    expected = run(None, False, *arguments)
+    assert expected[0].count(Outcome.SKIPPED) == 2
+    for found in simulate(3).run(run, True, *arguments):
+        assert found == expected
+
+
+def test_too_many_in_a_row_stop_all_workers():
+    def main(group):
+        with pytest.raises(NonFinite) as caught:
+            run(group, True, Guard(nonfinite="skip", max_skips=2), dict.fromkeys((1, 2, 3), (NAN, 1.0)), 7)
+        return caught.value.step
+
+    assert simulate(2).run(main) == [3, 3]
+
+
+@pytest.mark.parametrize("on_spike", ["rollback", pytest.param("skip", marks=pytest.mark.soak)])
+def test_a_spike_is_left_out_or_takes_all_workers_back_to_the_last_good_save(tmp_path, on_spike):
+    spike, guard = {18: (0.0, 1e4)}, Guard(spike=50.0, on_spike=on_spike)
+    saves = [Saves(directory=tmp_path / kind, every=5, keep=2) for kind in "ab"]
+    expected = run(None, False, guard, spike, 21, saves[0])
+    assert expected[0][18] is Outcome.SKIPPED
+    assert expected[2].rollbacks == (on_spike == "rollback")
+    for found in simulate(2).run(run, True, guard, spike, 21, saves[1]):
+        assert found == expected
+
+
+@pytest.mark.soak
+def test_a_spike_without_a_save_stops_all_workers(tmp_path):
+    def main(group):
+        saves = Saves(directory=tmp_path, every=100)
+        with pytest.raises(LossSpike, match="no save to go back to"):
+            run(group, True, Guard(spike=50.0, on_spike="rollback"), {17: (0.0, 1e4)}, 19, saves, None)
+
+    simulate(2).run(main)
+
+
+class SpoiledWorld(ShardedWorld):
+    """Its loss of one step is not finite; the gradient is."""
+
+    spoiled_step = 3
+
+    def loss(self, job, micro):
+        loss = super().loss(job, micro)
+        return loss + NAN if micro.step.number == self.spoiled_step else loss
+
+
+def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed_it(tmp_path, monkeypatch):
+    job = make_job(sharded=False, is_random=False, guard=SKIPS, run=RunOptions(progress=False, threads=1))
+    for step in job.steps(max_steps=8):
+        for micro in step:
+            loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+            micro.backward(loss + NAN if step.number == 3 else loss)
+        step.commit(max_grad_norm=0.5)
+        job.count.update(job.model)
+    world = SpoiledWorld(tmp_path, monkeypatch)
+    world.guard = SKIPS
+
+    def on_commit(job, step, outcome):
+        if step.number == 3 and job.worker_id == "c":
+            world.break_(0, "c")
+            world.agree(1, "a", "b")
+            raise Die
+
+    def on_step(job, step):
+        if step.number == 3 and job.worker_id == "b" and job.generation == 0:
+            world.stack.enter_context(play(lose_result_at(job.rank, 51)))
+
+    world.agree(0, *"abc")
+    with contextlib.ExitStack() as stack, world.watching():
+        world.stack = stack
+        for worker in "abc":
+            world.start(worker, on_commit=on_commit, on_step=on_step)
+        results = world.join()
+    assert results["a"] == results["b"] == weights(job)
+    assert (3, "skipped") in world.told["a"].outcomes
+    assert (3, "adopted") in world.told["b"].outcomes
+    verdict = check_directory(world.directory)
+    assert (verdict.problems, verdict.num_steps) == ([], 8)
+    assert list(verdict.left_out) == [3]
+    assert torch.isfinite(torch.tensor(job.loss))

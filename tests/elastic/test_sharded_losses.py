@@ -1,0 +1,162 @@
+"""Sharded workers are lost at any moment: the others go on without moving state, with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_world import Die
+from sharded_training import make_job, train, weights
+from sharded_world import Fault, ShardedWorld
+
+from phalanx.comm.faults import lose_result_at, play
+from phalanx.elastic import RunOptions, Saves, StepsLost
+from phalanx.elastic.audit import check_directory
+from phalanx.elastic.sharded._sharded_level import CellsLost
+from phalanx.errors import JobStopped
+from phalanx.events._writer import read_lines
+
+pytestmark = pytest.mark.timeout(600)
+
+STEP = 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[list[Any], str]:
+    job = make_job(sharded=False, is_random=False, run=RunOptions(progress=False, threads=1))
+    return train(job), weights(job)
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShardedWorld]:
+    made = []
+
+    def make(**settings):
+        made.append(ShardedWorld(tmp_path / f"world{len(made)}", monkeypatch))
+        made[-1].directory.mkdir()
+        for name, value in settings.items():
+            setattr(made[-1], name, value)
+        return made[-1]
+
+    return make
+
+
+def check(world, results, undisturbed, survivors):
+    for worker in survivors:
+        assert results[worker] == undisturbed[1], (worker, results[worker])
+        assert world.told[worker].steps == undisturbed[0]
+    verdict = check_directory(world.directory)
+    assert (verdict.problems, verdict.num_steps) == ([], world.num_steps)
+
+
+def kill_at(make_world, undisturbed, at, workers="abc", victim="b", **settings):
+    survivors = tuple(worker for worker in workers if worker != victim)
+    world = make_world(faults=(Fault(victim, STEP, at, survivors),), **settings)
+    results = world.run(workers)
+    assert world.faults[0].is_done, f"worker {victim} issues no collective {at} in step {STEP}"
+    assert isinstance(results[victim], Die)
+    check(world, results, undisturbed, survivors)
+    return world
+
+
+@pytest.mark.parametrize("at", [9, 51])
+def test_a_worker_that_dies_in_a_step_costs_the_step_and_nothing_else(make_world, undisturbed, at):
+    world = kill_at(make_world, undisturbed, at)
+    assert (STEP, "dropped") in world.told["a"].outcomes
+    received = [line for line in read_lines(world.directory / "events-a.jsonl") if line.get("event") == "received"]
+    assert not received, "no state moved"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+@pytest.mark.timeout(3000)
+def test_a_worker_dies_at_every_collective_of_a_step(make_world, undisturbed, victim):
+    whole = make_world()
+    whole.run("abc")
+    for at in range(whole.told[victim].collectives[STEP]):
+        kill_at(make_world, undisturbed, at, victim=victim)
+
+
+def test_who_missed_the_commit_point_that_others_passed_rolls_forward(make_world, undisturbed):
+    world = make_world()
+
+    def on_commit(job, step, outcome):
+        if step.number == STEP and job.worker_id == "c":
+            world.break_(0, "c")
+            world.agree(1, "a", "b")
+            raise Die
+
+    def on_step(job, step):
+        if step.number == STEP and job.worker_id == "b" and job.generation == 0:
+            at = world.commit_point
+            world.stack.enter_context(play(lose_result_at(job.rank, at)))
+
+    world.count = 51
+    world.agree(0, *"abc")
+    with contextlib.ExitStack() as stack, world.watching():
+        world.stack, world.commit_point = stack, world.count
+        for worker in "abc":
+            world.start(worker, on_commit=on_commit, on_step=on_step)
+        results = world.join()
+    check(world, results, undisturbed, "ab")
+    assert (STEP, "adopted") in world.told["b"].outcomes
+    assert (STEP, "applied") in world.told["a"].outcomes
+
+
+def test_two_losses_within_three_copies_cost_nothing(make_world, undisturbed):
+    both = (Fault("b", STEP, 20, ("a", "d")), Fault("c", STEP, 20, ("a", "d")))
+    world = make_world(copies=3, faults=both)
+    results = world.run("abcd")
+    check(world, results, undisturbed, "ad")
+
+
+def test_losses_one_after_the_other_cost_nothing_since_copies_are_made_anew(make_world, undisturbed):
+    faults = (Fault("b", 2, 10, ("a", "c")), Fault("c", 6, 10, ("a",)))
+    world = make_world(faults=faults)
+    results = world.run("abc")
+    check(world, results, undisturbed, "a")
+    held = [line for line in read_lines(world.directory / "events-a.jsonl") if line.get("event") == "cells_held"]
+    assert held[1]["unprotected"] > 0
+    moved = [line for line in read_lines(world.directory / "events-a.jsonl") if line.get("event") == "cells_moved"]
+    assert sum(line["cells"] for line in moved) > 0
+
+
+@pytest.mark.parametrize("when", ["send", pytest.param("recv", marks=pytest.mark.soak)])
+def test_a_worker_that_dies_while_copies_are_made_anew_costs_nothing_either(make_world, undisturbed, when):
+    """Whoever sends or receives cells first is killed in the middle of it."""
+    first = Fault("b", 2, 10, ("a", "c", "d"))
+    others = [Fault(w, 2, -1, tuple(o for o in "acd" if o != w), when=when) for w in "acd"]
+    world = make_world(copies=3, faults=(first, *others))
+    kill = world.kill
+
+    def once(job, fault):
+        if fault is not first:
+            for one in others:
+                one.is_done = True  # one of them is enough
+        kill(job, fault)
+
+    world.kill = once
+    results = world.run("abcd")
+    dead = [worker for worker, result in results.items() if isinstance(result, Die)]
+    assert len(dead) == 2, results
+    check(world, results, undisturbed, [worker for worker in "abcd" if worker not in dead])
+
+
+def test_a_loss_beyond_the_copies_before_the_first_save_ends_all_workers_to_begin_anew(make_world, tmp_path):
+    saves = Saves(directory=tmp_path / "saves", every=100)
+    world = make_world(copies=1, saves=saves, faults=(Fault("b", STEP, 9, ("a", "c")),))
+    results = world.run("abc")
+    for worker in "ac":
+        assert isinstance(results[worker], CellsLost)
+        assert not isinstance(results[worker], JobStopped), "launchers replace these workers"
+
+
+def test_a_loss_beyond_the_copies_without_saves_says_what_was_lost(make_world):
+    world = make_world(copies=1, faults=(Fault("b", STEP, 9, ("a", "c")),))
+    results = world.run("abc")
+    for worker in "ac":
+        assert isinstance(results[worker], StepsLost)
+        assert "cells were lost with their last holders at step 3" in str(results[worker])

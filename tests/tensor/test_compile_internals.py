@@ -1,0 +1,99 @@
+"""Each part of torch's compilers that DTensors rely on, one by one: another version of torch says here what moved."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from meshes import on_mesh
+from torch import Tensor
+
+from phalanx.comm import DeviceMesh
+from phalanx.tensor import Replicate, Shard, distribute_tensor
+from phalanx.tensor.compile import _compilers
+from phalanx.tensor.core._dtensor import DTensor
+from phalanx.tensor.redistribute import _traced
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def test_entry_points_of_the_compilers_are_wrapped() -> None:
+    found = {name: importlib.import_module(name) for name in _compilers._ACTIONS if "inductor" not in name}
+    assert hasattr(found["torch._functorch.aot_autograd"].aot_module_simplified, "_phalanx")
+    assert hasattr(found["torch._dynamo.backends.common"].aot_module_simplified, "_phalanx")
+    assert hasattr(found["torch._dynamo.variables.builder"]._automatic_dynamic, "_phalanx")
+
+
+def test_importing_phalanx_imports_no_compiler() -> None:
+    told = "import sys, phalanx.tensor; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=250, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_dynamo_reads_styles_and_leaves_the_rest_to_us() -> None:
+    from torch._dynamo import trace_rules
+
+    for module in _compilers.INLINED:
+        assert not trace_rules.check_file(module.__file__).skipped
+    assert trace_rules.check_file(_traced.__file__).skipped
+    for function in _compilers.IN_GRAPH:
+        assert id(function) in trace_rules._allowed_callable_ids
+
+
+def test_values_may_stand_in_graphs() -> None:
+    from torch._library.opaque_object import is_opaque_value_type
+
+    assert is_opaque_value_type(type(Shard(0)))
+    assert is_opaque_value_type(type(Replicate()))
+    assert is_opaque_value_type(DeviceMesh)
+
+
+def test_operators_that_send_are_ordered() -> None:
+    from torch._higher_order_ops.effects import _get_effect
+    from torch._library.effects import EffectType
+
+    assert _get_effect(torch.ops.phalanx.run_step.default) == EffectType.ORDERED
+    assert _get_effect(torch.ops.phalanx.all_reduce.default) == EffectType.ORDERED
+    assert _get_effect(torch.ops.phalanx.draw.default) is None
+
+
+def test_a_dtensor_is_a_tensor_that_holds_one() -> None:
+    def body(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(x)
+        names, facts = x.__tensor_flatten__()
+        assert names == ["_local"]
+        again = DTensor.__tensor_unflatten__({"_local": x._local}, facts, x.shape, x.stride())
+        assert again._spec is x._spec
+        assert DTensor.__metadata_guard__(facts, again.__tensor_flatten__()[1])
+        assert not DTensor.__metadata_guard__(facts, x.detach().__tensor_flatten__()[1])
+
+    on_mesh(body, 1)
+
+
+def test_what_is_traced_is_known_by_its_type() -> None:
+    seen: list[type] = []
+
+    def body(mesh: Any) -> None:
+        def watched(self: Tensor, *args: Any) -> Any:
+            seen.append(type(self))
+            return plain(self, *args)
+
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        plain = _traced.run_traced_plan
+        execute = importlib.import_module("phalanx.tensor.redistribute._execute")
+        execute.run_traced_plan = watched  # type: ignore[attr-defined]  # put back below
+        try:
+            torch.compile(lambda x: x.full_tensor() * 2, backend="aot_eager", fullgraph=True)(x)
+        finally:
+            execute.run_traced_plan = plain  # type: ignore[attr-defined]  # as above
+
+    torch._dynamo.reset()
+    on_mesh(body, 1)
+    torch._dynamo.reset()
+    assert set(seen) == _traced.TRACED

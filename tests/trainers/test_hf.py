@@ -1,0 +1,47 @@
+"""Hugging Face's Trainer on an elastic job: every worker ends with what one undisturbed process has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from trainer_runs import assert_equal_everywhere
+
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = "hf_script.py"
+
+
+def test_kills_adoption_and_joins_leave_every_worker_as_one_process(runs):
+    alone = runs(SCRIPT, "--plain")
+    (expected,) = alone.results().values()
+    assert (alone.directory / "plain").read_text() == expected["digest"]
+    run = runs(SCRIPT, "--features=bar", "--kill=0:3:reduced,1:9:validation,0:14:batch_end", "--adopt=1:6", workers=3)
+    assert_equal_everywhere(run, alone)
+    assert len(run.results()) >= 2
+    assert (run.directory / "adopted").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kill", ["0:4:batch_start", "0:9:epoch_end", "0:9:validation", "0:17:reduced",
+                                  "0:3:reduced,0:7:batch_end,0:9:validation,0:12:reduced"])  # fmt: skip
+@pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
+def test_the_first_worker_dies_anywhere(runs, features, kill):
+    alone = runs(SCRIPT, f"--features={features}")
+    assert_equal_everywhere(runs(SCRIPT, f"--features={features}", f"--kill={kill}", workers=2), alone)
+
+
+def test_what_a_job_cannot_do_is_refused_with_the_alternative(runs):
+    refused = json.loads((runs(SCRIPT, "--plain").directory / "refused.json").read_text())
+    assert "use num_slots" in refused["accumulate"]
+    assert "set the batch size" in refused["find"]
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_from_the_trainers_own_checkpoint(runs):
+    alone = runs(SCRIPT, "--features=checkpoint")
+    (expected,) = alone.results().values()
+    path = alone.directory / "out" / "checkpoint-15"
+    run = runs(SCRIPT, f"--resume={path}", "--kill=0:16:reduced", workers=2)
+    for found in run.results().values():
+        assert (found["digest"], found["lr"], found["step"]) == (expected["digest"], expected["lr"], expected["step"])

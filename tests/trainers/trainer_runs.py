@@ -1,0 +1,55 @@
+"""Starts the trainers' scripts, alone or under ``phalanx run``, and compares what their workers have at the end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PRELOAD = {
+    "lightning_script.py": "lightning.pytorch,phalanx.lightning,torch._dynamo",
+    "hf_script.py": "transformers,torch._dynamo",
+}
+
+
+class Run:
+    """One run of a script, with everything that it wrote under ``directory``."""
+
+    def __init__(self, script: str, directory: Path, *flags: str, workers: int = 0) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True)
+        launcher = ["-m", "phalanx", "run", f"--nproc-per-node={workers}", "--on-failure=heal",
+                    f"--preload={PRELOAD.get(script, 'torch._dynamo')}"]  # fmt: skip
+        size = [f"--size={workers}"] if workers and script in PRELOAD else []
+        command = [sys.executable, *(launcher if workers else []), str(HERE / script), str(directory), *size, *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PHALANX_JOB_SECRET": "s" * 32}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=directory, env=environment)
+        self.console = done.stdout + done.stderr
+        assert done.returncode == 0, self.console[-6000:]
+        assert "Traceback" not in self.console, f"a worker that nobody killed has failed:\n{self.console[-6000:]}"
+
+    def results(self) -> dict[str, dict]:
+        found = {path.stem: json.loads(path.read_text()) for path in self.directory.glob("result-*.json")}
+        assert found, "no worker came to the end"
+        return found
+
+    def rows(self) -> list[dict[str, str]]:
+        """What the CSV logger wrote, in the order of the steps."""
+        with (self.directory / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
+            rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+        return sorted(rows, key=lambda row: (int(row["step"]), sorted(row)))
+
+    def outcomes(self) -> set[str]:
+        paths = (self.directory / "logs").glob("events-*.jsonl")
+        return {json.loads(line)["event"] for path in paths for line in path.read_text().splitlines()}
+
+
+def assert_equal_everywhere(run: Run, alone: Run) -> None:
+    """Every worker that came to the end has what one undisturbed process has."""
+    (expected,) = alone.results().values()
+    for name, found in run.results().items():
+        assert found == expected, f"{name}: {[key for key in expected if found[key] != expected[key]]}"

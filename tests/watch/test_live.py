@@ -1,0 +1,239 @@
+"""A live job, its page, its commands: a worker is killed, one joins, the agent that serves is killed, a node drained.
+
+Few processes, many assertions: what is shown is what the job's own files say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import PRELOAD, SCRIPT, Cluster
+from watching import Client
+
+from phalanx.__main__ import main
+from phalanx.watch._access import sign, token_of
+
+SECRET = "a secret of this test"
+
+
+def addresses(cluster: Cluster) -> list[str]:
+    return re.findall(r"the job is shown at (http://\S+)", cluster.text())
+
+
+def told_json(capsys: Any, *words: str) -> Any:
+    """What a command prints, as JSON."""
+    capsys.readouterr()
+    assert main(list(words)) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def act(client: Client, secret: bytes, action: str, **wish: Any) -> dict[str, Any]:
+    body = json.dumps({"nonce": client.json("/api/v1/nonce")["nonce"], "confirm": True, **wish}).encode()
+    signature = sign(secret, action, body)
+    status, _, answer = client.ask(f"/api/v1/actions/{action}", method="POST", body=body, X_Phalanx_Signature=signature)
+    assert status == 200, answer
+    found: dict[str, Any] = json.loads(answer)
+    return found
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two workers that go no further than step 8, with a page; commands find the job by themselves."""
+    cluster = Cluster(
+        tmp_path / "job", 2, 24, hold=8, dashboard="0", rdzv_id="shown", log_dir=str(tmp_path / "kept"),
+        script_flag="--save=1000",
+    )  # fmt: skip
+    monkeypatch.setattr(tempfile, "tempdir", str(cluster.scratch))
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_kill_and_a_join_are_shown_as_they_happen(live: Cluster, tmp_path: Path, capsys: Any) -> None:
+    live.wait_workers(2)
+    live.wait_step(8)
+    page = Client(addresses(live)[0])
+    live.wait_until(lambda: page.json("/api/v1/summary")["step"] == 8, "the page at step 8")
+    live.wait_until(lambda: told_json(capsys, "status", "--json")["step"] == 8, "step 8 in the store")
+    status = told_json(capsys, "status", "--json")
+    assert (status["job"], status["state"]) == ("shown", "running")
+    assert status["page"] == addresses(live)[0]
+    assert [worker["rank"] for worker in status["workers"]] == [0, 1]
+    assert status["summary"]["total_steps"] == 24
+    assert main(["status"]) == 0
+    assert "step 8 of 24" in capsys.readouterr().out
+
+    victim, survivor = live.newest_round()[1], live.newest_round()[0]
+    before = page.json("/api/v1/page")["last_event"]
+    live.signal(victim)
+    live.wait_until(
+        lambda: any(one["regrouped_ms"] is not None for one in page.json("/api/v1/incidents")), "the incident"
+    )
+    kinds = page.stream(f"/events?since={before}&kinds=worker_failed,lost,regrouped", 3)
+    assert {event["event"] for event in kinds} >= {"worker_failed", "lost"}
+    (incident,) = page.json("/api/v1/incidents")
+    assert incident["cause"] == "SIGKILL"
+    assert incident["workers"] == [victim]
+    detail = page.json(f"/api/v1/worker/{victim}")
+    assert detail["end"] == "died"
+    assert "SIGKILL" in detail["reason"]
+    live.wait_workers(2)  # its successor
+
+    secret = Path(status["secret_file"]).read_bytes()
+    assert "3 worker(s)" in act(page, secret, "scale", nproc=3)["done"]
+    live.wait_workers(3)
+    assert act(page, secret, "save")["done"]
+    assert told_json(capsys, "save", "--json") == {"job": "shown", "request": 2}
+    asked = [json.loads(event["data"]) for event in page.stream("/events?kinds=action", 2)]
+    assert [event["action"] for event in asked] == ["scale", "save"]
+    live.wait_until(lambda: page.json("/api/v1/summary")["workers"] == 3, "three workers on the page")
+
+    def slots() -> list[int]:
+        """Of those that compute: each tells of its own, a moment after the others."""
+        now, rows = live.newest_round(), page.json("/api/v1/workers")
+        return [row["slots"][-1][2] for row in rows if row["worker"] in now and row["slots"]]
+
+    live.wait_until(lambda: len(slots()) == 3 and sum(slots()) == 8, "the slots of three workers")
+    shown = page.json("/api/v1/page")
+    assert {row["worker"]: row["end"] for row in shown["workers"]}[victim] == "died"
+    assert sum(any(mark[1] == "join" for mark in row["marks"]) for row in shown["workers"]) == 4
+    assert "phalanx_failures_total{" in page.ask("/metrics")[2].decode()
+    assert page.ask("/healthz")[0] == 200
+
+    live.release()
+    live.finish()
+    text = live.text()
+    account = re.search(r"phalanx: (goodput \S+%, 1 failure, MTTR .*)", text)
+    assert account, text[-3000:]
+    assert main(["report", str(tmp_path / "kept"), "-o", str(tmp_path / "r.html")]) == 0
+    assert "1 failure" in capsys.readouterr().out
+    data = told_json(capsys, "report", str(tmp_path / "kept"), "--json")
+    assert data["summary"]["state"] == "succeeded"
+    assert data["commits"]["holds_to"] == 24
+    assert data["commits"]["audit"].startswith("audit clean")
+    assert data["commits"]["digests_equal"] is True, "RunOptions(verify=True)"
+    saved = [save["step"] for save in data["saves"]["written"]]
+    assert saved, "what was asked for; nothing else saves before step 1000"
+    assert all(8 < step <= 14 for step in saved)
+    parts = data["summary"]["goodput"]
+    assert sum(parts["parts"].values()) == pytest.approx(parts["worker_seconds"])
+    assert parts["parts"]["productive"] > 0
+    assert parts["parts"]["regroup"] > 0
+    assert data["details"][survivor]["end"] == "finished"
+    heat = data["steptimes"]["rows"]
+    assert survivor in heat
+    assert live.left_behind() == []
+
+
+def start(directory: Path, endpoint: Path, secret: str, nodes: str = "1:2") -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "phalanx", "run", f"--nnodes={nodes}", "--nproc-per-node=1", "--on-failure=heal",
+        "--rdzv-backend=file", f"--rdzv-endpoint={endpoint}", "--rdzv-id=led", "--dashboard=0",
+        "--rdzv-conf=lease=8,last_call_timeout=1", f"--preload={PRELOAD}", str(SCRIPT), str(directory), "1000", "0.03",
+    ]  # fmt: skip
+    environ = {**os.environ, "PHALANX_JOB_SECRET": secret}
+    with (directory / "output").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory, env=environ)
+
+
+class Agents:
+    """Agents that a test starts, one node each, with the eyes of a cluster on what they do."""
+
+    def __init__(self, tmp_path: Path, secret: str) -> None:
+        self.directory, self._endpoint, self._secret = tmp_path / "job", tmp_path / "rendezvous", secret
+        self.directory.mkdir()
+        self.where = ["--rdzv-backend=file", f"--rdzv-endpoint={self._endpoint}", "--rdzv-id=led"]
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.eyes = Cluster.__new__(Cluster)
+        self.eyes.directory, self.eyes.output = self.directory, (self.directory / "output").open("ab")
+
+    def start(self) -> None:
+        """Start one more, and wait until its worker computes with the others."""
+        self.running.append(start(self.directory, self._endpoint, self._secret))
+        self.eyes.process = self.running[0]
+        self.eyes.wait_workers(len(self.running))
+
+    def close(self) -> None:
+        for agent in self.running:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+        deadline = time.monotonic() + 30
+        while self.eyes.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.eyes.output.close()
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+    """Two agents, the second of which came later."""
+    monkeypatch.setenv("PHALANX_JOB_SECRET", SECRET)
+    made = Agents(tmp_path, SECRET)
+    try:
+        made.start()
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.timeout(290)
+def test_the_next_agent_serves_when_the_one_that_leads_is_killed(agents: Agents, capsys: Any) -> None:
+    eyes, where = agents.eyes, agents.where
+    status = told_json(capsys, "status", "--json", *where)
+    assert len(status["nodes"]) == 2
+    leads = Client(status["page"])
+    first = leads.url == addresses(eyes)[0]
+    victim, survivor = agents.running[:: 1 if first else -1]
+    bearer = f"Bearer {token_of(SECRET.encode())}"
+    eyes.wait_until(
+        lambda: (
+            leads.json("/api/v1/summary", Authorization=bearer)["workers"] == 2
+            and len(leads.json("/api/v1/workers")) == 2
+        ),
+        "the workers of both nodes on the page",
+    )
+    follows = Client(addresses(eyes)[1 if first else 0])
+    eyes.wait_until(lambda: follows.json("/api/v1/summary")["step"], "the steps at the agent that follows")
+    step = leads.json("/api/v1/summary")["step"]
+    eyes.process = survivor
+    victim.send_signal(signal.SIGKILL)
+
+    def page() -> str:
+        return str(told_json(capsys, "status", "--json", *where)["page"])
+
+    eyes.wait_until(lambda: page() != leads.url, "the address of the next agent in the store")
+    after = Client(page())
+    assert after.url == follows.url
+    eyes.wait_until(lambda: (after.json("/api/v1/summary")["step"] or 0) > step, "steps on the next page")
+    assert after.json("/api/v1/series")[0][1] <= step, "what happened before is there too: it followed along"
+    (node,) = told_json(capsys, "status", "--json", *where)["nodes"]
+    assert main(["drain", node["id"], *where]) == 2
+    assert "is the only one" in capsys.readouterr().err
+    assert told_json(capsys, "stop", "--json", *where)["job"] == "led"
+    assert survivor.wait(100) == 128 + signal.SIGTERM
+    assert "asked through the store: stop" in eyes.text()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(290)
+def test_a_node_that_is_drained_goes_and_the_others_go_on(agents: Agents, capsys: Any) -> None:
+    eyes, where = agents.eyes, agents.where
+    nodes = told_json(capsys, "status", "--json", *where)["nodes"]
+    assert told_json(capsys, "drain", nodes[-1]["id"], "--json", *where)["node"] == nodes[-1]["id"]
+    assert agents.running[1].wait(200) == 0, eyes.text()[-3000:]
+    eyes.wait_until(lambda: len(eyes.newest_round()) == 1, "the others without the node")
+    (left,) = told_json(capsys, "status", "--json", *where)["nodes"]
+    assert left["id"] == nodes[0]["id"]
+    assert eyes.events("lost") == [], "nobody was lost: its worker left at a step"

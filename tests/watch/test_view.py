@@ -1,0 +1,152 @@
+"""What events add up to: long series stay small and right, files are followed, whatever is in them."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from watching import formed, story, told
+
+from phalanx.events import _event_types as types
+from phalanx.events._lines import to_json
+from phalanx.watch._decimate import Curve, HeatMap
+from phalanx.watch._files import Tail, find_event_files
+from phalanx.watch._hub import Hub
+from phalanx.watch._incidents import Incidents
+from phalanx.watch._view import JobView, live_line
+
+pytestmark = pytest.mark.fast
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.none() | st.floats(-5, 5)), min_size=1, max_size=200))
+def test_a_decimated_curve_loses_no_sample_and_no_extreme(steps: list[tuple[int, float | None]]) -> None:
+    curve = Curve(max_points=8)
+    for number, (samples, loss) in enumerate(steps):
+        curve.add(float(number + 1), number, loss, samples)
+    rows = curve.rows()
+    assert len(rows) <= 8 + 1
+    assert [row[1] for row in rows] == sorted(row[1] for row in rows)
+    assert (rows[0][1], rows[-1][2]) == (0, len(steps) - 1)
+    assert all(before[2] + 1 == after[1] for before, after in itertools.pairwise(rows))
+    given_losses = [loss for _, loss in steps if loss is not None]
+    if given_losses:
+        assert min(row[4] for row in rows if row[4] is not None) == pytest.approx(min(given_losses), rel=1e-4)
+        assert max(row[5] for row in rows if row[5] is not None) == pytest.approx(max(given_losses), rel=1e-4)
+    total = sum(samples for samples, _ in steps[1:])
+    begin = [1.0, *(row[0] for row in rows[:-1])]
+    rated = sum((row[6] or 0.0) * (row[0] - since) for row, since in zip(rows, begin, strict=True))
+    first_alone = rows[0][1] == rows[0][2]
+    assert rated == pytest.approx(total + (0 if first_alone else steps[0][0]), rel=1e-3, abs=1e-3)
+
+
+chunks = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 60), st.lists(st.integers(0, 10**6), min_size=1, max_size=7)),
+    max_size=30,
+)
+
+
+@given(chunks)
+def test_the_heat_map_is_that_of_the_plain_means(given_chunks: list[tuple[str, int, list[int]]]) -> None:
+    heat = HeatMap(max_columns=8)
+    naive: dict[str, dict[int, list[int]]] = {"a": {}, "b": {}}
+    for worker, step, micros in given_chunks:
+        heat.add(worker, step, micros)
+        for number, value in enumerate(micros, step):
+            naive[worker].setdefault(number, []).append(value)
+    for worker, values in naive.items():
+        cells = heat.cells(worker)
+        assert len(cells) <= 8
+        for column, cell in enumerate(cells):
+            inside = [v for step, some in values.items() if step // heat.width == column for v in some]
+            assert cell == (pytest.approx(sum(inside) / len(inside)) if inside else None)
+        assert not [step for step in values if step // heat.width >= len(cells)]
+    record = heat.to_record()
+    levels = [level for row in record["rows"].values() for level in base64.b64decode(row)]
+    assert all(0 <= level <= 255 for level in levels)
+
+
+def test_a_large_job_stays_small() -> None:
+    """64 workers and 20,000 steps here; the sizes do not depend on how many steps there are."""
+    view = JobView()
+    workers = tuple(f"w.{i}" for i in range(64))
+    for worker in workers:
+        view.take(formed(worker, 1.0, workers, joined=workers))
+    times = (1000,) * 500
+    for first in range(0, 20_000, 500):
+        for worker in workers[:8]:
+            view.take(
+                types.WorkerStepTimes(
+                    worker=worker, time=2.0 + first, step=first, compute=times, wait=times, data=times
+                )
+            )
+        for step in range(first, first + 500):
+            view.take(
+                types.StepCommitted(
+                    worker="w.0", time=2.0 + step, step=step, epoch=0, loss=1.0, samples=4, generation=0, round=0
+                )
+            )
+    page = view.page(30_000.0)
+    assert len(page["series"]) <= 600
+    assert all(len(base64.b64decode(row)) <= 240 for row in page["steptimes"]["rows"].values())
+    assert page["commits"]["holds_to"] == 20_000
+    assert len(json.dumps(page)) < 200_000
+    assert view.step_times.num == 8 * 20_000
+
+
+def test_an_incident_is_one_whoever_tells_of_it_first() -> None:
+    lost = types.GroupLost(worker="a", time=10.3, generation=0, step=3, reason="b is gone")
+    failed = types.WorkerFailed(
+        worker_id="b", rank=1, local_rank=1, pid=7, job="j", generation=0, time=10.1, exit_code=-9, cause="SIGKILL"
+    )
+    after = formed("a", 10.5, ("a",), generation=1, left=("b",))
+    for order in ([failed, lost], [lost, failed]):
+        incidents = Incidents()
+        incidents.take(formed("a", 9.0, ("a", "b")))
+        for event in [*order, after]:
+            incidents.take(event)
+        (found,) = [one.to_record() for one in incidents.found]
+        assert (found["cause"], found["workers"], found["size"]) == ("SIGKILL", ["b"], 2)
+        assert (found["detected_ms"], found["regrouped_ms"], found["full_ms"]) == (200.0, 400.0, None)
+
+
+def test_files_are_followed_line_by_line(tmp_path: Path) -> None:
+    hub = Hub()
+    tail = Tail(hub, [tmp_path])
+    assert tail.look() == 0
+    path = tmp_path / "events-w.jsonl"
+    line = to_json(types.TrainingStarted(worker="w", time=1.0, pid=7)).encode()
+    path.write_bytes(line + b"\n" + line[:10])
+    assert tail.look() == 1
+    assert tail.look() == 0, "half a line is not one"
+    with path.open("ab") as file:
+        file.write(line[10:] + b"\nnonsense\n[1]\n")
+    assert tail.look() == 3
+    assert hub.view.counts["events"]["started"] == 2
+    assert hub.view.num_bad == 2
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "events-link.jsonl").symlink_to(path)
+    assert find_event_files(tmp_path) == [path], "a link and what it points at are one"
+    path.unlink()
+    assert tail.look() == 0
+
+
+def test_the_live_line_says_where_the_job_is() -> None:
+    assert live_line(told(story()).view) == (
+        "step 4/10  loss 0.5000  11 samples/s  2 workers  generation 1  | rank 1 (n.b) failed, ValueError: boom"
+    )
+
+
+def test_in_a_copy_of_a_directory_no_event_is_read_twice(tmp_path: Path) -> None:
+    """The link of an agent's folder still points at the original."""
+    for folder in ("original", "copy/run"):
+        (tmp_path / folder).mkdir(parents=True)
+    original, copied = tmp_path / "original" / "events-v.jsonl", tmp_path / "copy" / "events-v.jsonl"
+    for path in (original, copied):
+        path.write_text(to_json(types.TrainingStarted(worker="v", time=1.0, pid=7)) + "\n")
+    (tmp_path / "copy" / "run" / "events-v.jsonl").symlink_to(original)
+    assert find_event_files(tmp_path / "copy") == [copied]
