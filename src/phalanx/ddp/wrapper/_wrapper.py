@@ -36,7 +36,7 @@ from phalanx.ddp.wrapper._join import Join, Joinable, JoinHook, group_of
 from phalanx.ddp.wrapper._logging import log_environment, logging_data
 from phalanx.ddp.wrapper._mixed import cast_buffers, cast_parameters
 from phalanx.ddp.wrapper._replicas import CollectiveLog, compare_replicas, desync_report, verify_replicas
-from phalanx.ddp.wrapper._torch_class import register_as_virtual_subclass
+from phalanx.ddp.wrapper._torch_class import answer_for_torchs_class
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
@@ -493,4 +493,4 @@ class DistributedDataParallel(nn.Module, Joinable):
     _set_ddp_runtime_logging_sample_rate = torch_names.set_ddp_runtime_logging_sample_rate
 
 
-register_as_virtual_subclass(DistributedDataParallel)
+answer_for_torchs_class(DistributedDataParallel)
