@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ class World:
         self.verify_slots: VerifySlots | None = None
         self.hold = 3600.0
         self.make_dataset = Rows
+        self.prepare: Callable[[nn.Module], nn.Module] = lambda model: model
         self.data = DataOptions()
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator)
@@ -93,6 +95,7 @@ class World:
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+        model = self.prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         callbacks = Callbacks(
             on_regroup=self.news.append, on_newcomer=self.newcomers.append, on_leave=self.leavers.append

@@ -14,6 +14,7 @@ from meshes import on_mesh, whole
 from test_compile_programs import fresh, spread, values  # noqa: F401  # a fixture
 from torch import Tensor, nn
 
+from phalanx import comm
 from phalanx.tensor import (
     Replicate,
     Shard,
@@ -102,6 +103,29 @@ def test_layouts_shapes_and_meshes() -> None:
         check(lambda x: x * 2 if x.requires_grad else x * 3, lambda f: f(rows), lambda f: f(plain))
         other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
         check(lambda x: x.sum(0), lambda f: f(rows), lambda f: f(spread(other, values(6, 4), Shard(0))))
+
+    on_mesh(body, 2, timeout=500.0)
+
+
+def test_another_group_of_the_same_ranks() -> None:
+    """As after a regroup: the mesh is new, and what is sent goes over its group. Costs one graph."""
+
+    def body(mesh: Any) -> None:
+        group = comm.current_group()
+        later = group.subgroup(range(group.size))
+        with comm.use_group(later):
+            other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        assert other != mesh
+        given = [spread(where, values(6, 4), Shard(0)) for where in (mesh, other)]
+        sent: list[Any] = []
+        compiled = torch.compile(lambda x: x.sum(0) * 2, backend="aot_eager", fullgraph=True)
+        for x in (*given, *given):
+            assert torch.equal(whole(compiled(x)), whole(x.sum(0) * 2))
+            assert compiled(x).device_mesh is x.device_mesh
+        with comm.observe(lambda event: sent.append(event.group)):
+            for x in given:
+                whole(compiled(x))
+        assert [found is wanted for found, wanted in zip(sent, (group, later), strict=True)] == [True, True], sent
 
     on_mesh(body, 2, timeout=500.0)
 

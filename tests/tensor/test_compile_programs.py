@@ -94,6 +94,23 @@ def test_tensor_parallel_models_are_one_graph() -> None:
     on_mesh(body, 2, timeout=500.0)
 
 
+def test_layers_compiled_one_by_one() -> None:
+    def body(mesh: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(parallelize_module(MLP(6, 10), mesh, PLAN) for _ in range(2)))
+        inputs, held = [values(3, 6).requires_grad_()], list(model.parameters())
+        expected, sent = run(model, inputs, held)
+        for layer in model:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            found, also_sent = run(model, inputs, held)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+            assert also_sent == sent
+
+    on_mesh(body, 2, timeout=500.0)
+
+
 def test_moves_inside() -> None:
     def body(mesh: Any) -> None:
         def there_and_back(x: Any) -> Any:
