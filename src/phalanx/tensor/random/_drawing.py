@@ -20,6 +20,7 @@ from phalanx.tensor.layout._placement import Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.ops._registry import op_name
 from phalanx.tensor.random import _philox
+from phalanx.tensor.random._state import check_not_traced
 from phalanx.tensor.random._traced_draws import draw_like
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -49,6 +50,7 @@ def require_dtype(name: str, dtype: torch.dtype, taken: Collection[torch.dtype])
 
 def require_everywhere(op: str, good: Tensor, spec: Spec, told: str) -> None:
     """Raise on every rank if ``good``, a local tensor laid out as ``spec``, is false anywhere on any."""
+    check_not_traced(spec.mesh)
     flag = (~good).any().to(torch.int64).reshape(1)
     cut = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.shape[axis] > 1]
     if cut:

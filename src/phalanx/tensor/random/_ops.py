@@ -45,7 +45,7 @@ from phalanx.tensor.random._drawing import (
     require_everywhere,
     write,
 )
-from phalanx.tensor.random._state import next_stream
+from phalanx.tensor.random._state import check_not_traced, next_stream
 
 
 def _like(values: Callable[[str, torch.dtype, Any, Any], _philox.Make]) -> Handler:
@@ -182,6 +182,7 @@ def _multinomial(func: Any, args: Any, kwargs: Any) -> DTensor:
     weights: DTensor = args[0].detach()
     count = option(args, options, 1, "num_samples", 1)
     mesh, everywhere = weights._spec.mesh, weights._spec.replicated
+    check_not_traced(mesh)  # before the checks below, which look at values
     require(0 < weights.ndim < 3, f"multinomial on a DTensor needs 1 or 2 dims, got {tuple(weights.shape)}")
     require_dtype("multinomial", weights.dtype, FLOATS)
     require(count > 0, f"multinomial on a DTensor needs num_samples > 0, got {count}")

@@ -123,13 +123,18 @@ def _stream(state: _RandomStates, mesh: DeviceMesh) -> Stream:
     return known
 
 
-def next_stream(mesh: DeviceMesh) -> Stream:
-    """Return the (seed, draw number) of the next random operation on ``mesh``."""
+def check_not_traced(mesh: DeviceMesh) -> None:
+    """Raise while torch.compile traces, for what draws numbers in Python or looks at values first."""
     if TracingContext.try_get() is not None:
         raise NotImplementedError(
             f"rank {mesh.get_rank()}: this random operation cannot be traced: the graph would keep its numbers. "
             f"torch.compile runs it outside of its graphs, which fullgraph=True forbids"
         )
+
+
+def next_stream(mesh: DeviceMesh) -> Stream:
+    """Return the (seed, draw number) of the next random operation on ``mesh``."""
+    check_not_traced(mesh)
     return reserve_draws(mesh, 1)
 
 
