@@ -45,6 +45,7 @@ coverage: $(DEV)
 	$(PY) -W ignore tests/tensor/coverage.py --partial avg --samples 2
 	$(PY) -W ignore tests/tensor/coverage.py --partial max --shape 3 --samples 2
 	$(PY) -W ignore tests/tensor/coverage.py --against-torch --samples 2 --layouts 10
+	$(PY) -W ignore tests/tensor/coverage.py --compile --samples 1 --layouts 2
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .

@@ -425,6 +425,7 @@ def main() -> int:
     parser.add_argument("--order", default="rows", choices=ORDERS, help="of the inputs' dims in memory")
     parser.add_argument("--partial", default="sum", choices=REDUCE_OPS, help="reduction of partial inputs")
     parser.add_argument("--against-torch", action="store_true", help="compare what torch's DTensor and ours send")
+    parser.add_argument("--compile", action="store_true", help="compare torch.compile with eager, both on DTensors")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--layouts", type=int, default=6)
     parser.add_argument("--part", default="0/1", help="i/n: the i-th of n parts of the operators")
@@ -434,6 +435,11 @@ def main() -> int:
     names = set(filter(None, options.names.split(",")))
     part, parts = map(int, options.part.split("/"))
     ops = [op for i, op in enumerate(op_db) if (not names or op.name in names) and i % parts == part]
+    mesh_shape = tuple(map(int, options.shape.split("x")))
+    if options.compile:
+        from compiled_samples import report_compiled  # it needs this module
+
+        return report_compiled(ops, options.samples, options.layouts, mesh_shape, options.out)
     if options.against_torch:
         from traffic import report_traffic  # it needs this module
 
@@ -441,7 +447,6 @@ def main() -> int:
     total: Counter[str] = Counter()
     rows = {}
     for op in ops:
-        mesh_shape = tuple(map(int, options.shape.split("x")))
         report = cover(op, options.samples, options.layouts, mesh_shape, options.order, options.partial)
         total += report.counts
         label = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")

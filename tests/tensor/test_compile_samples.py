@@ -1,0 +1,27 @@
+"""A few of torch's operator samples compiled; ``python tests/tensor/coverage.py --compile`` runs all of them."""
+
+from __future__ import annotations
+
+import pytest
+from compiled_samples import NOT_COMPILED, cover_compiled
+from coverage import op_db
+
+# One of each kind: by rule, with a sum, a view, in place of a shard, random, by fallback, with several results.
+SAMPLED = ("add", "matmul", "sum", "softmax", "transpose", "cat", "nn.functional.dropout", "linalg.qr", "split")
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks at it
+]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_compiled_operator_gives_what_eager_does(name: str) -> None:
+    op = next(op for op in op_db if op.name == name)
+    report = cover_compiled(op, 1, 2)
+    assert not report.counts["wrong"], report.problems
+    assert report.counts["one graph"] + report.counts["broken"], report
+
+
+def test_the_list_names_operators_that_exist() -> None:
+    assert {op.name for op in op_db} >= {*SAMPLED, *NOT_COMPILED}
