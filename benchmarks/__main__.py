@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 # Options under which a benchmark takes a minute or two; its figures are then less certain.
 QUICK = {
     "checkpoint": ["--size", "64", "--rounds", "2"],
+    "compile": ["--repeats", "20"],
     "comm": ["--quick", "--kills", "4", "--rounds", "500"],
     "ddp": ["--rounds", "8", "--no-memory"],
     "dtensor": ["--repeats", "7"],
