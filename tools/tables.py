@@ -94,6 +94,17 @@ def dtensor(found: Figures) -> Iterable[Sequence[str]]:
         yield title, *sides, f"{mean(these):.2f}x", f"{goal:g}x"
 
 
+def compiled(found: Figures) -> Iterable[Sequence[str]]:
+    yield "the block, forward and backward", "phalanx", "the other", "ratio", "goal"
+    eager, torchs, by_hand = (found[f"compile/{name}"] for name in ("eager", "compiled", "by hand"))
+    over_eager = Figure(name="", unit="us", ours=torchs.ours, theirs=eager.ours)
+    yield "compiled, against our own eager", amount(over_eager), amount(over_eager, "theirs"), times(over_eager), "2.5x"
+    yield "compiled, against torch's DTensor compiled", amount(torchs), amount(torchs, "theirs"), times(torchs), "1.5x"
+    part_of = part(by_hand)
+    yield "compiled, against the same by hand compiled", amount(by_hand), amount(by_hand, "theirs"), part_of, "1.30"
+    yield "eager, against torch's DTensor eager", amount(eager), amount(eager, "theirs"), times(eager), "5x"
+
+
 def ddp(found: Figures) -> Iterable[Sequence[str]]:
     variants = ("gloo", "same host", "gloo fp16", "same host fp16")
     goals = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
@@ -278,6 +289,7 @@ def kills(found: Figures) -> Iterable[Sequence[str]]:
 
 TABLES = {
     "as_backend": Table("comm", as_backend),
+    "compiled": Table("compile", compiled),
     "ddp": Table("ddp", ddp),
     "ddp_memory": Table("ddp", ddp_memory),
     "dtensor": Table("dtensor", dtensor),
