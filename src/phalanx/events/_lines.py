@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,27 @@ log = logging.getLogger(__name__)
 VERSION = 1
 
 
-def to_record(event: AnyEvent, *, now: float | None = None) -> dict[str, Any]:
-    """Return what a line says; an absent time or host is filled in."""
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+"""Made once: a worker writes a line for each step."""
+
+
+@cache
+def _own_fields(kind: type[TrainingEvent]) -> tuple[tuple[str, bool], ...]:
+    """Return the fields of a worker's event, and which of them are left out when they are None."""
+    fields = (one for one in dataclasses.fields(kind) if one.name not in ("time", "worker"))
+    return tuple((one.name, one.default is None) for one in fields)
+
+
+def to_record(event: AnyEvent, *, now: float | None = None, worker: str = "") -> dict[str, Any]:
+    """Return what a line says; an absent time, host or worker is filled in."""
     now = time.time() if now is None else now
     if isinstance(event, TrainingEvent):
-        given = {
-            one.name: getattr(event, one.name)
-            for one in dataclasses.fields(event)
-            if one.name not in ("time", "worker") and (one.default is not None or getattr(event, one.name) is not None)
-        }
-        return {"time": event.time or now, "event": event.kind, "worker": event.worker, **given}
+        record: dict[str, Any] = {"time": event.time or now, "event": event.kind, "worker": event.worker or worker}
+        for name, is_optional in _own_fields(type(event)):
+            value = getattr(event, name)
+            if value is not None or not is_optional:
+                record[name] = value
+        return record
     record = {"v": VERSION, "kind": event.kind, **dataclasses.asdict(event)}
     stamp = "timestamp" if isinstance(event, Event) else "time"
     record[stamp] = record[stamp] or now
@@ -46,7 +58,7 @@ def to_record(event: AnyEvent, *, now: float | None = None) -> dict[str, Any]:
 
 
 def dump(record: dict[str, Any]) -> str:
-    return json.dumps(record, separators=(",", ":"))
+    return _encode(record)
 
 
 def to_json(event: AnyEvent, *, now: float | None = None) -> str:
