@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.browser import Browser, find_chromium
 from torch import nn
 
 from benchmarks._results import record
@@ -48,7 +49,6 @@ from phalanx.protocol import ENV_EVENTS
 from phalanx.watch._hub import Hub
 from phalanx.watch._prometheus import exposition
 from phalanx.watch._report import with_details, write_report
-from tools.browser import Browser, find_chromium
 
 WORKERS = 2
 STEP = 0.02
@@ -211,8 +211,7 @@ def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
         for is_on in ((True, False), (False, True))[number % 2]:
             with running(*(["--dashboard=0"] if is_on else [])) as (pid, output):
                 if is_on:
-                    host = wait_for(lambda: re.search(r"shown at http://([^/\s]+)/", output.read_text()))[1]
-                    wait_for(lambda: (json.loads(look(host, "/api/v1/summary").read())["step"] or 0) > 2 / STEP)
+                    host = wait_for_page(output)
                 else:
                     time.sleep(8.0)  # it tells nobody where it is; what it does at its start is over by then
                 share[is_on] = used(pid, seconds)
@@ -226,6 +225,13 @@ def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
         shown.append(share[True] - share[False])
         looked_at.append(seen - share[False])
     return shown, looked_at
+
+
+def wait_for_page(output: Path) -> str:
+    """Wait until a job has made a hundred steps; the host and port of its page."""
+    host = str(wait_for(lambda: re.search(r"shown at http://([^/\s]+)/", output.read_text()))[1])
+    wait_for(lambda: (json.loads(look(host, "/api/v1/summary").read())["step"] or 0) > 100)
+    return host
 
 
 def wait_for(found: Callable[[], Any]) -> Any:

@@ -15,8 +15,8 @@ from watching import formed, story, told
 
 from phalanx.events import _event_types as types
 from phalanx.events._lines import to_json
-from phalanx.watch._decimate import Curve, HeatMap
 from phalanx.watch import _files
+from phalanx.watch._decimate import Curve, HeatMap
 from phalanx.watch._files import TRUSTED, YOUNG, Listing, Tail, find_event_files
 from phalanx.watch._hub import Hub
 from phalanx.watch._incidents import Incidents

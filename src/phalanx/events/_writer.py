@@ -12,13 +12,14 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.events._event_types import AnyEvent, EventsLost
+from phalanx.events._event_types import AnyEvent, EventsLost, StepCommitted
 from phalanx.events._free_event import Event
-from phalanx.events._lines import dump, to_record
+from phalanx.events._lines import dump, step_line, to_record
 from phalanx.events._troubles import Backoff, Troubles
 
 log = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class EventLog(JsonLines):
         super().__init__(path, troubles=says, is_shared=not worker)
         self._handler = handler
         self._worker = worker
+        self._worker_json = json.dumps(worker)
         self._has_complained = False
 
     @property
@@ -173,7 +175,10 @@ class EventLog(JsonLines):
         """Never raises: what cannot be written waits, and is told."""
         if not self.is_on:
             return
-        line = dump(to_record(event, worker=self._worker))
+        if type(event) is StepCommitted:
+            line = step_line(event, self._worker_json, time.time())
+        else:
+            line = dump(to_record(event, worker=self._worker))
         self._append(line)
         if self._handler is None:
             return
