@@ -140,17 +140,20 @@ def middle(values: list[float]) -> tuple[float, float, float]:
 # -- the agent ----------------------------------------------------------------------------------------------------
 
 
-def work() -> None:
-    """Train, as a worker of the watched job: a step each 20 ms, until the job is stopped."""
+def work(ready: Path) -> None:
+    """Train, as a worker of the watched job: a step each 20 ms, until it is stopped; the file tells of the 100th."""
     torch.set_num_threads(1)
     job = small_job(num_slots=WORKERS, run=RunOptions(progress=False))
     next_step = time.monotonic()
     for step in job.steps(max_steps=10**9):
         for micro in step:
             micro.backward(nn.functional.cross_entropy(job.model(micro.inputs), micro.targets))
-        next_step = max(next_step + STEP, time.monotonic())
-        time.sleep(next_step - time.monotonic())
+        now = time.monotonic()
+        next_step = max(next_step + STEP, now)
+        time.sleep(next_step - now)
         step.commit()
+        if step.number == 100:
+            ready.touch()
 
 
 def cpu_of(pid: int) -> float:
@@ -159,20 +162,25 @@ def cpu_of(pid: int) -> float:
 
 
 @contextmanager
-def running(*flags: str) -> Iterator[tuple[int, Path]]:
-    """A job; its agent's process and what it prints."""
+def running(*flags: str) -> Iterator[tuple[int, str]]:
+    """A job that has made a hundred steps; its agent's process and what it printed."""
     root = Path(__file__).parent.parent
     with tempfile.TemporaryDirectory(prefix="phalanx-watch-") as folder:
-        output = Path(folder) / "output"
+        output, ready = Path(folder) / "output", Path(folder) / "ready"
         path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         with output.open("wb") as file:
             agent = subprocess.Popen(
                 [sys.executable, "-m", "phalanx", "run", "--standalone", f"--nproc-per-node={WORKERS}",
-                 "--on-failure=heal", "--preload=phalanx.elastic", *flags, __file__, "--work"],
+                 "--on-failure=heal", "--preload=phalanx.elastic", *flags, __file__, f"--work={ready}"],
                 env={**os.environ, "PYTHONPATH": path}, stdout=file, stderr=file,
             )  # fmt: skip
         try:
-            yield agent.pid, output
+            until = time.monotonic() + 180.0
+            while not ready.exists():
+                if agent.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"the job made no 100 steps within 180 s:\n{output.read_text()[-2000:]}")
+                time.sleep(0.2)
+            yield agent.pid, output.read_text()
         finally:
             agent.send_signal(signal.SIGTERM)
             try:
@@ -210,14 +218,12 @@ def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
         share = {}
         for is_on in ((True, False), (False, True))[number % 2]:
             with running(*(["--dashboard=0"] if is_on else [])) as (pid, output):
-                if is_on:
-                    host = wait_for_page(output)
-                else:
-                    time.sleep(8.0)  # it tells nobody where it is; what it does at its start is over by then
                 share[is_on] = used(pid, seconds)
                 if is_on:
+                    found = re.search(r"shown at http://([^/\s]+)/", output)
+                    assert found, output
                     stopped = threading.Event()
-                    person = threading.Thread(target=follow, args=(host, stopped))
+                    person = threading.Thread(target=follow, args=(found[1], stopped))
                     person.start()
                     seen = used(pid, seconds)
                     stopped.set()
@@ -225,22 +231,6 @@ def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
         shown.append(share[True] - share[False])
         looked_at.append(seen - share[False])
     return shown, looked_at
-
-
-def wait_for_page(output: Path) -> str:
-    """Wait until a job has made a hundred steps; the host and port of its page."""
-    host = str(wait_for(lambda: re.search(r"shown at http://([^/\s]+)/", output.read_text()))[1])
-    wait_for(lambda: (json.loads(look(host, "/api/v1/summary").read())["step"] or 0) > 100)
-    return host
-
-
-def wait_for(found: Callable[[], Any]) -> Any:
-    until = time.monotonic() + 60.0
-    while time.monotonic() < until:
-        if value := found():
-            return value
-        time.sleep(0.2)
-    raise TimeoutError("the job did not come so far within 60 s")
 
 
 # -- a large job --------------------------------------------------------------------------------------------------
@@ -305,10 +295,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3, help="turns of jobs with a page and without")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which an agent is measured")
     parser.add_argument("--fed", type=int, default=100_000, help="steps that the agent is told of")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work()
+        work(options.work)
         return
     first = tell_worker(options.steps, options.run)
     tell_agent(options.jobs, options.seconds, first)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 
+from phalanx.elastic._tracking import Tracker, Tracking
 from phalanx.integrations._wandb_files import read_records
 from phalanx.integrations.trackers import MLflow, Trackio
 
@@ -88,38 +92,56 @@ def test_wandb_has_each_step_once_though_the_first_worker_was_killed(job: Cluste
     assert all(row["loss"] == pytest.approx(losses[row["_step"]]) for row in rows)
 
 
+KILLED = """
+import os, signal
+from phalanx.elastic._tracking import Tracker, Tracking
+from phalanx.integrations.trackers import MLflow, Trackio
+tracking = Tracking([{tracker}], "job7")
+for step in range(4):
+    tracking.tell(step, {{"loss": 1.0 / (step + 1), "epoch": 0.0}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def go_on_after_a_kill(tracker: Tracker, same: str) -> None:
+    """Steps 0 to 3 by a process that is killed at once, then 4 and 5 by one that has seen them all."""
+    killed = subprocess.run([sys.executable, "-c", KILLED.format(tracker=same)], timeout=200, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    tracking = Tracking([tracker], "job7")
+    for step in range(4):
+        tracking.keep(step, {"loss": 1.0 / (step + 1), "epoch": 0.0})
+    for step in (4, 5):
+        tracking.tell(step, {"loss": 1.0 / (step + 1), "epoch": 0.0})
+    assert not tracking._failed
+    tracking.close()
+
+
+@pytest.mark.timeout(280)
 @needs("mlflow")
-def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_mlflow_has_each_step_once_though_its_writer_was_killed(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    for steps in (range(4), range(2, 6)):  # the second began before the last step of the first
-        tracker = MLflow("tests", uri=uri)
-        first = tracker.begin("job7", steps[0])
-        for step in steps:
-            if step >= first:
-                tracker.log(step, {"loss": 1.0 / (step + 1)})
-        tracker.close()
+    go_on_after_a_kill(MLflow("tests", uri=uri), f"MLflow('tests', uri={uri!r})")
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
     [run] = client.search_runs([experiment.experiment_id])
-    points = client.get_metric_history(run.info.run_id, "loss")
-    assert [(point.step, point.value) for point in points] == [(step, 1.0 / (step + 1)) for step in range(6)]
+    for name in ("loss", "epoch"):
+        points = client.get_metric_history(run.info.run_id, name)
+        assert sorted(point.step for point in points) == list(range(6))
+    assert all(point.value == 1.0 / (point.step + 1) for point in client.get_metric_history(run.info.run_id, "loss"))
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.timeout(280)
 @needs("trackio")
-def test_trackio_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_each_step_once_though_its_writer_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    for steps in (range(3), range(3, 5)):
-        tracker = Trackio("tests")
-        first = tracker.begin("job7", steps[0])
-        assert first == steps[0]
-        for step in steps:
-            tracker.log(step, {"loss": 1.0 / (step + 1)})
-        tracker.close()
+    go_on_after_a_kill(Trackio("tests"), "Trackio('tests')")
     from trackio.sqlite_storage import SQLiteStorage
 
     rows = SQLiteStorage.get_logs("tests", "job7")
-    assert [row["_step"] for row in rows] == list(range(5))
+    assert [(row["step"], row["loss"]) for row in rows] == [(step, 1.0 / (step + 1)) for step in range(6)]

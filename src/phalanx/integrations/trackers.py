@@ -140,7 +140,10 @@ class MLflow:
 
 
 class Trackio:
-    """Logs to one run of trackio, by the job's name; ``settings`` go to ``trackio.init``."""
+    """Logs to one run of trackio, by the job's name; ``settings`` go to ``trackio.init``.
+
+    Trackio writes twice a second; what it had not written when a worker was killed, the next one tells again.
+    """
 
     def __init__(self, project: str, *, name: str = "", **settings: Any) -> None:
         self.project = project
@@ -151,8 +154,8 @@ class Trackio:
     def begin(self, run: str, step: int) -> int:
         self._package = _load("trackio", "trackio")
         given = {"project": self.project, "name": self.name or run, "resume": "allow", **self._settings}
-        self._package.init(**given)
-        return step
+        begun = self._package.init(**given)
+        return int(getattr(begun, "_next_step", step))  # after the last one that is written; it has no other name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._package.log(dict(values), step=step)
