@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 MAX_INTEGER: Final = 2**63 - 1
 """What a tensor library and a file system can count; JSON itself has no limit."""
@@ -184,7 +184,9 @@ def read_dataclass(kind: type[D], record: Fields) -> D:
     method of ``Fields`` that reads it; ``required`` among them: the default is for callers, not for a record.
     """
     values = {}
-    for name, reader, options, may_be_absent, may_be_none, usual in _plan(kind):
+    for name, reader, options, may_be_absent, may_be_none, usual in _plan(
+        cast(Any, kind)
+    ):  # a class can be hashed, whatever mypy says
         value = record.get(name, _ABSENT)
         if usual is type(value) and _is_usual(value):
             values[name] = value

@@ -118,6 +118,7 @@ def go_on_after_a_kill(tracker: Tracker, same: str) -> None:
 
 @pytest.mark.timeout(280)
 @needs("mlflow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what it uses of others
 def test_mlflow_has_each_step_once_though_its_writer_was_killed(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

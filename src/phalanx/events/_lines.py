@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx._fields import Fields, load_json, read_dataclass, short
 from phalanx.events._event_types import (
@@ -34,7 +34,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @cache
-def _own_fields(kind: type[TrainingEvent]) -> tuple[tuple[str, bool], ...]:
+def _own_fields(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     """Return the fields of a worker's event, and which of them are left out when they are None."""
     fields = (one for one in dataclasses.fields(kind) if one.name not in ("time", "worker"))
     return tuple((one.name, one.default is None) for one in fields)
@@ -45,7 +45,7 @@ def to_record(event: AnyEvent, *, now: float | None = None, worker: str = "") ->
     now = time.time() if now is None else now
     if isinstance(event, TrainingEvent):
         record: dict[str, Any] = {"time": event.time or now, "event": event.kind, "worker": event.worker or worker}
-        for name, is_optional in _own_fields(type(event)):
+        for name, is_optional in _own_fields(cast(Any, type(event))):  # a class can be hashed, whatever mypy says
             value = getattr(event, name)
             if value is not None or not is_optional:
                 record[name] = value
