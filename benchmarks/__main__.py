@@ -31,7 +31,7 @@ QUICK = {
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],
     "shard": [],
-    "watch": ["--rounds", "6", "--steps", "200", "--fed", "20000"],
+    "watch": ["--steps", "6000", "--jobs", "1", "--seconds", "5", "--fed", "20000"],
     "stragglers": ["--rounds", "2", "--cost-rounds", "10"],
     "streaming": ["--samples", "6000", "--shards", "60", "--rounds", "1"],
 }

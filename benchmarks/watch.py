@@ -1,34 +1,54 @@
-"""What watching costs: a job with events against one without, by turns, and the agent that adds them up.
+"""What watching costs a job, by turns with a job that nobody watches, and what 256 workers and 100,000 steps cost.
 
-All figures are CPU time of the process, which other processes do not change. Two simulated workers train a small model;
-what a step of a worker costs more with events (its clock, the bytes of its collectives, the event of a step) is the
-difference of the medians. The agent takes the events of 256 workers and 100,000 steps, then makes the page.
+Three parts, all in CPU time, which other processes hardly change:
 
-    python -m benchmarks.watch [--rounds N] [--steps N] [--fed N]
+*Worker.* Two simulated workers train a small model; runs of 50 steps with events and without take turns. What a step
+costs the first worker more (its clock, the bytes of its collectives, the event of the step) is the median of the
+differences between neighbours; only its own thread counts. (Of the line of times that it writes each second, which
+comes to less than 1 us for a step, only those show that half of the runs have.)
+*Agent.* ``phalanx run`` with two workers and a step each 20 ms, with a page and without, in turns: what its agent uses
+of one core, and what it uses while somebody looks. A machine whose cores are all busy loses that much of a step too.
+*Size.* The agent reads the lines of 256 workers and 100,000 steps, and makes the page of them; where there is a
+Chromium, that shows it.
+
+    python -m benchmarks.watch [--steps N] [--run N] [--jobs N] [--seconds S] [--fed N]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import http.client
 import json
 import os
+import re
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from tools.browser import Browser, find_chromium
 from torch import nn
 
 from benchmarks._results import record
 from phalanx.comm import simulate
+from phalanx.comm.group import _observe
 from phalanx.elastic import Job, RunOptions
 from phalanx.events import _event_types as types
+from phalanx.events._lines import to_json
+from phalanx.events._writer import EventLog
 from phalanx.protocol import ENV_EVENTS
+from phalanx.watch._hub import Hub
 from phalanx.watch._prometheus import exposition
-from phalanx.watch._view import JobView
+from phalanx.watch._report import with_details, write_report
 
 WORKERS = 2
 STEP = 0.02
@@ -36,6 +56,8 @@ STEP = 0.02
 FED_WORKERS = 256
 LINE = 500
 """Steps that a worker tells in one line."""
+LOOKS_EVERY = 2.0
+"""Seconds after which a page that is open asks again."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -46,52 +68,184 @@ class Rows(torch.utils.data.Dataset[Any]):
         return torch.full((16,), index / 4096), index % 4
 
 
-def train(steps: int, events: str) -> float:
-    """CPU seconds of a training of two workers, from their first step to their last."""
-    spent: list[float] = []
+# -- a worker -----------------------------------------------------------------------------------------------------
 
-    def run(group: Any) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(16, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = RunOptions(progress=False, group=group)
-        job = Job(model, optimizer, Rows(), num_slots=WORKERS, slot_batch_size=4, seed=0, run=options)
-        for step in job.steps(max_steps=steps):
-            if step.number == 1 and group.rank == 0:
-                spent.append(time.process_time())
+
+def train(steps: int, run: int, folder: str) -> list[list[float]]:
+    """CPU seconds of a step by rank, of its own thread: the mean of each run of steps, with events and without in turn.
+
+    What a worker does for events is switched off for every other run, in the middle of the job: so that what the
+    machine does falls on both alike. All ranks switch at the same step, whose collectives keep them together.
+    """
+    means: list[list[float]] = [[] for _ in range(WORKERS)]
+    nobody = EventLog(None)
+    watching: list[Any] = []
+
+    def work_on(group: Any) -> None:
+        job = small_job(num_slots=WORKERS, run=RunOptions(progress=False, group=group))
+        told, before = job.events, 0.0
+        for step in job.steps(max_steps=(2 * (steps // (2 * run)) + 2) * run):
+            number, place = divmod(step.number, run)
+            if place == 0:
+                now = time.thread_time()
+                if number > 2:  # the first runs warm up
+                    means[group.rank].append((now - before) / run)
+                if number == 1 and not watching:
+                    watching.append(_observe._observers)
+                job.events = job.clock._events = nobody if number % 2 else told
+                job.clock._first = step.number  # else the gap would be told, in a line of its own
+                if watching:
+                    _observe._observers = () if number % 2 else watching[0]
+                before = time.thread_time()
             for micro in step:
-                micro.backward(nn.functional.cross_entropy(model(micro.inputs), micro.targets))
+                micro.backward(nn.functional.cross_entropy(job.model(micro.inputs), micro.targets))
             step.commit()
-        if group.rank == 0:
-            spent.append(time.process_time())
         job.close()
 
-    os.environ[ENV_EVENTS] = events
+    os.environ[ENV_EVENTS] = folder
     try:
-        simulate(WORKERS).run(run)
+        simulate(WORKERS).run(work_on)
     finally:
         del os.environ[ENV_EVENTS]
-    return spent[1] - spent[0]
+        _observe._observers = ()
+    return means
 
 
-def worker_cost(rounds: int, steps: int) -> tuple[float, float]:
-    """CPU seconds of a step of a worker, with events and without."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+def small_job(**options: Any) -> Job:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    return Job(model, torch.optim.SGD(model.parameters(), lr=0.1), Rows(), slot_batch_size=4, seed=0, **options)
+
+
+def worker_cost(steps: int, run: int) -> list[list[float]]:
+    """For the first worker and for another: what a step takes more with events, of each two neighbouring runs."""
     with tempfile.TemporaryDirectory(prefix="phalanx-watch-") as folder:
-        for number in range(rounds + 1):
-            for is_on in ((True, False), (False, True))[number % 2]:
-                gc.collect()
-                taken = train(steps, folder if is_on else "")
-                if number:  # the first warms up
-                    times[is_on].append(taken / (steps - 1) / WORKERS)
-    return statistics.median(times[True]), statistics.median(times[False])
+        gc.collect()
+        gc.freeze()
+        means = train(steps, run, folder)
+    return [[on - off for on, off in zip(of[::2], of[1::2], strict=False)] for of in means]
 
 
-def feed(view: JobView, steps: int) -> None:
-    """Give a view the events of a job with many workers."""
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """The median, and between which two values it lies with 95% certainty (of the rounds that there are).
+
+    >>> middle([float(value) for value in range(101)])
+    (50.0, 40.0, 60.0)
+    """
+    ordered, reach = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = (int(len(values) / 2 + sign * reach) for sign in (-1, 1))
+    return statistics.median(values), ordered[max(0, low)], ordered[min(len(values) - 1, high)]
+
+
+# -- the agent ----------------------------------------------------------------------------------------------------
+
+
+def work(ready: Path) -> None:
+    """Train, as a worker of the watched job: a step each 20 ms, until it is stopped; the file tells of the 100th."""
+    torch.set_num_threads(1)
+    job = small_job(num_slots=WORKERS, run=RunOptions(progress=False))
+    next_step = time.monotonic()
+    for step in job.steps(max_steps=10**9):
+        for micro in step:
+            micro.backward(nn.functional.cross_entropy(job.model(micro.inputs), micro.targets))
+        now = time.monotonic()
+        next_step = max(next_step + STEP, now)
+        time.sleep(next_step - now)
+        step.commit()
+        if step.number == 100:
+            ready.touch()
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process so far, over its threads (by the nanosecond: a tick of 10 ms would hide them)."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+@contextmanager
+def running(*flags: str) -> Iterator[tuple[int, str]]:
+    """A job that has made a hundred steps; its agent's process and what it printed."""
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory(prefix="phalanx-watch-") as folder:
+        output, ready = Path(folder) / "output", Path(folder) / "ready"
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        with output.open("wb") as file:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "phalanx", "run", "--standalone", f"--nproc-per-node={WORKERS}",
+                 "--on-failure=heal", "--preload=phalanx.elastic", *flags, __file__, f"--work={ready}"],
+                env={**os.environ, "PYTHONPATH": path}, stdout=file, stderr=file,
+            )  # fmt: skip
+        try:
+            until = time.monotonic() + 180.0
+            while not ready.exists():
+                if agent.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"the job made no 100 steps within 180 s:\n{output.read_text()[-2000:]}")
+                time.sleep(0.2)
+            yield agent.pid, output.read_text()
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            try:
+                agent.wait(30)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+def used(pid: int, seconds: float) -> float:
+    """What a process uses of one core."""
+    begin, before = time.monotonic(), cpu_of(pid)
+    time.sleep(seconds)
+    return (cpu_of(pid) - before) / (time.monotonic() - begin)
+
+
+def look(host: str, path: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(host, timeout=30)
+    connection.request("GET", path)
+    return connection.getresponse()
+
+
+def follow(host: str, stopped: threading.Event) -> None:
+    """Look at a page as an open browser does."""
+    stream = look(host, "/events?kinds=worker_started,worker_failed,regrouped,saved,shut_down")
+    while not stopped.wait(LOOKS_EVERY):
+        look(host, "/api/v1/page").read()
+    stream.close()
+
+
+def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """What the agent uses of one core more with a page than without, in each round; and while somebody looks."""
+    shown, looked_at = [], []
+    for number in range(rounds):
+        share = {}
+        for is_on in ((True, False), (False, True))[number % 2]:
+            with running(*(["--dashboard=0"] if is_on else [])) as (pid, output):
+                share[is_on] = used(pid, seconds)
+                if is_on:
+                    found = re.search(r"shown at http://([^/\s]+)/", output)
+                    assert found, output
+                    stopped = threading.Event()
+                    person = threading.Thread(target=follow, args=(found[1], stopped))
+                    person.start()
+                    seen = used(pid, seconds)
+                    stopped.set()
+                    person.join()
+        shown.append(share[True] - share[False])
+        looked_at.append(seen - share[False])
+    return shown, looked_at
+
+
+# -- a large job --------------------------------------------------------------------------------------------------
+
+
+def feed(hub: Hub, steps: int) -> None:
+    """Give a hub the lines of a job with many workers, as it would read them from files."""
     workers = tuple(f"host{i // 8}.{i}" for i in range(FED_WORKERS))
+
+    def tell(event: types.TrainingEvent) -> None:
+        line = to_json(event)
+        hub.add_record(json.loads(line), line)
+
     for rank, worker in enumerate(workers):
-        view.take(
+        tell(
             types.RoundFormed(
                 worker=worker, time=1.0, generation=0, round=0, workers=workers, joined=workers, left=(), step=0,
                 seconds=0.1, rank=rank, first_slot=rank, num_slots=1,
@@ -101,14 +255,14 @@ def feed(view: JobView, steps: int) -> None:
     for first in range(0, steps, LINE):
         now = 2.0 + first * STEP
         for worker in workers:
-            view.take(
+            tell(
                 types.WorkerStepTimes(
                     worker=worker, time=now, step=first, compute=micros, wait=micros, data=micros,
                     collective_bytes={"all_to_all": 1 << 20, "all_gather_into_tensor": 1 << 20},
                 )
             )  # fmt: skip
         for step in range(first, first + LINE):
-            view.take(
+            tell(
                 types.StepCommitted(
                     worker=workers[0], time=now, step=step, epoch=0, loss=1.0, samples=64, generation=0, round=0
                 )
@@ -121,32 +275,75 @@ def cpu(call: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
+def shown_in_browser(data: dict[str, Any]) -> float:
+    """Seconds until Chromium shows a page of this data, from the moment that it is asked to."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-watch-") as folder:
+        write_report(Path(folder) / "page.html", data)
+        with Browser(Path(folder) / "profile") as browser:
+            browser.open(f"file://{folder}/page.html")
+            browser.wait_for("document.body && document.body.dataset.shown")
+            return float(browser.ask("performance.getEntriesByType('navigation')[0].loadEventEnd")) / 1e3
+
+
+# -- all of it ----------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=24_000, help="steps of a worker, with events and without")
+    parser.add_argument("--run", type=int, default=50, help="steps in each turn")
+    parser.add_argument("--jobs", type=int, default=3, help="turns of jobs with a page and without")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for which an agent is measured")
     parser.add_argument("--fed", type=int, default=100_000, help="steps that the agent is told of")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    watched, plain = worker_cost(options.rounds, options.steps)
-    more = max(0.0, watched - plain)
-    print(f"a step of a worker: {1e6 * watched:.1f} us with events, {1e6 * plain:.1f} us without: {1e6 * more:.1f} us")
-    print(f"of a step of {1e3 * STEP:.0f} ms: {100 * more / STEP:.2f}%")
-    record("a step of a worker, more", "us", 1e6 * more)
-    record("share of a step of 20 ms", "%", 100 * more / STEP)
-    view = JobView("fed")
-    fed = cpu(lambda: feed(view, options.fed))
-    each = fed / options.fed / FED_WORKERS
-    print(
-        f"the agent: {1e6 * each:.2f} us for a step of a worker, {fed:.1f} s for {options.fed:,} steps of 256 workers"
-    )
+    if options.work:
+        work(options.work)
+        return
+    first = tell_worker(options.steps, options.run)
+    tell_agent(options.jobs, options.seconds, first)
+    tell_size(options.fed)
+
+
+def tell_worker(steps: int, run: int) -> float:
+    """Measure a worker; the seconds that a step takes the first one more."""
+    more = worker_cost(steps, run)
+    for who, values in zip(("the first worker", "another worker"), more, strict=True):
+        value, low, high = (1e6 * one for one in middle(values))
+        print(f"a step of {who}, more with events: {value:.1f} us ({low:.1f} to {high:.1f})", flush=True)
+        record(f"a step of {who}, more", "us", value, low=low, high=high)
+    return max(0.0, statistics.median(more[0]))
+
+
+def tell_agent(jobs: int, seconds: float, first: float) -> None:
+    """Measure an agent; what it and the first worker take of a step of 20 ms together."""
+    for when, values in zip(("nobody looks", "somebody looks"), agent_cost(jobs, seconds), strict=True):
+        value, low, high = statistics.median(values), min(values), max(values)
+        print(f"the agent, while {when}: {100 * value:.2f}% of one core ({100 * low:.2f} to {100 * high:.2f})")
+        record(f"agent, while {when}", "% of a core", 100 * value, low=100 * low, high=100 * high)
+        share = 100 * (first / STEP + max(0.0, value))
+        print(f"of a step of {1e3 * STEP:.0f} ms on busy cores, while {when}: {share:.2f}%", flush=True)
+        record(f"share of a step of 20 ms, while {when}", "%", share)
+
+
+def tell_size(steps: int) -> None:
+    """Measure what a large job costs the agent, and its page."""
+    hub = Hub("fed", clock=lambda: 3000.0)
+    fed = cpu(lambda: feed(hub, steps))
+    each = fed / steps / FED_WORKERS
+    print(f"the agent: {1e6 * each:.2f} us for a step of a worker, {fed:.1f} s for {steps:,} steps of 256 workers")
     record("agent, a step of a worker", "us", 1e6 * each)
-    page = min(cpu(lambda: json.dumps(view.page(3000.0))) for _ in range(5))
-    size = len(json.dumps(view.page(3000.0)))
-    scrape = min(cpu(lambda: exposition(view, 3000.0)) for _ in range(5))
+    page = min(cpu(lambda: json.dumps(hub.view.page(3000.0))) for _ in range(5))
+    size = len(json.dumps(hub.view.page(3000.0)))
+    scrape = min(cpu(lambda: exposition(hub.view, 3000.0)) for _ in range(5))
     print(f"the page: {1e3 * page:.1f} ms, {size / 1000:.0f} KB; a scrape: {1e3 * scrape:.1f} ms")
     record("page of 256 workers", "ms", 1e3 * page)
     record("size of the page", "KB", size / 1000)
     record("scrape of 256 workers", "ms", 1e3 * scrape)
+    if find_chromium():
+        seconds = min(shown_in_browser(with_details(hub.view) | {"live": False}) for _ in range(3))
+        print(f"Chromium shows it after {1e3 * seconds:.0f} ms")
+        record("Chromium, page of 256 workers", "ms", 1e3 * seconds)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,13 @@ def run_site(code: str, *words: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=PATHS, capture_output=True, text=True, timeout=280)
 
 
+def test_continuous_integration_builds_the_site() -> None:
+    """``make docs``: a broken link, a name that is missing in the reference or a warning fails it."""
+    jobs = (ROOT / ".github" / "workflows" / "ci.yml").read_text().split("\n  docs:\n")[1]
+    assert "      - run: make docs\n" in jobs.split("\n\n")[0]
+    assert "\ndocs: $(DOCS)/.ready\n\t$(DOCS)/bin/python -m tools.site\n" in (ROOT / "Makefile").read_text()
+
+
 def test_a_warning_of_mkdocs_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "index.md").write_text("# A\n[there](#no-such-place)\n")

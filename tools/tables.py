@@ -287,6 +287,35 @@ def kills(found: Figures) -> Iterable[Sequence[str]]:
             yield ranks, doing[match[3]], amount(noticed) + worst(noticed), amount(works) + worst(works)
 
 
+def watch(found: Figures) -> Iterable[Sequence[str]]:
+    yield "CPU time", "measured", "from, to"
+    for title, name in (
+        ("a step of the first worker, more with events", "a step of the first worker, more"),
+        ("a step of any other worker", "a step of another worker, more"),
+        ("the agent, with two workers and 50 steps a second", "agent, while nobody looks"),
+        ("the same, while somebody looks at the page", "agent, while somebody looks"),
+        (
+            "first worker and agent together, of a step of 20 ms on busy cores",
+            "share of a step of 20 ms, while nobody looks",
+        ),
+        ("the same, while somebody looks", "share of a step of 20 ms, while somebody looks"),
+        ("256 workers, 100,000 steps: the agent, for a step of a worker", "agent, a step of a worker"),
+        ("the same: making the page", "page of 256 workers"),
+        ("the same: its size", "size of the page"),
+        ("the same: a scrape", "scrape of 256 workers"),
+        ("the same: until Chromium has drawn it", "Chromium, page of 256 workers"),
+    ):
+        if figure := found.get(name):
+            yield title, amount(figure), extremes(figure)
+
+
+def extremes(figure: Figure) -> str:
+    """The least and the largest of ours, where they were kept."""
+    if figure.low is None or figure.high is None:
+        return ""
+    return ", ".join(amount(Figure(name="", unit=figure.unit, ours=value)) for value in (figure.low, figure.high))
+
+
 TABLES = {
     "as_backend": Table("comm", as_backend),
     "compiled": Table("compile", compiled),
@@ -302,6 +331,7 @@ TABLES = {
     "sampler": Table("sampler", sampler),
     "shard": Table("shard", shard),
     "streaming": Table("streaming", streaming),
+    "watch": Table("watch", watch),
 }
 
 
@@ -319,7 +349,10 @@ def source(stored: Stored, benchmark: str) -> str:
 def render(name: str) -> str:
     """What stands between the marks of a table."""
     table = TABLES[name]
-    stored = newest_with(table.benchmark)
+    try:
+        stored = newest_with(table.benchmark)
+    except FileNotFoundError:
+        return f"No run is stored yet: `python -m benchmarks {table.benchmark}`, then `make tables`.\n"
     head, *rows = table.rows(stored.figures(table.benchmark))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))

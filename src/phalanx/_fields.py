@@ -11,7 +11,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 MAX_INTEGER: Final = 2**63 - 1
 """What a tensor library and a file system can count; JSON itself has no limit."""
@@ -142,6 +143,40 @@ _READERS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+class _FieldPlan(NamedTuple):
+    """How one field of a dataclass is read."""
+
+    name: str
+    reader: Callable[..., Any]
+    options: dict[str, Any]
+    may_be_absent: bool
+    may_be_none: bool
+    usual: type | None
+    """The type of nearly every value, where no more than a look at it is needed."""
+
+
+@cache
+def _plan(kind: type) -> tuple[_FieldPlan, ...]:
+    """Return how the fields of a dataclass are read: worked out once for each, there may be many records of it."""
+    found = []
+    for one in dataclasses.fields(kind):
+        options = dict(one.metadata)
+        has_default = one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
+        may_be_absent = has_default and not options.pop("required", False)
+        of, _, or_none = str(one.type).partition(" | ")
+        usual = None if options else {"int": int, "float": float, "str": str}.get(of)
+        found.append(_FieldPlan(one.name, _READERS[of], options, may_be_absent, bool(or_none), usual))
+    return tuple(found)
+
+
+def _is_usual(value: Any) -> bool:
+    """Return whether an int, a float or a text needs no closer look."""
+    kind = type(value)
+    if kind is int:
+        return bool(-MAX_INTEGER <= value <= MAX_INTEGER)
+    return bool(value.isascii()) if kind is str else bool(value - value == 0.0)  # of no other float
+
+
 def read_dataclass(kind: type[D], record: Fields) -> D:
     """Make a dataclass of a JSON object: each field is read as its type says, what is absent has its default.
 
@@ -149,15 +184,16 @@ def read_dataclass(kind: type[D], record: Fields) -> D:
     method of ``Fields`` that reads it; ``required`` among them: the default is for callers, not for a record.
     """
     values = {}
-    for one in dataclasses.fields(kind):  # type: ignore[arg-type]  # the caller's promise
-        options = dict(one.metadata)
-        has_default = one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
-        may_be_absent = has_default and not options.pop("required", False)
-        value = record.get(one.name, _ABSENT)
-        if value is _ABSENT and may_be_absent:
+    for name, reader, options, may_be_absent, may_be_none, usual in _plan(
+        cast(Any, kind)
+    ):  # a class can be hashed, whatever mypy says
+        value = record.get(name, _ABSENT)
+        if usual is type(value) and _is_usual(value):
+            values[name] = value
+        elif value is _ABSENT and may_be_absent:
             continue
-        of, _, or_none = str(one.type).partition(" | ")
-        values[one.name] = None if or_none and value is None else _READERS[of](record, one.name, **options)
+        else:
+            values[name] = None if may_be_none and value is None else reader(record, name, **options)
     return kind(**values)
 
 

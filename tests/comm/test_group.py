@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import Group, current_group, init, observe, simulate, use_group
+from phalanx.comm import CommEvent, Group, current_group, init, observe, simulate, use_group
+from phalanx.comm.group._observe import tally_bytes
 from phalanx.comm.stores import MemoryStore
 from phalanx.errors import CollectiveMismatch, PeerTimeout, RankFailed
 from processes import run_processes
@@ -146,6 +147,27 @@ def test_observers_see_every_collective_once_with_bytes_and_line() -> None:
             ("barrier", 0, ""),
         ]
         assert all(line.startswith(f"{__file__}:") for line in lines)
+
+
+@pytest.mark.fast
+def test_a_tally_counts_what_an_observer_would() -> None:
+    def run(group: Group) -> tuple[dict[str, int], dict[str, int]]:
+        seen: dict[str, int] = {}
+        tally: dict[str, int] = {}
+
+        def note(event: CommEvent) -> None:
+            seen[event.name] = seen.get(event.name, 0) + event.nbytes
+
+        with observe(note), tally_bytes(tally):
+            for _ in range(2):
+                group.all_reduce(torch.zeros(3))
+            group.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(2))
+            group.barrier()
+        group.all_reduce(torch.zeros(3))
+        return seen, tally
+
+    for seen, tally in simulate(2).run(run):
+        assert tally == seen == {"all_reduce": 24, "all_gather": 16, "barrier": 0}
 
 
 @pytest.mark.fast

@@ -198,7 +198,8 @@ def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
-def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeypatch):
+@pytest.mark.parametrize("before", [0, 1], ids=["a new file", "an open file"])
+def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeypatch, before):
     left, real = [7], os.write
 
     def write(fd, data):
@@ -211,11 +212,13 @@ def test_lines_wait_until_the_disk_takes_them_and_none_is_torn(tmp_path, monkeyp
 
     lines = JsonLines(tmp_path / "a.jsonl")
     lines._backoff = Backoff(clock=lambda: 0.0)
+    for number in range(before):
+        lines.append({"number": number})
     monkeypatch.setattr("phalanx.events._writer.os.write", write)
-    for number in range(3):
+    for number in range(before, 3):
         lines.append({"number": number})
     monkeypatch.undo()
-    assert (tmp_path / "a.jsonl").read_bytes() == b'{"numbe'
+    assert (tmp_path / "a.jsonl").read_bytes() == before * b'{"number":0}\n' + b'{"numbe'
     lines.close()
     assert parse_lines((tmp_path / "a.jsonl").read_bytes()) == ([{"number": n} for n in range(3)], 0)
 

@@ -63,6 +63,43 @@ def test_the_next_first_worker_goes_on_with_the_run_and_repeats_nothing() -> Non
     assert (second.num_begun, second.num_closed) == (1, 1)
 
 
+def test_what_a_lost_worker_told_in_vain_is_told_again() -> None:
+    """Its tracker had taken steps 3 and 4, and not passed them on."""
+    server = Server()
+    first, second = (Tracking([Remembered(server)], "run") for _ in range(2))
+    for step in range(5):
+        first.tell(step, {"loss": 1.0 / (step + 1)})
+        second.keep(step, {"loss": 1.0 / (step + 1), "grad_norm": None})
+    del server.runs["run"][3:], server.values[3], server.values[4]
+
+    class Lacking(Remembered):
+        def begin(self, run: str, step: int) -> int:
+            super().begin(run, step)
+            return len(server.runs[run])
+
+    after = Tracking([Lacking(server)], "run")
+    after._kept = second._kept
+    after.tell(5, {"loss": 1.0 / 6})
+    after.tell(6, {"loss": 1.0 / 7})
+    assert server.runs == {"run": list(range(7))}
+    assert server.values == {step: {"loss": 1.0 / (step + 1)} for step in range(7)}
+
+
+def test_workers_that_do_not_log_keep_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.elastic._tracking.KEPT", 3)
+    kept: dict[int, list[tuple[int, dict[str, float]]]] = {}
+
+    def run(group: Any) -> None:
+        job = make_job(run=RunOptions(progress=False, group=group), trackers=[Remembered(Server())])
+        train(job, max_steps=5)
+        job.close()
+        kept[group.rank] = list(job.tracking._kept)
+
+    simulate(2).run(run)
+    assert [step for step, _ in kept[1]] == [2, 3, 4], "the last three"
+    assert kept[0] == kept[1], "the same values, bit for bit"
+
+
 def test_only_the_first_worker_of_a_job_opens_its_tracker() -> None:
     servers = [Server() for _ in range(2)]
     opened: list[tuple[int, int]] = []
@@ -117,17 +154,19 @@ def test_the_adapters_call_their_packages_as_these_ask(monkeypatch: pytest.Monke
 
     writer = SimpleNamespace(add_scalar=noted("add_scalar"), flush=noted("flush"), close=noted("close"))
     fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=noted("SummaryWriter", writer))
-    fake(monkeypatch, "wandb", init=noted("init", SimpleNamespace(step=5, log=noted("log"), finish=noted("finish"))))
+    wandb_run = SimpleNamespace(step=2, log=noted("log"), finish=noted("finish"))
+    fake(monkeypatch, "wandb", init=noted("init", wandb_run), Settings=SimpleNamespace)
     fake(monkeypatch, "trackio", init=noted("init"), log=noted("log"), finish=noted("finish"))
     info = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     client = SimpleNamespace(
         get_experiment_by_name=noted("get_experiment_by_name", SimpleNamespace(experiment_id="e1")),
         search_runs=noted("search_runs", [info]),
         get_metric_history=noted("get_metric_history", [SimpleNamespace(step=6)]),
-        log_metric=noted("log_metric"),
+        log_batch=noted("log_batch"),
         set_terminated=noted("set_terminated"),
     )
-    fake(monkeypatch, "mlflow", MlflowClient=noted("MlflowClient", client))
+    entities = SimpleNamespace(Metric=lambda name, value, time, step: (name, value, step))
+    fake(monkeypatch, "mlflow", MlflowClient=noted("MlflowClient", client), entities=entities)
     found = {}
     for tracker in (TensorBoard("runs"), WandB("p"), MLflow("e"), Trackio("p", name="mine")):
         assert isinstance(tracker, Tracker)
@@ -141,13 +180,13 @@ def test_the_adapters_call_their_packages_as_these_ask(monkeypatch: pytest.Monke
         ("SummaryWriter", ("runs/job7",), {"purge_step": 3}), ("add_scalar", ("loss", 0.5, 3), {}),
         ("flush", (), {}), ("close", (), {}),
     ])  # fmt: skip
-    assert found["WandB"] == (5, [
-        ("init", (), {"project": "p", "id": "job7", "resume": "allow"}), ("log", ({"loss": 0.5},), {"step": 5}),
+    assert found["WandB"] == (2, [  # what its server lacks, though the job is further
+        ("init", (), {"project": "p", "id": "job7", "resume": "allow"}), ("log", ({"loss": 0.5},), {"step": 2}),
         ("finish", (), {}),
     ])  # fmt: skip
     first, told = found["MLflow"]
     assert first == 7
-    assert ("log_metric", ("r1", "loss", 0.5), {"step": 7}) in told
+    assert ("log_batch", ("r1", [("loss", 0.5, 7)]), {}) in told
     assert told[-1] == ("set_terminated", ("r1",), {})
     assert found["Trackio"] == (3, [
         ("init", (), {"project": "p", "name": "mine", "resume": "allow"}), ("log", ({"loss": 0.5},), {"step": 3}),

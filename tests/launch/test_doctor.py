@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,9 +76,11 @@ def test_the_command_checks_the_endpoint_and_sums_up() -> None:
     assert good.returncode == 0, good.stdout + good.stderr
     assert f"ok    the rendezvous endpoint tcp://{endpoint} answers" in good.stdout
     assert "two workers" not in good.stdout
-    bad = doctor("--quick", "--rdzv-endpoint", "nonsense")
+    bad = doctor("--quick", "--json", "--rdzv-endpoint", "nonsense")
     assert bad.returncode == 1
-    assert "Something is wrong; see bad." in bad.stdout
+    told = json.loads(bad.stdout)
+    assert told["worst"] == "bad"
+    assert [finding["level"] for finding in told["findings"] if "nonsense" in finding["text"]] == ["bad"]
 
 
 def test_a_torch_that_cannot_be_imported_is_bad(tmp_path: Path) -> None:
@@ -86,3 +89,4 @@ def test_a_torch_that_cannot_be_imported_is_bad(tmp_path: Path) -> None:
     found = doctor("--quick", PYTHONPATH=path)
     assert found.returncode == 1
     assert "bad   torch cannot be imported: ImportError: libtorch is not there" in found.stdout
+    assert "Something is wrong; see bad." in found.stdout

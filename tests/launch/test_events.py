@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx.events import _event_types as types
 from phalanx.events import _lines, _writer
@@ -87,6 +89,26 @@ def test_events_survive_json_and_get_time_and_host(event: events.AnyEvent) -> No
     if isinstance(back, events.JobEvent):
         assert back.host
     assert json.loads(to_json(back)) == record
+
+
+@given(
+    st.builds(
+        types.StepCommitted,
+        step=st.integers(0, 2**62),
+        epoch=st.integers(0, 99),
+        loss=st.none() | st.floats() | st.integers(),
+        samples=st.integers(0, 99),
+        generation=st.integers(-1, 99),
+        round=st.integers(0, 99),
+        world_size=st.none() | st.integers(1, 99),
+        time=st.sampled_from([0.0, 7.5]),
+        worker=st.sampled_from(["", "other"]),
+    ),
+    st.text(),
+)
+def test_the_quick_line_of_a_step_is_the_plain_one(event: types.StepCommitted, worker: str) -> None:
+    plain = _lines.dump(_lines.to_record(event, now=12.25, worker=worker))
+    assert _lines.step_line(event, json.dumps(worker), 12.25) == plain
 
 
 def test_the_log_is_appended_by_several_writers_and_read_back(tmp_path: Path) -> None:

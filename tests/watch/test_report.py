@@ -7,15 +7,18 @@ import json
 import re
 import shutil
 import subprocess
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import EVIL, story, told
+from watching import EVIL, Client, story, told
 
 from phalanx.__main__ import main
 from phalanx.events._lines import to_json
+from phalanx.watch._files import Tail
 from phalanx.watch._page_file import page_html, page_policy
 from phalanx.watch._report import report_data, with_details
 
@@ -98,9 +101,51 @@ def test_events_and_logs_are_read_from_a_directory(logs: Path, capsys: Any) -> N
         (folder / "stdout.log").write_text(text)
     assert main(["logs", str(logs)]) == 0
     assert capsys.readouterr().out == "rank 1: first\nrank 1: second\n"  # as the events of the agent say
-    assert main(["logs", str(logs), "--rank", "0"]) == 2
-    assert "--tee 3" in capsys.readouterr().err
+    assert main(["logs", str(logs), "--json", "--rank", "1", "--node", "h"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told == [{"rank": 1, "stream": "stdout", "line": "first"}], "nobody told on which node the other was"
+    for words in (["--rank", "0"], ["--node", "elsewhere"]):
+        assert main(["logs", str(logs), *words]) == 2
+        assert "--tee 3" in capsys.readouterr().err
     assert main(["logs", str(logs / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("command", ["events", "logs"])
+def test_who_follows_gets_what_comes_until_the_job_is_over(
+    command: str, logs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents, log = logs / "run_1" / "events.jsonl", logs / "run_1" / "attempt_0" / "0" / "stdout.log"
+    *before, end = agents.read_text().splitlines(keepends=True)
+    assert "shut_down" in end
+    agents.write_text("".join(before))
+    log.parent.mkdir(parents=True)
+    log.write_text("first\n")
+
+    def something_happens(seconds: float) -> None:
+        log.write_text("first\nlast\n")
+        agents.write_text("".join([*before, end]))
+
+    monkeypatch.setattr(time, "sleep", something_happens)
+    assert main([command, str(logs), "--follow"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("first") == told.count("last") == (1 if command == "logs" else 0)
+    assert ("shut_down" in told) == (command == "events")
+
+
+def test_a_directory_is_shown_as_a_page(logs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def look(tail: Tail, stopped: threading.Event) -> None:
+        """Look once, and let a person look."""
+        tail.look()
+        [address] = re.findall(r"is shown at (http://127.0.0.1:\d+/) ", capsys.readouterr().out)
+        seen.append(Client(address).json("/api/v1/summary"))
+
+    monkeypatch.setattr(Tail, "follow", look)
+    assert main(["dashboard", str(logs), "--bind", "0"]) == 0
+    assert (seen[0]["state"], seen[0]["step"]) == ("succeeded", 4)
+    assert main(["dashboard", str(logs / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node: `apt install nodejs`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from watching import formed, story, told
 
 from phalanx.events import _event_types as types
 from phalanx.events._lines import to_json
+from phalanx.watch import _files
 from phalanx.watch._decimate import Curve, HeatMap
-from phalanx.watch._files import Tail, find_event_files
+from phalanx.watch._files import TRUSTED, YOUNG, Listing, Tail, find_event_files
 from phalanx.watch._hub import Hub
 from phalanx.watch._incidents import Incidents
 from phalanx.watch._view import JobView, live_line
@@ -133,6 +135,58 @@ def test_files_are_followed_line_by_line(tmp_path: Path) -> None:
     assert find_event_files(tmp_path) == [path], "a link and what it points at are one"
     path.unlink()
     assert tail.look() == 0
+
+
+def test_a_directory_is_listed_again_when_it_may_have_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[float] = []
+
+    def counted(directory: Path, *, depth: int) -> list[Path]:
+        times.append(now)
+        return find_event_files(directory, depth=depth)
+
+    monkeypatch.setattr(_files, "find_event_files", counted)
+    changed, now = 1000.0, 1000.0
+
+    def change(name: str) -> None:
+        (tmp_path / name).touch()
+        os.utime(tmp_path, (changed, changed))
+
+    listing = Listing(tmp_path, 0, lambda: now)
+    change("events-a.jsonl")
+    assert len(listing.files()) == 1
+    change("events-b.jsonl")  # within the same tick of the kernel's clock
+    now += YOUNG / 2
+    assert len(listing.files()) == 2, "a young directory is not trusted"
+    now += YOUNG
+    listing.files()
+    before = len(times)
+    for _ in range(3):
+        now += TRUSTED / 8
+        assert len(listing.files()) == 2
+    assert len(times) == before, "nothing has changed: nothing is listed"
+    changed = now
+    change("events-c.jsonl")
+    assert len(listing.files()) == 3
+    now += 2 * YOUNG
+    listing.files()
+    change("events-d.jsonl")  # where the time of a directory does not tell
+    now += TRUSTED
+    assert len(listing.files()) == 4
+
+
+def test_a_line_is_kept_as_it_came_unless_it_would_end_early_in_the_stream(tmp_path: Path) -> None:
+    record = {"time": 1.0, "event": "started", "worker": "w\u2028", "pid": 7}
+    lines = [json.dumps(record), json.dumps(record).replace(", ", ",\r"), json.dumps(record, ensure_ascii=False)]
+    (tmp_path / "events-w.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"\xff":1}\n')
+    hub = Hub()
+    assert Tail(hub, [tmp_path]).look() == 4
+    kept = [event.line for event in hub.after(0)]
+    assert kept[::2] == lines[::2]
+    assert "\r" not in kept[1]
+    assert [json.loads(line) for line in kept] == 3 * [record]
+    assert hub.view.num_bad == 1
 
 
 def test_the_live_line_says_where_the_job_is() -> None:

@@ -37,9 +37,11 @@ class Telling:
             job.submit_save()
         elif is_asked and together:
             self._save_as_asked()
+        values = {"loss": step.loss, "grad_norm": step.grad_norm, "epoch": step.epoch, "workers": job.world_size}
         if job.rank != 0:
             self._untold = step
             job.tracking.close()  # another worker is the first, and logs
+            job.tracking.keep(step.number, values)
             return
         self._untold = None
         event = StepCommitted(
@@ -53,7 +55,6 @@ class Telling:
         )
         job.progress.show(event, job.troubles.status)
         job.events.write(event)
-        values = {"loss": step.loss, "grad_norm": step.grad_norm, "epoch": step.epoch, "workers": job.world_size}
         job.tracking.tell(step.number, values)
         if is_due and not together:
             job.clock.lap(COMPUTE)

@@ -7,23 +7,19 @@ are tried again with growing pauses; those beyond are counted, and the file says
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.events._event_types import (
-    AnyEvent,
-    EventsLost,
-    TrainingEvent,
-)
+from phalanx.events._event_types import AnyEvent, EventsLost, StepCommitted
 from phalanx.events._free_event import Event
-from phalanx.events._lines import dump, to_record
+from phalanx.events._lines import dump, step_line, to_record
 from phalanx.events._troubles import Backoff, Troubles
 
 log = logging.getLogger(__name__)
@@ -67,9 +63,20 @@ class JsonLines:
             if len(self._pending) + len(line) > MAX_PENDING:
                 self.num_lost += 1
             else:
+                if self._fd >= 0 and not self._is_shared and not self._pending and not self.num_lost:
+                    line = self._rest_of(line)
+                    if not line:
+                        return  # the usual case: nothing waits, and the disk takes it whole
                 self._pending += line
             if not self._backoff.pause:
                 self._flush()
+
+    def _rest_of(self, line: bytes) -> bytes:
+        """Write a line; what the disk did not take of it."""
+        try:
+            return line[os.write(self._fd, line) :]
+        except OSError:
+            return line  # tried again with those that wait, which says what is wrong
 
     def close(self) -> None:
         """Write what waits, if it can be written now; else say what is missing."""
@@ -156,6 +163,7 @@ class EventLog(JsonLines):
         super().__init__(path, troubles=says, is_shared=not worker)
         self._handler = handler
         self._worker = worker
+        self._worker_json = json.dumps(worker)
         self._has_complained = False
 
     @property
@@ -167,9 +175,10 @@ class EventLog(JsonLines):
         """Never raises: what cannot be written waits, and is told."""
         if not self.is_on:
             return
-        if isinstance(event, TrainingEvent) and not event.worker:
-            event = dataclasses.replace(event, worker=self._worker)
-        line = dump(to_record(event))
+        if type(event) is StepCommitted:
+            line = step_line(event, self._worker_json, time.time())
+        else:
+            line = dump(to_record(event, worker=self._worker))
         self._append(line)
         if self._handler is None:
             return

@@ -8,9 +8,13 @@ and training goes on.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from phalanx.integrations._wandb_files import last_step
 
 __all__ = ["MLflow", "TensorBoard", "Trackio", "WandB"]
 
@@ -51,7 +55,15 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to one run of Weights & Biases, whose id is the job's name; ``settings`` go to ``wandb.init``."""
+    """Logs to one run of Weights & Biases, whose id is the job's name; ``settings`` go to ``wandb.init``.
+
+    W&B passes steps on later than it is told them. What it had not when the worker that told it was killed, the next
+    one tells again: the run on the server says how far it is, and so do the files of an offline run, if they lie here.
+    """
+
+    FLUSH = "x_transaction_log_flush_interval"
+    FLUSH_EVERY = 1.0
+    """Seconds between two writes to the file of an offline run; W&B's own default is 15."""
 
     def __init__(self, project: str, *, name: str = "", **settings: Any) -> None:
         self.project = project
@@ -61,9 +73,21 @@ class WandB:
 
     def begin(self, run: str, step: int) -> int:
         wandb = _load("wandb", "wandb")
-        given = {"project": self.project, "id": self.name or run, "resume": "allow", **self._settings}
+        name = self.name or run
+        given = {"project": self.project, "id": name, "resume": "allow", **self._settings}
+        if "settings" not in given and self.FLUSH in getattr(wandb.Settings, "model_fields", ()):
+            given["settings"] = wandb.Settings(**{self.FLUSH: self.FLUSH_EVERY})
         self._run = wandb.init(**given)
-        return max(step, int(getattr(self._run, "step", 0) or 0))  # its steps can only grow
+        if getattr(self._run, "offline", False):
+            return self._lacking_in_files(name, step)
+        # The first that the server lacks; its steps can only grow.
+        return int(getattr(self._run, "step", 0) or 0) or step
+
+    def _lacking_in_files(self, name: str, step: int) -> int:
+        """Return the step after the last one in the files of those that were first before; else the next one."""
+        mine = Path(self._run.dir).parent
+        files = [path for path in mine.parent.glob(f"*/run-{name}.wandb") if path.parent.resolve() != mine.resolve()]
+        return last_step(files) + 1 if files else step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -84,11 +108,14 @@ class MLflow:
         self.name = name
         self.uri = uri
         self._client: Any = None
+        self._metric: Any = None
         self._run_id = ""
 
     def begin(self, run: str, step: int) -> int:
         name = self.name or run
-        self._client = _load("mlflow", "mlflow").MlflowClient(self.uri)
+        mlflow = _load("mlflow", "mlflow")
+        self._client = mlflow.MlflowClient(self.uri)
+        self._metric = mlflow.entities.Metric
         found = self._client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
         quoted = name.replace("'", "\\'")
@@ -102,8 +129,9 @@ class MLflow:
         return max([step, *(int(point.step) + 1 for point in history)])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._run_id, name, value, step=step)
+        now = int(1e3 * time.time())
+        # One request: a worker that is killed has told all of a step or nothing of it.
+        self._client.log_batch(self._run_id, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def close(self) -> None:
         if self._client is not None:
@@ -112,7 +140,10 @@ class MLflow:
 
 
 class Trackio:
-    """Logs to one run of trackio, by the job's name; ``settings`` go to ``trackio.init``."""
+    """Logs to one run of trackio, by the job's name; ``settings`` go to ``trackio.init``.
+
+    Trackio writes twice a second; what it had not written when a worker was killed, the next one tells again.
+    """
 
     def __init__(self, project: str, *, name: str = "", **settings: Any) -> None:
         self.project = project
@@ -123,8 +154,8 @@ class Trackio:
     def begin(self, run: str, step: int) -> int:
         self._package = _load("trackio", "trackio")
         given = {"project": self.project, "name": self.name or run, "resume": "allow", **self._settings}
-        self._package.init(**given)
-        return step
+        begun = self._package.init(**given)
+        return int(getattr(begun, "_next_step", step))  # after the last one that is written; it has no other name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._package.log(dict(values), step=step)

@@ -10,7 +10,8 @@ import heapq
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from phalanx.watch._hub import Hub
 CHUNK = 1 << 20
 LOOK_EVERY = 0.25
 """Seconds between two looks for new files and lines."""
+TRUSTED = 2.0
+"""Seconds for which a list of files is good at most."""
+YOUNG = 0.1
+"""Seconds within which a directory may change again without showing it."""
 
 
 def find_event_files(directory: Path, *, depth: int = 2) -> list[Path]:
@@ -35,14 +40,44 @@ def find_event_files(directory: Path, *, depth: int = 2) -> list[Path]:
     return [path for path in found.values() if not path.is_symlink() or path.name not in files]
 
 
+class Listing:
+    """The event files of one directory, found again only when there may be others: an agent looks four times a second.
+
+    A directory whose own time has changed has other entries. That time is as coarse as the kernel's clock, and in a
+    network it is another machine's: what is young is not trusted, and nothing is for longer than ``TRUSTED``.
+    """
+
+    def __init__(self, directory: Path, depth: int, clock: Callable[[], float] = time.time) -> None:
+        self._directory = directory
+        self._depth = depth
+        self._clock = clock
+        self._listed = (0, 0.0)
+        """When the directory had changed, and when it was listed."""
+        self._found: list[tuple[Path, str]] = []
+
+    def files(self) -> list[tuple[Path, str]]:
+        """Return the files, each with what it really is."""
+        now = self._clock()
+        try:
+            changed = os.stat(self._directory).st_mtime_ns
+        except OSError:
+            changed = 0
+        before, when = self._listed
+        is_settled = not self._depth and changed == before and changed / 1e9 < when - YOUNG
+        if not is_settled or not 0.0 <= now - when < TRUSTED:
+            self._listed = (changed, now)
+            paths = find_event_files(self._directory, depth=self._depth)
+            self._found = [(path, os.path.realpath(path)) for path in paths]
+        return self._found
+
+
 class Tail:
     """The new lines of some files: ``look`` gives them to a hub, in the order of their times."""
 
     def __init__(self, hub: Hub, directories: Iterable[Path], *, but: Iterable[Path] = (), depth: int = 2) -> None:
         """``but``: files that are left out; ``depth``: how many levels below the directories are looked at."""
         self._hub = hub
-        self._directories = list(directories)
-        self._depth = depth
+        self._listings = [Listing(directory, depth) for directory in directories]
         self._but = {os.path.realpath(path) for path in but}
         self._read: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -50,20 +85,20 @@ class Tail:
     def look(self) -> int:
         """Give the hub what was added since the last look; how many lines that was."""
         with self._lock:
-            records: list[Any] = []
-            for directory in self._directories:
-                for path in find_event_files(directory, depth=self._depth):
-                    if os.path.realpath(path) not in self._but:
-                        records += self._new_records(path)
-            records.sort(key=time_of_record)
-            for record in records:
-                self._hub.add_record(record)
-            return len(records)
+            lines: list[tuple[Any, str]] = []
+            for listing in self._listings:
+                for path, real in listing.files():
+                    if real not in self._but:
+                        lines += self._new_lines(path)
+            lines.sort(key=lambda line: time_of_record(line[0]))
+            for record, text in lines:
+                self._hub.add_record(record, text)
+            return len(lines)
 
-    def _new_records(self, path: Path) -> Iterator[Any]:
+    def _new_lines(self, path: Path) -> Iterator[tuple[Any, str]]:
         position = self._read.get(path, 0)
         try:
-            if path.stat().st_size <= position:
+            if os.stat(path).st_size <= position:
                 return
             with path.open("rb") as file:
                 file.seek(position)
@@ -87,14 +122,15 @@ class Tail:
             self.look()
 
 
-def parse(data: bytes) -> Iterator[Any]:
-    """Return what complete lines say; None for one that is no JSON."""
+def parse(data: bytes) -> Iterator[tuple[Any, str]]:
+    """Yield what complete lines say, with their text; None for one that is no JSON."""
     for line in data.split(b"\n"):
         if line:
             try:
-                yield json.loads(line)
+                text = line.decode()
+                yield json.loads(text), text
             except (ValueError, RecursionError):
-                yield None
+                yield None, ""
 
 
 def time_of_record(record: Any) -> float:
@@ -108,7 +144,7 @@ def read_job_events(directory: Path) -> Iterator[AnyEvent]:
 
     def of(path: Path) -> Iterator[Any]:
         try:
-            yield from parse(path.read_bytes().rpartition(b"\n")[0] + b"\n")
+            yield from (record for record, _ in parse(path.read_bytes().rpartition(b"\n")[0] + b"\n"))
         except OSError:
             return
 

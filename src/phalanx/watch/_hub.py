@@ -71,15 +71,19 @@ class Hub:
         line = to_json(event)
         return self._add(from_json(line), line)
 
-    def add_record(self, record: Any, *, is_local: bool = True) -> None:
-        """Add what a line of a file or of another agent says; a line that is no event is counted."""
+    def add_record(self, record: Any, text: str = "", *, is_local: bool = True) -> None:
+        """Add what a line of a file or of another agent says; ``text`` is that line, if it is there to be kept.
+
+        A line that is no event is counted.
+        """
         try:
             event = from_record(record)
         except ValueError:
             with self._changed:
                 self.view.num_bad += 1
             return
-        self._add(event, dump(record), is_local)
+        # A carriage return is a space to JSON, and the end of a line to who follows the stream.
+        self._add(event, text if text and "\r" not in text else dump(record), is_local)
 
     def _add(self, event: AnyEvent, line: str, is_local: bool = True) -> int:
         with self._changed:

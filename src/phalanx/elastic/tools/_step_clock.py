@@ -8,11 +8,10 @@ together with the others' by ``phalanx.watch``.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from phalanx.comm import CommEvent, observe
+from phalanx.comm.group._observe import tally_bytes
 from phalanx.events._event_types import WorkerStepTimes
 from phalanx.events._writer import EventLog
 
@@ -46,17 +45,17 @@ class StepClock:
         self._last = 0.0
         self._is_in_step = False
         self._first = -1
-        self._steps: list[tuple[int, int, int, int]] = []
+        self._steps: list[list[float]] = []
+        """The laps of each step that is not yet written."""
         self._lately: list[float] = []
         self._written = 0.0
-        self._bytes: Counter[str] = Counter()
+        self._bytes: dict[str, int] = {}
+        """Of all collectives so far, by their names; what of it is written is in ``_told``."""
+        self._told: dict[str, int] = {}
 
     def counting(self) -> AbstractContextManager[None]:
         """Count the bytes of this worker's collectives while the context lasts, by their names."""
-        return observe(self._count) if self._events.is_on else nullcontext()
-
-    def _count(self, event: CommEvent) -> None:
-        self._bytes[event.name] += event.nbytes
+        return tally_bytes(self._bytes) if self._events.is_on else nullcontext()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -91,8 +90,7 @@ class StepClock:
         if number != self._first + len(self._steps):
             self.flush()
             self._first = number
-        compute, wait, data, save = self._laps
-        self._steps.append((int(compute * 1e6), int(wait * 1e6), int(data * 1e6), int(save * 1e6)))
+        self._steps.append(self._laps)  # made anew by the next step; what can wait is done when they are written
         if self._last - self._written >= WRITE_EVERY or len(self._steps) >= MAX_STEPS:
             self.flush()
 
@@ -113,8 +111,11 @@ class StepClock:
     def flush(self) -> None:
         """Write what is measured and not yet written."""
         if self._steps:
-            compute, wait, data, save = zip(*self._steps, strict=True)
-            counted, self._bytes = self._bytes, Counter()  # another thread may be counting
+            laps = [tuple(int(1e6 * lap) for lap in part) for part in zip(*self._steps, strict=True)]
+            compute, wait, data, save = laps
+            counted = dict(self._bytes)  # another thread may be counting
+            more = {name: count - self._told.get(name, 0) for name, count in counted.items()}
+            self._told = counted
             self._events.write(
                 WorkerStepTimes(
                     step=self._first,
@@ -122,7 +123,7 @@ class StepClock:
                     wait=wait,
                     data=data,
                     save=save if any(save) else (),
-                    collective_bytes=dict(counted) or None,
+                    collective_bytes={name: count for name, count in more.items() if count} or None,
                 )
             )
             self._first += len(self._steps)

@@ -178,7 +178,7 @@ class NodeWatch:
         if self._tail is not None:
             self._tail.look()
         for line in told:
-            self.hub.add_record(json.loads(line))
+            self.hub.add_record(json.loads(line), line)
 
     def _measure_load(self) -> None:
         meter, node = LoadMeter(), socket.gethostname()

@@ -166,14 +166,13 @@ def _logs(args: Namespace) -> int:
     positions: dict[Path, int] = {}
     found = False
     while True:
+        is_over = not args.follow or (_has_ended(directories) if args.log_dir else not log_dirs_here(job))
         for path, rank, host in _log_files(directories):
             if (args.rank is None or args.rank == rank) and host.startswith(args.node):
                 found = True
                 for line in _new_lines(path, positions):
                     _print_line(line, path, rank, args)
-        if not args.follow:
-            break
-        if args.log_dir == "" and not log_dirs_here(job):
+        if is_over:  # asked before the files were read: what was written last is shown
             break
         time.sleep(LOOK_EVERY)
     if not found:
@@ -181,6 +180,13 @@ def _logs(args: Namespace) -> int:
             "no log files of such workers are here; run the job with --log-dir DIR --tee 3 (or --redirects 3)"
         )
     return 0
+
+
+def _has_ended(directories: list[Path]) -> bool:
+    """Return whether the events in these directories say that the job is over."""
+    from phalanx.watch._files import load_hub  # start-up
+
+    return all(load_hub(directory).view.is_over for directory in directories)
 
 
 def _log_files(directories: list[Path]) -> Iterator[tuple[Path, int, str]]:
