@@ -365,6 +365,16 @@ class WrongBitsFound(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightsCompared(TrainingEvent):
+    """The weights after ``step`` steps had one sha256 on all ``workers`` (``Job.fingerprint``)."""
+
+    step: int
+    digest: str
+    workers: int
+    kind: ClassVar[str] = "fingerprint"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(TrainingEvent):
     """A step was committed without its update; ``in_row`` with this one."""
 
@@ -477,6 +487,7 @@ EVENT_TYPES: dict[str, type[AnyEvent]] = {
         StepsRepeated,
         NonFiniteFound,
         WrongBitsFound,
+        WeightsCompared,
         StepSkipped,
         RolledBack,
         Resumed,
