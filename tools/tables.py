@@ -179,6 +179,21 @@ def goodput(found: Figures) -> Iterable[Sequence[str]]:
         yield every, f"{100 * (1 - ours):.1f}%", *kept, goals.get(every, "")
 
 
+def stragglers(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "a step", "over", "goal"
+    for title, name, goal in (
+        ("four workers, one of half the speed, even slots", "even slots", ""),
+        ("the same, slots by speed", "slots by speed", "1.25"),
+        ("sharded: one of half the speed, even waves", "sharded, even slots", ""),
+        ("sharded: it skips waves", "sharded, slots by speed", ""),
+        ("guard, times and dealing, over none of them", "on by default", "1.01"),
+        ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
+        ("the same: time of a step", "checked/step", ""),
+    ):
+        if figure := found.get(f"stragglers/{name}"):
+            yield title, amount(figure), f"{1 / figure.ratio:.3f}" if figure.ratio else "", goal
+
+
 def launch(found: Figures) -> Iterable[Sequence[str]]:
     yield "", "torchrun", "phalanx run", "ours over theirs"
     for title, name in (
@@ -301,6 +316,7 @@ TABLES = {
     "same_host": Table("comm", same_host),
     "sampler": Table("sampler", sampler),
     "shard": Table("shard", shard),
+    "stragglers": Table("stragglers", stragglers),
     "streaming": Table("streaming", streaming),
 }
 
@@ -319,7 +335,10 @@ def source(stored: Stored, benchmark: str) -> str:
 def render(name: str) -> str:
     """What stands between the marks of a table."""
     table = TABLES[name]
-    stored = newest_with(table.benchmark)
+    try:
+        stored = newest_with(table.benchmark)
+    except FileNotFoundError:
+        return f"`python -m benchmarks {table.benchmark}` has no stored run yet.\n"
     head, *rows = table.rows(stored.figures(table.benchmark))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))

@@ -50,8 +50,8 @@ def exchange_numbers(
 ) -> StepNumbers:
     """Give this worker's rows and wishes to all; what they are together."""
     size, width, num_slots = group.size, len(SCALARS) + num_params + 1, len(waves.owners)
-    num_rows = max(waves.sizes(size))
-    places = {slot: (rank, row) for rank in range(size) for row, slot in enumerate(waves.slots_of(rank))}
+    places = waves.places
+    num_rows = 1 + max(row for _, row in places)
     mine = torch.zeros(num_rows + 1, width)
     for slot, row in rows.items():
         line = mine[places[slot][1]]

@@ -34,6 +34,16 @@ class WavePlan:
         """The rank of each slot."""
         return tuple(rank for wave in self.waves for rank in wave)
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each slot its rank, and the how manieth of that rank's slots it is."""
+        counts: Counter[int] = Counter()
+        found = []
+        for rank in self.owners:
+            found.append((rank, counts[rank]))
+            counts[rank] += 1
+        return tuple(found)
+
     def slots_of(self, rank: int) -> tuple[int, ...]:
         """Return the slots of a worker."""
         return tuple(slot for slot, owner in enumerate(self.owners) if owner == rank)
