@@ -9,7 +9,7 @@ on from its newest save. A job without progress for ``LIMIT`` seconds is started
 is counted. torchft is measured if it can be imported; its workers are started anew by this process, at once, without
 torchrun, and what it computes with fewer workers counts as the samples that it has.
 
-    python -m benchmarks.goodput [--every 5 15 60] [--slot-ms 10] [--save-every 50]
+    python -m benchmarks.goodput [--every 5 15 60] [--slot-ms 10] [--save-every 50] [--of phalanx torchrun]
 """
 
 from __future__ import annotations
@@ -41,6 +41,21 @@ UNDISTURBED = 6.0
 LIMIT = 20.0
 START_LIMIT = 90.0
 MIN_WINDOW, MIN_FAILURES = 20.0, 3
+
+
+LIGHTHOUSE = """
+import os, sys, time
+from torchft._torchft import LighthouseServer
+server = LighthouseServer(
+    bind="[::]:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=20, heartbeat_timeout_ms=500
+)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(server.address())
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+while True:
+    time.sleep(1)
+"""
+"""torchft's coordinator, in a process of its own: it tells every step on standard output."""
 
 
 class Mark(NamedTuple):
@@ -157,21 +172,30 @@ class Contender:
 class TorchftContender(Contender):
     """Workers that are replica groups of their own, and a thread that starts who has died at once."""
 
-    _lighthouse: Any = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self._address = ""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        from torchft._torchft import LighthouseServer
-
-        self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=20, heartbeat_timeout_ms=500
-        )
-        self._stopped = threading.Event()
+        address = self.directory / "lighthouse"
+        address.unlink(missing_ok=True)
+        self._lighthouse = self._launch([sys.executable, "-c", LIGHTHOUSE, str(address)])
+        until = time.monotonic() + START_LIMIT
+        while not address.exists():
+            if time.monotonic() > until or self._lighthouse.poll() is not None:
+                raise RuntimeError(f"torchft's lighthouse did not start:\n{_log_of(self)}")
+            time.sleep(0.05)
+        self._address = address.read_text()
+        self._stopped.clear()
         self._launched = [self._replica(number) for number in range(work.SIZE)]
-        self._thread = threading.Thread(target=self._replace)
+        self._thread = threading.Thread(target=self._replace, daemon=True)
         self._thread.start()
 
     def _replica(self, number: int) -> subprocess.Popen[bytes]:
-        words = {"TORCHFT_LIGHTHOUSE": self._lighthouse.address(), "REPLICA_GROUP_ID": str(number)}
+        words = {"TORCHFT_LIGHTHOUSE": self._address, "REPLICA_GROUP_ID": str(number)}
         return self._launch([sys.executable, *self._words], **words)
 
     def _replace(self) -> None:
@@ -182,11 +206,13 @@ class TorchftContender(Contender):
 
     def stop(self) -> None:
         if self._lighthouse is not None:
-            self._stopped.set()
-            self._thread.join()
+            if self._thread is not None:
+                self._stopped.set()
+                self._thread.join()
             super().stop()
-            self._lighthouse.shutdown()
-            self._lighthouse = None
+            self._lighthouse.kill()
+            self._lighthouse.wait()
+            self._lighthouse = self._thread = None
 
 
 def wait_for_full_size(contender: Contender, since: float) -> bool:
@@ -243,12 +269,13 @@ def contenders() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--every", type=float, nargs="+", default=[5.0, 15.0, 60.0])
+    parser.add_argument("--of", nargs="+", default=contenders(), choices=contenders(), help="leave others out")
     parser.add_argument("--slot-ms", type=float, default=10.0)
     parser.add_argument("--save-every", type=int, default=50)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are stopped even then
-    names, chance = contenders(), random.Random(0)
-    if "torchft" not in names:
+    names, chance = options.of, random.Random(0)
+    if "torchft" not in contenders():
         print("torchft cannot be imported: without it", flush=True)
     with disturbance_told():
         for number, every in enumerate(options.every):
@@ -272,7 +299,9 @@ def show(name: str, every: float, window: Window) -> None:
 
 def keep(found: dict[str, Window], every: float) -> None:
     """Record the shares that are lost: less is better."""
-    ours = found["phalanx"]
+    ours = found.get("phalanx")
+    if ours is None:
+        return
     for name, window in found.items():
         if name != "phalanx":
             lost = (1 - ours.goodput, 1 - window.goodput)
