@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.reduce._deal import better_deal, even_deal, span
 from phalanx.elastic.reduce._reduction import Reduction
-from phalanx.elastic.sharded._waves import better_waves
-from phalanx.elastic.sharded._waves import span as waves_span
+from phalanx.elastic.reduce._waves import better_waves
+from phalanx.elastic.reduce._waves import span as waves_span
 from phalanx.events._event_types import SlotsDealt
 
 if TYPE_CHECKING:

@@ -144,8 +144,7 @@ class JobWentBack(JobEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitReached(JobEvent):
-    """The job, or a part of it, does not go on as before: its restarts are used up, it makes no progress, it was told
-    not to retry, or a node is left out."""
+    """The job, or a part of it, does not go on as before; ``limit`` says what was reached."""
 
     limit: str
     """``restarts``, ``progress``, ``do not retry`` or ``node``."""
@@ -178,12 +177,10 @@ class ShutDown(JobEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEvent:
-    """What all events of a worker say. ``time`` and ``worker`` are filled in when it is written; a field that is None
-    by default is left out unless it is given."""
+    """What all events of a worker say. A field that is None by default is left out unless it is given."""
 
     time: float = 0.0
-    worker: str = ""
-
+    worker: str = ""  # as ``time``, filled in when it is written
     kind: ClassVar[str] = ""
 
 

@@ -25,6 +25,7 @@ from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._lost import LOST
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._sync import WorkersDiffer
+from phalanx.elastic.reduce._waves import WavePlan, even_waves
 from phalanx.elastic.sharded._cell_store import CellStore, Fragment
 from phalanx.elastic.sharded._full_state import agreed_digests, full_state_dict
 from phalanx.elastic.sharded._holdings import Holdings
@@ -47,7 +48,6 @@ from phalanx.elastic.sharded._unsharded_state import (
     small_state,
 )
 from phalanx.elastic.sharded._verdict import StepVerdict
-from phalanx.elastic.sharded._waves import WavePlan, even_waves
 from phalanx.errors import CommError
 from phalanx.fsdp.unit._gradient_sum import Destination
 from phalanx.world import World

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._slots import fold
-from phalanx.elastic.sharded._waves import WavePlan
+from phalanx.elastic.reduce._waves import WavePlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from phalanx.comm import simulate
 from phalanx.elastic import RunOptions
 from phalanx.elastic._dealing import WINDOW
 from phalanx.elastic.reduce._deal import MIN_GAIN
-from phalanx.elastic.sharded._waves import better_waves, even_waves, relieved_waves, span
+from phalanx.elastic.reduce._waves import better_waves, even_waves, relieved_waves, span
 from phalanx.elastic.tools._step_clock import COMPUTE, WAIT, StepClock
 from phalanx.events._writer import EventLog, read_lines
 
