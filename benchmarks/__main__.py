@@ -32,7 +32,7 @@ QUICK = {
     "sampler": ["--quick"],
     "shard": [],
     "watch": ["--rounds", "6", "--steps", "200", "--fed", "20000"],
-    "stragglers": ["--rounds", "2", "--cost-rounds", "10"],
+    "stragglers": ["--rounds", "2", "--cost-rounds", "10", "--sharded-rounds", "1"],
     "streaming": ["--samples", "6000", "--shards", "60", "--rounds", "1"],
 }
 

@@ -106,6 +106,8 @@ def answers_of(target: Callable[..., None], size: int, *args: object, limit: flo
         until = time.monotonic() + limit
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(0.0, until - time.monotonic())):
+                for process in processes:
+                    process.kill()
                 raise TimeoutError(f"rank {rank} of {size} has not answered after {limit:g} s")
         return [pipe.recv() for pipe in pipes]
     finally:
