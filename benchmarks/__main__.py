@@ -27,12 +27,13 @@ QUICK = {
         *("--sharded-rounds", "4", "--sharded-kills", "1"),
     ],
     "fsdp": ["--rounds", "6", "--ranks", "2", "--no-memory"],
+    "goodput": ["--every", "5"],
     "launch": ["--rounds", "3", "--recoveries", "4", "--torchrun-recoveries", "0", "--workers", "2"],
     "rendezvous": ["--nodes", "64"],
     "sampler": ["--quick"],
     "shard": [],
     "watch": ["--steps", "6000", "--jobs", "1", "--seconds", "5", "--fed", "20000"],
-    "stragglers": ["--rounds", "2", "--cost-rounds", "10"],
+    "stragglers": ["--rounds", "2", "--cost-rounds", "10", "--sharded-rounds", "1"],
     "streaming": ["--samples", "6000", "--shards", "60", "--rounds", "1"],
 }
 

@@ -87,8 +87,11 @@ def on_ranks(size: int, run: Callable[..., None], *args: object) -> Iterator[Any
     store.close()
 
 
-def answers_of(target: Callable[..., None], size: int, *args: object) -> list[Any]:
-    """Run ``target(rank, store address, *args, pipe)`` in ``size`` fresh processes; what each sends."""
+def answers_of(target: Callable[..., None], size: int, *args: object, limit: float = 900.0) -> list[Any]:
+    """Run ``target(rank, store address, *args, pipe)`` in ``size`` fresh processes; what each sends.
+
+    ``EOFError`` if one ends without an answer, ``TimeoutError`` if there is none after ``limit`` seconds.
+    """
     context = multiprocessing.get_context("spawn")
     store = TCPStore.serve()
     pipes, processes = [], []
@@ -100,6 +103,12 @@ def answers_of(target: Callable[..., None], size: int, *args: object) -> list[An
         pipes.append(ours)
         processes.append(process)
     try:
+        until = time.monotonic() + limit
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                for process in processes:
+                    process.kill()
+                raise TimeoutError(f"rank {rank} of {size} has not answered after {limit:g} s")
         return [pipe.recv() for pipe in pipes]
     finally:
         for process in processes:

@@ -15,6 +15,7 @@ def test_public_names():
         "Callbacks",
         "DataOptions",
         "Ejected",
+        "Fingerprint",
         "Guard",
         "Job",
         "LossSpike",

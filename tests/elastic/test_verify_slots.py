@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_world import World
 
-from phalanx.comm import simulate
+from phalanx.comm import Group, simulate
 from phalanx.elastic import NobodyDecides, RunOptions, VerifySlots
 from phalanx.elastic._verify_slots import SlotCheck, StepDigests, WrongKind, judge, plan_check
 from phalanx.elastic._verifying import BLOCK, MessageDigests, digest_of, locate_block
@@ -261,7 +262,10 @@ def test_a_fixed_group_raises_and_a_sharded_job_refuses():
         job.verifying.begin_step = begin_step
 
     assert simulate(3).run(run) == [("PeerLost", 1), ("PeerLost", 1), ("WrongBits", 1)]
-    with pytest.raises(ValueError, match="verify_slots on a sharded model"):
+    with pytest.raises(
+        ValueError,
+        match=r"every=100\) on a sharded model; expected None: .* no worker has it to compare. job.fingerprint",
+    ):
         make_job(copies=1, verify_slots=VerifySlots(), run=RunOptions(progress=False))
 
 
@@ -287,3 +291,45 @@ def test_a_state_that_is_changed_on_its_way_is_refused():
     with pytest.raises(Exception, match=r"did not come as it was: of 1 tensors, number 0 \(torch.float32") as caught:
         simulate(2).run(run, True)
     assert isinstance(caught.value.__cause__, StateDamaged)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 150
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.01)
+
+
+def test_a_newcomer_whose_state_is_changed_on_its_way_ends_and_the_others_go_on(tmp_path, monkeypatch, undisturbed):
+    world = World(tmp_path, monkeypatch)
+    real, blocks = Group.recv, []
+
+    def recv(group, tensor, src, *args, **keywords):
+        found = real(group, tensor, src, *args, **keywords)
+        if threading.current_thread() is world.threads[-1] and tensor.dtype is torch.uint8 and len(world.threads) == 3:
+            blocks.append(tensor)
+            if len(blocks) == 2:  # behind the header
+                tensor[7] ^= 1
+        return found
+
+    monkeypatch.setattr(Group, "recv", recv)
+
+    def on_step(job, step):
+        if step.number == 4 and job.worker_id == "a" and len(world.threads) == 2:
+            world.break_(0)
+            world.agree(1, "a", "b", "new")
+            world.start("new", 1)
+            wait_until(lambda: job.regrouping.coordinator.signals.broken is not None)
+        if step.number == 6 and job.worker_id == "a" and "new" not in world.results:
+            wait_until(lambda: job.regrouping.coordinator.signals.wish)
+
+    world.agree(0, "a", "b")
+    for worker in "ab":
+        world.start(worker, on_step=on_step)
+    wait_until(lambda: "new" in world.results)
+    world.break_(1, "new")
+    world.agree(2, "a", "b")
+    results = world.join()
+    assert isinstance(results["new"], StateDamaged), results["new"]
+    assert "did not come as it was" in str(results["new"])
+    assert results["a"] == results["b"] == undisturbed

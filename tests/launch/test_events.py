@@ -71,6 +71,7 @@ EVENTS: list[events.AnyEvent] = [
     types.WrongBitsFound(
         worker="w", step=8, what="slot", culprit="b", slot=2, parameter="p", element=4, values=("1", "2")
     ),
+    types.WeightsCompared(worker="w", step=8, digest="ab", workers=4),
     events.Event(name="custom", source=events.EventSource.WORKER, metadata={"x": 1, "y": None}),
 ]
 

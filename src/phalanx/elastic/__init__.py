@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.elastic._fingerprint import Fingerprint
 from phalanx.elastic._guard import Guard, LossSpike, NonFinite
 from phalanx.elastic._job import Job
 from phalanx.elastic._materialise import materialise
@@ -21,6 +22,7 @@ __all__ = [
     "Callbacks",
     "DataOptions",
     "Ejected",
+    "Fingerprint",
     "Guard",
     "Job",
     "LossSpike",

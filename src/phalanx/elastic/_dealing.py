@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.reduce._deal import better_deal, even_deal, span
 from phalanx.elastic.reduce._reduction import Reduction
+from phalanx.elastic.reduce._waves import better_waves
+from phalanx.elastic.reduce._waves import span as waves_span
 from phalanx.events._event_types import SlotsDealt
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Dealing:
         self.pace: dict[str, float] = {}
         """Seconds that a slot takes on each worker, as far as this one knows."""
         self._job = job
-        self._is_on = is_on and job.sharding is None
+        self._is_on = is_on
         self._steps: deque[list[float]] = deque(maxlen=WINDOW)
         self._settle = WINDOW
         self._since = 0
@@ -67,6 +69,8 @@ class Dealing:
         """Take a place with as many slots as the pace of the round's workers, known to all of them, makes sense."""
         self._steps.clear()
         self._settle, self._since = WINDOW, 0
+        if self._job.sharding is not None:
+            return  # it begins with even waves, and is measured anew
         self.pace = {worker: one for worker, one in self.pace.items() if worker in membership.workers}
         seconds = known_pace(membership.workers, self.pace)
         if seconds and self._can_deal:
@@ -76,9 +80,13 @@ class Dealing:
 
     def note(self, seconds: Sequence[float], step: Step) -> None:
         """Note what the slots of a reduced step took."""
+        self.note_pace(pace_of(self._job.regrouping.reduction.sizes, seconds), step)
+
+    def note_pace(self, seconds: Sequence[float], step: Step) -> None:
+        """Note what a slot of a reduced step took on each worker."""
         is_full = step.num_samples == self._job.num_slots * self._job.slot_batch_size  # else slots are of several sizes
         if self._can_deal and is_full:
-            self._steps.append(pace_of(self._job.regrouping.reduction.sizes, seconds))
+            self._steps.append(list(seconds))
             self._since += 1
 
     def cross_boundary(self) -> None:
@@ -89,11 +97,25 @@ class Dealing:
         if min(seconds) <= 0:
             return  # a clock too coarse for these steps
         self.pace = dict(zip(self._job.regrouping.membership.workers, seconds, strict=True))
-        sizes = better_deal(self._job.regrouping.reduction.sizes, seconds)
-        if sizes is not None:
+        if self._deal_anew(seconds):
             self._settle, self._since = min(2 * self._settle, MAX_SETTLE), 0
             self._steps.clear()
-            self._use(sizes, seconds)
+
+    def _deal_anew(self, seconds: Sequence[float]) -> bool:
+        """Move slots if that pays."""
+        sharding, regrouping = self._job.sharding, self._job.regrouping
+        if sharding is None:
+            sizes = better_deal(regrouping.reduction.sizes, seconds)
+            if sizes is not None:
+                self._use(sizes, seconds)
+            return sizes is not None
+        waves = better_waves(sharding.waves, seconds)
+        if waves is None:
+            return False
+        gain = waves_span(sharding.waves, seconds) / waves_span(waves, seconds)
+        regrouping.use(sharding.deal(waves))  # type: ignore[arg-type]  # its step does not ask for sums
+        self._tell(regrouping.reduction.sizes, seconds, gain)
+        return True
 
     @property
     def _can_deal(self) -> bool:
@@ -102,8 +124,12 @@ class Dealing:
 
     def _use(self, sizes: tuple[int, ...], seconds: Sequence[float]) -> None:
         job, membership = self._job, self._job.regrouping.membership
-        before = job.regrouping.reduction.sizes
+        gain = span(job.regrouping.reduction.sizes, seconds) / span(sizes, seconds)
         job.regrouping.use(Reduction(membership.group, job.num_slots, job.pool, sizes))
+        self._tell(sizes, seconds, gain)
+
+    def _tell(self, sizes: tuple[int, ...], seconds: Sequence[float], gain: float) -> None:
+        job, membership = self._job, self._job.regrouping.membership
         if membership.rank == 0:
             job.events.write(
                 SlotsDealt(
@@ -112,6 +138,6 @@ class Dealing:
                     workers=membership.workers,
                     sizes=sizes,
                     pace=tuple(round(one, 6) for one in seconds),
-                    gain=round(span(before, seconds) / span(sizes, seconds), 3),
+                    gain=round(gain, 3),
                 )
             )

@@ -430,7 +430,7 @@ class Job(JobState):
             self.sharding.bring_level(coordinator, membership)
         else:
             bring_level(self, coordinator, membership)
-            self.dealing.begin_round(membership)
+        self.dealing.begin_round(membership)
 
     def finish_together(self) -> None:
         """After the last step workers of a sharded job may go one by one: its digest is kept. For ``Regrouping``."""

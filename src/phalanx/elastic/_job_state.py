@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor, nn
 
 from phalanx.elastic._boundary import Boundary
+from phalanx.elastic._fingerprint import Fingerprint, take_fingerprint
 from phalanx.elastic._guard_record import GuardRecord
 from phalanx.elastic._guarding import Guarding
 from phalanx.elastic._loading import Schedule
@@ -27,7 +28,7 @@ from phalanx.elastic.membership._regroup import Regrouping
 from phalanx.elastic.membership._sync import BitsWarning, differences, fingerprint
 from phalanx.elastic.reduce._partials import Pool
 from phalanx.elastic.tools._audit_log import Audit
-from phalanx.events._event_types import Resumed
+from phalanx.events._event_types import Resumed, WeightsCompared
 from phalanx.events._writer import EventLog
 
 if TYPE_CHECKING:
@@ -83,6 +84,35 @@ class JobState:
         if self.sharding is not None:
             return self.final_digest or self.sharding.digest()
         return digest({"parts": self._capture(), "sampler": self.schedule.state_dict()})
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Compare the weights of all workers, without gathering them; the digests that all of them have.
+
+        All workers call it, in the loop after a commit. None if a worker was lost meanwhile: the next step finds out,
+        so ask again later. It is the same for any number of workers, sharded or not, and so tells runs apart too.
+
+        Raises:
+            WorkersDiffer: some have other bits; the message names workers and parameters.
+
+        >>> if step.commit() and step.number % 1000 == 999:     # doctest: +SKIP
+        ...     print(job.fingerprint())
+        """
+        membership, coordinator = self.regrouping.membership, self.regrouping.coordinator
+        coordinator.waiting(True)
+        try:
+            self.regrouping.check()
+            found = take_fingerprint(self, membership.group, membership.workers)
+        except LOST as error:
+            if self.sharding is not None:
+                self.sharding.note_loss(error)
+            else:
+                self.regrouping.note_loss(error)
+            return None
+        finally:
+            coordinator.waiting(False)
+        if membership.rank == 0:
+            self.events.write(WeightsCompared(step=found.step, digest=found.digest, workers=found.num_workers))
+        return found
 
     def state_dict(self) -> State:
         """Return everything that decides what the next step computes; its tensors are the live ones."""

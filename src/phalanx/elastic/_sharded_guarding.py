@@ -118,8 +118,8 @@ class ShardedGuarding(Guarding):
         return root.bad_grads
 
     def _workers_of_slots(self) -> dict[int, str]:
-        workers = self._sharding.workers
-        return {slot: workers[slot % len(workers)] for slot in range(self._job.num_slots)}
+        workers, waves = self._sharding.workers, self._sharding.waves
+        return {slot: workers[rank] for slot, rank in enumerate(waves.owners)}
 
     def _nonfinite_tensors(self) -> tuple[str, ...]:
         return nonfinite_names(self._named_tensors())

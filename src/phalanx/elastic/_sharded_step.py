@@ -32,6 +32,7 @@ from phalanx.elastic.sharded._scaled_update import clip, unscale, update_scaled
 from phalanx.elastic.sharded._slot_numbers import SlotRow, StepNumbers, exchange_buffers, exchange_numbers
 from phalanx.elastic.sharded._slot_reduction import Wave
 from phalanx.elastic.sharded._verdict import StepVerdict, exchange_verdict
+from phalanx.elastic.tools._step_clock import COMPUTE, DATA
 from phalanx.errors import CommError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class ShardedStep(Step):
         """What all workers know when they have passed the commit point."""
         self._max_norm: float | None = None
         self._began = time.monotonic()
+        self._plan = sharding.waves
+        self._slot_seconds: list[float] = []
         sharding.before_step()
         sharding.step = self
 
@@ -73,32 +76,37 @@ class ShardedStep(Step):
             yield micro
 
     def _waves(self) -> Iterator[Micro]:
-        group, num_slots = self._sharding.live_group, self.job.num_slots
-        for first in range(0, num_slots, group.size):
-            slots = range(first, min(num_slots, first + group.size))
-            yield from self._wave(slots, group.rank, [len(self.job.schedule.tickets(self.number, s)) for s in slots])
+        first = 0
+        for ranks in self._plan.waves:
+            num_parts = {
+                rank: len(self.job.schedule.tickets(self.number, slot)) for slot, rank in enumerate(ranks, first)
+            }
+            yield from self._wave(Wave(first, ranks, tuple(r for r, count in num_parts.items() if count)), num_parts)
             if self._is_lost:
                 return
+            first += len(ranks)
 
-    def _wave(self, slots: range, rank: int, num_parts: list[int]) -> Iterator[Micro]:
+    def _wave(self, wave: Wave, num_parts: dict[int, int]) -> Iterator[Micro]:
         """Compute this worker's slot of the wave, or follow those who have one; ``num_parts`` by rank."""
-        sharding = self._sharding
-        wave = Wave(slots.start, len(slots), tuple(r for r, count in enumerate(num_parts) if count))
+        sharding, rank, clock = self._sharding, self._sharding.live_group.rank, self.job.clock
         sharding.begin_wave(wave)
-        mine = slots[rank] if rank < len(slots) else None
+        mine = wave.first_slot + wave.ranks.index(rank) if rank in wave.ranks else None
+        clock.end_slot()  # what the slot took begins here
         if mine is not None:
             self._begin_slot()
         tickets = self.job.schedule.tickets(self.number, mine) if mine is not None else []
-        num_passes = max(num_parts)
+        num_passes = max(num_parts.values())
         for part in range(num_passes):
             if self._is_lost:
                 return
-            sharding.passes.begin([r for r, count in enumerate(num_parts) if count > part], is_step=True)
+            sharding.passes.begin([r for r, count in num_parts.items() if count > part], is_step=True)
             sharding.set_reduces(part == num_passes - 1)
             if part >= len(tickets):
                 sharding.passes.follow()
                 continue
+            clock.lap(COMPUTE)
             batch = self.job.loading.batch(tickets[part])
+            clock.lap(DATA)
             assert mine is not None, "it has tickets"
             seed_everything(derive_seed(self.job.seed, "compute", self.number, mine, part))
             micro = Micro(self, tickets[part], batch)
@@ -108,6 +116,7 @@ class ShardedStep(Step):
         if self._is_lost:
             return
         if mine is not None:
+            self._slot_seconds.append(clock.end_slot()[0])
             self._end_slot(mine, [index for ticket in tickets for index in ticket.indices])
         sharding.end_wave(wave, several_parts=num_passes > 1)
 
@@ -175,20 +184,29 @@ class ShardedStep(Step):
             raise sharding.passes.lost
         job.regrouping.check()
         group = sharding.live_group
-        job.regrouping.coordinator.waiting(True)
+        sharding.passes.waits(True)
         numbers = exchange_numbers(
             group,
             self._rows,
-            {**job.regrouping.own_wishes(is_again=job.guarding.is_again), **sharding.pace(), **self._requests()},
-            num_slots=job.num_slots,
+            {
+                **job.regrouping.own_wishes(is_again=job.guarding.is_again),
+                **sharding.pace(),
+                **self._pace(),
+                **self._requests(),
+            },
+            waves=self._plan,
             num_params=len(sharding.trained),
         )
         if numbers.sums["logs"]:
             self.logs = self._slot_logs.gather(group)
         self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
         spread_gradients(sharding.store, group)
-        job.regrouping.coordinator.waiting(False)
+        sharding.passes.waits(False)
         return numbers
+
+    def _pace(self) -> dict[str, float]:
+        """Return what a slot took this worker, without its data and without waiting for others."""
+        return {"pace": sum(self._slot_seconds) / len(self._slot_seconds) if self._slot_seconds else 0.0}
 
     def _requests(self) -> dict[str, float]:
         """Return how many requests for a save this worker knows of: all, and those that are dealt with."""
@@ -217,6 +235,7 @@ class ShardedStep(Step):
         self.num_samples = int(sums["samples"])
         self.wish, self.num_leaving = sums["wish"] > 0, int(sums["leaving"])
         self.is_again = sums["again"] > 0
+        self.job.dealing.note_pace([one["pace"] for one in numbers.wishes], self)
 
     # ---- commit
 
@@ -295,7 +314,7 @@ class ShardedStep(Step):
         assert self.numbers is not None, "it is prepared"
         self.unscale()
         job.regrouping.check()
-        job.regrouping.coordinator.waiting(True)
+        sharding.passes.waits(True)
         verdict = exchange_verdict(
             sharding.live_group,
             sharding.store,
@@ -304,7 +323,7 @@ class ShardedStep(Step):
             found_inf=self._found_inf,
             with_norm=self._max_norm is not None or self._guarding.wants_norm,
         )
-        job.regrouping.coordinator.waiting(False)
+        sharding.passes.waits(False)
         return verdict
 
     def _findings(self, verdict: StepVerdict) -> Findings:

@@ -151,7 +151,7 @@ class Step:
         self._partials = Partials(job.pool, job.num_slots)
         self._sums = dict.fromkeys(("loss", "weight", "samples"), 0.0)
         self._note = 0
-        self._next_slot = self.slots.start
+        self._num_computed = 0
         self._root: Flat | None = None
         self._is_last = False
         """Whether this worker computes nothing more of the step after the micro-batch that it is at."""
@@ -252,7 +252,7 @@ class Step:
         job.position.note(self.number)
         job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
         job.regrouping.coordinator.report(self.number)
-        self._next_slot = slot + 1
+        self._num_computed += 1
 
     def reduce(self) -> bool:
         """Sum the gradients over all slots; afterwards each ``param.grad`` is the step's, equal on all workers.
@@ -263,9 +263,9 @@ class Step:
         job = self.job
         if self.outcome is not None or self._root is not None:
             return self.outcome is None
-        if not job.regrouping.is_broken and self._next_slot != self.slots.stop:
+        if not job.regrouping.is_broken and self._num_computed != len(self.slots):
             raise RuntimeError(
-                f"step {self.number}: slots {list(range(self._next_slot, self.slots.stop))} of this worker were not "
+                f"step {self.number}: slots {list(self.slots[self._num_computed :])} of this worker were not "
                 "computed; iterate over the whole step before commit()"
             )
         try:

@@ -68,7 +68,11 @@ def _add(into: list[list[str]], tensors: Sequence[Tensor], rank: int) -> None:
 class Verifying:
     def __init__(self, job: Job, options: VerifySlots | None) -> None:
         if options is not None and job.sharding is not None:
-            raise ValueError("verify_slots on a sharded model: slots are computed once there; expected None")
+            raise ValueError(
+                f"verify_slots is {options} on a sharded model; expected None: a slot's gradient goes to the owners of "
+                "its cells in parts and is added up there, so no worker has it to compare. job.fingerprint() compares "
+                "the weights of all holders"
+            )
         self.options = options
         self._job = job
         self._check: SlotCheck | None = None

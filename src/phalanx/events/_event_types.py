@@ -144,8 +144,7 @@ class JobWentBack(JobEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitReached(JobEvent):
-    """The job, or a part of it, does not go on as before: its restarts are used up, it makes no progress, it was told
-    not to retry, or a node is left out."""
+    """The job, or a part of it, does not go on as before; ``limit`` says what was reached."""
 
     limit: str
     """``restarts``, ``progress``, ``do not retry`` or ``node``."""
@@ -178,12 +177,10 @@ class ShutDown(JobEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEvent:
-    """What all events of a worker say. ``time`` and ``worker`` are filled in when it is written; a field that is None
-    by default is left out unless it is given."""
+    """What all events of a worker say. A field that is None by default is left out unless it is given."""
 
     time: float = 0.0
-    worker: str = ""
-
+    worker: str = ""  # as ``time``, filled in when it is written
     kind: ClassVar[str] = ""
 
 
@@ -365,6 +362,16 @@ class WrongBitsFound(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightsCompared(TrainingEvent):
+    """The weights after ``step`` steps had one sha256 on all ``workers`` (``Job.fingerprint``)."""
+
+    step: int
+    digest: str
+    workers: int
+    kind: ClassVar[str] = "fingerprint"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(TrainingEvent):
     """A step was committed without its update; ``in_row`` with this one."""
 
@@ -477,6 +484,7 @@ EVENT_TYPES: dict[str, type[AnyEvent]] = {
         StepsRepeated,
         NonFiniteFound,
         WrongBitsFound,
+        WeightsCompared,
         StepSkipped,
         RolledBack,
         Resumed,

@@ -66,6 +66,8 @@ class Regrouping:
         """Generation, round and rank of this worker's first place."""
         self._membership: Membership | None = None
         self._reduction: Reduction | None = None
+        self._lost: CommError | None = None
+        """Why the group is gone, if that was found between two steps."""
 
     @property
     def has_begun(self) -> bool:
@@ -96,7 +98,11 @@ class Regrouping:
 
     @property
     def is_broken(self) -> bool:
-        return self.coordinator.signals.broken is not None
+        return self.coordinator.signals.broken is not None or self._lost is not None
+
+    def note_loss(self, error: CommError) -> None:
+        """Keep for the next step that the group is gone: what fails in it then fails alike on all workers."""
+        self._lost = error
 
     def check(self) -> None:
         """Raise if the generation is known to be over, or if this worker has no place in one."""
@@ -107,6 +113,8 @@ class Regrouping:
             )
         if self.coordinator.signals.broken is not None:
             raise self.coordinator.signals.broken
+        if self._lost is not None:
+            raise self._lost
 
     def wishes(self, *, is_again: bool) -> Tensor:
         """Return this worker's part of the numbers that ride along, in their places."""
@@ -272,7 +280,7 @@ class Regrouping:
                 continue
             except ToldToLeave:
                 self._leave_without_place()
-            self._membership, self._is_apart = membership, False
+            self._membership, self._is_apart, self._lost = membership, False, None
             try:
                 self._reduction = self._job.form(membership)
                 self.coordinator.waiting(True)

@@ -12,6 +12,7 @@ here and has no collective; so whatever is claimed in the next round is true.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic.checkpoint._stream import receive_state, send_state
@@ -23,6 +24,7 @@ from phalanx.elastic.sharded._cell_reports import tell_holdings, tell_protection
 from phalanx.elastic.sharded._first_cells import make_cells
 from phalanx.elastic.sharded._recovery_choice import Resume, RollForward, StateReport, choose_recovery
 from phalanx.elastic.sharded._verdict import StepVerdict
+from phalanx.elastic.tools._step_clock import StepClock
 from phalanx.errors import PhalanxError
 from phalanx.events._event_types import StateReceived, StateSent
 from phalanx.protocol import FRESH
@@ -37,11 +39,16 @@ class CellsLost(PhalanxError):
     """Cells were lost before the first save. What the job began with is known to new processes only."""
 
 
+def _tell_waiting(coordinator: Coordinator, clock: StepClock, is_waiting: bool) -> None:
+    coordinator.waiting(is_waiting)
+    clock.turn(is_waiting)
+
+
 def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Membership) -> None:
     """Make this worker part of the round. Raises as collectives do."""
     job, group, rank = sharding.job, sharding.live_group, membership.rank
     job.saving.give_up()
-    sharding.passes.tell_waiting = coordinator.waiting
+    sharding.passes.tell_waiting = partial(_tell_waiting, coordinator, sharding.job.clock)
     sharding.objects.convert()
     told: list[Told] = group.all_gather_values(_report(sharding, membership))
     check_same(membership, told, job)

@@ -25,6 +25,7 @@ from phalanx.elastic.membership._coordinator import Coordinator
 from phalanx.elastic.membership._lost import LOST
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._sync import WorkersDiffer
+from phalanx.elastic.reduce._waves import WavePlan, even_waves
 from phalanx.elastic.sharded._cell_store import CellStore, Fragment
 from phalanx.elastic.sharded._full_state import agreed_digests, full_state_dict
 from phalanx.elastic.sharded._holdings import Holdings
@@ -54,9 +55,18 @@ from phalanx.world import World
 
 @dataclass(frozen=True)
 class WaveSlots:
-    """The slots of one worker, as a job sees them: in wave j worker r computes slot ``j * size + r``."""
+    """The slots of all workers and of one, as a job sees them."""
 
-    slots: range
+    slots: Sequence[int]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.sizes) == 1
 
 
 class JobSharding:
@@ -80,6 +90,7 @@ class JobSharding:
         self.holdings: Holdings | None = None
         self.group: Group | None = None
         self.workers: tuple[str, ...] = ()
+        self.waves = even_waves(job.num_slots, 1)
         self.step: PreparedStep | None = None
         """The step under way; it can be rolled forward while it is prepared."""
         self.has_cells = False
@@ -107,7 +118,14 @@ class JobSharding:
         self.group = membership.group or Group.create(MemoryStore(), 0, 1)
         self.workers = membership.workers
         self.passes.use(self.group)
-        return WaveSlots(range(self.group.rank, self.job.num_slots, self.group.size))
+        self.waves = even_waves(self.job.num_slots, self.group.size)
+        slots = range(self.group.rank, self.job.num_slots, self.group.size)
+        return WaveSlots(slots, self.waves.sizes(self.group.size))
+
+    def deal(self, waves: WavePlan) -> WaveSlots:
+        """Compute slots in other waves from the next step on."""
+        self.waves = waves
+        return WaveSlots(waves.slots_of(self.live_group.rank), waves.sizes(self.live_group.size))
 
     @property
     def me(self) -> str:
@@ -204,7 +222,7 @@ class JobSharding:
         try:
             state = full_state(self, meta_tensors())
         except LOST as error:
-            self._note_loss(error)
+            self.note_loss(error)
             return
         group = self.live_group
         ranges = owned_ranges(self)
@@ -217,9 +235,9 @@ class JobSharding:
         try:
             self.live_group.barrier()
         except LOST as error:
-            self._note_loss(error)
+            self.note_loss(error)
 
-    def _note_loss(self, error: CommError) -> None:
+    def note_loss(self, error: CommError) -> None:
         """A worker was lost while a save was made: there is none of this step, and the next step finds out."""
         self.passes.lost = error
         if self.job.regrouping.is_over:
@@ -350,7 +368,7 @@ class JobSharding:
         if several_parts:
             self._reduce_leftovers()
         for held in self.store.sections.values():
-            held.sums.fill(wave.first_slot + wave.num_slots)
+            held.sums.fill(wave.end)
 
     def _reduce_leftovers(self) -> None:
         """Reduce units that an earlier part of a slot's batch used and the last did not."""

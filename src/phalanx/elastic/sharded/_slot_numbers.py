@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.comm import Group
 from phalanx.elastic.reduce._flat_layout import SCALARS
 from phalanx.elastic.reduce._slots import fold
+from phalanx.elastic.reduce._waves import WavePlan
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,21 @@ class StepNumbers:
     """Of each worker."""
 
 
-WISHES = ("wish", "leaving", "again", "seconds", "rate", "asked", "answered")
-"""Of a worker: what it wants, how long its last step took, how fast cells moved, how many requests for a save it has
-heard of, and how many it knows to be dealt with."""
+WISHES = ("wish", "leaving", "again", "seconds", "rate", "pace", "asked", "answered")
+"""Of a worker: what it wants, how long its last step took, how fast cells moved, what a slot took it in this step, how
+many requests for a save it has heard of, and how many it knows to be dealt with."""
 
 
 def exchange_numbers(
-    group: Group, rows: Mapping[int, SlotRow], wishes: Mapping[str, float], *, num_slots: int, num_params: int
+    group: Group, rows: Mapping[int, SlotRow], wishes: Mapping[str, float], *, waves: WavePlan, num_params: int
 ) -> StepNumbers:
     """Give this worker's rows and wishes to all; what they are together."""
-    size, width = group.size, len(SCALARS) + num_params + 1
-    num_waves = -(-num_slots // size)
-    mine = torch.zeros(num_waves + 1, width)
+    size, width, num_slots = group.size, len(SCALARS) + num_params + 1, len(waves.owners)
+    places = waves.places
+    num_rows = 1 + max(row for _, row in places)
+    mine = torch.zeros(num_rows + 1, width)
     for slot, row in rows.items():
-        line = mine[slot // size]
+        line = mine[places[slot][1]]
         line[: len(SCALARS)] = torch.tensor([row.scalars.get(name, 0.0) for name in SCALARS])
         if row.used:
             line[[len(SCALARS) + index for index in row.used]] = 1.0
@@ -60,9 +62,9 @@ def exchange_numbers(
     mine[-1, : len(WISHES)] = torch.tensor([float(wishes.get(name, 0.0)) for name in WISHES])
     told = mine[None]
     if size > 1:
-        told = torch.empty(size, num_waves + 1, width)
+        told = torch.empty(size, num_rows + 1, width)
         group.all_gather_into_tensor(told.view(-1), mine.view(-1))
-    by_slot = {(slot, slot + 1): told[slot % size, slot // size] for slot in range(num_slots)}
+    by_slot = {(slot, slot + 1): told[places[slot]] for slot in range(num_slots)}
     notes = torch.stack([row[-1] for row in by_slot.values()])
     total = fold(num_slots, {node: row[:-1].clone() for node, row in by_slot.items()}, lambda a, b: a.add_(b)).tolist()
     each = tuple(dict(zip(WISHES, line, strict=True)) for line in told[:, -1, : len(WISHES)].tolist())

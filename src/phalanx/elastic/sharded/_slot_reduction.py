@@ -29,12 +29,18 @@ from phalanx.fsdp.unit._unit_order import check_sent, write_number
 
 @dataclass(frozen=True)
 class Wave:
-    """One round of slots: in wave j worker r computes slot ``j * size + r``."""
+    """One round of slots, of which some workers compute one each."""
 
     first_slot: int
-    num_slots: int
+    ranks: tuple[int, ...]
+    """Who computes them, in their order."""
     senders: tuple[int, ...]
     """The ranks whose slot has samples."""
+
+    @property
+    def end(self) -> int:
+        """The slot with which the next wave begins."""
+        return self.first_slot + len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,7 @@ class SlotReduction:
             work.wait()
         for rank in wave.senders:
             check_sent(group, "reduces", self._number, rank, int(received[rank][:HEADER].view(torch.int64)[0]))
-        for slot in range(wave.first_slot, wave.first_slot + wave.num_slots):
-            rank = slot - wave.first_slot
+        for slot, rank in enumerate(wave.ranks, wave.first_slot):
             self.sums.push(slot, received[rank][HEADER:] if rank in wave.senders else None)
         if room is not None:
             self._pool.release(room)

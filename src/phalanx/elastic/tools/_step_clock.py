@@ -44,6 +44,7 @@ class StepClock:
         self._slot_began = (0.0, 0.0)
         self._last = 0.0
         self._is_in_step = False
+        self._waits = False
         self._first = -1
         self._steps: list[list[float]] = []
         """The laps of each step that is not yet written."""
@@ -62,6 +63,7 @@ class StepClock:
         self._laps = [0.0, 0.0, 0.0, 0.0]
         self._slot_began = (0.0, 0.0)
         self._is_in_step = True
+        self._waits = False
         self._last = time.perf_counter()
 
     def lap(self, part: int) -> None:
@@ -70,6 +72,11 @@ class StepClock:
             now = time.perf_counter()
             self._laps[part] += now - self._last
             self._last = now
+
+    def turn(self, is_waiting: bool) -> None:
+        """Count the time since the last lap as computation, or as waiting for others if that was said before."""
+        self.lap(WAIT if self._waits else COMPUTE)
+        self._waits = is_waiting
 
     def end_slot(self) -> tuple[float, float]:
         """Return the seconds since the last slot's end that were spent on computation, and on its data."""
