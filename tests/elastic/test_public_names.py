@@ -36,6 +36,7 @@ def test_public_names():
         "Tracker",
         "VerifySlots",
         "WorkersDiffer",
+        "job_mesh",
         "materialise",
         "write_once",
     ]

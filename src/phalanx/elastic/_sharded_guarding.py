@@ -79,7 +79,7 @@ class ShardedGuarding(Guarding):
             return ()
 
     def _told_by_all(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        told = self._sharding.live_group.all_gather_values(list(names))
+        told = self._sharding.everyone.all_gather_values(list(names))
         return tuple(dict.fromkeys(name for each in told for name in each))
 
     @property
@@ -118,7 +118,7 @@ class ShardedGuarding(Guarding):
         return root.bad_grads
 
     def _workers_of_slots(self) -> dict[int, str]:
-        workers = self._sharding.workers
+        workers = self._sharding.workers[: self._sharding.num_computing]
         return {slot: workers[slot % len(workers)] for slot in range(self._job.num_slots)}
 
     def _nonfinite_tensors(self) -> tuple[str, ...]:

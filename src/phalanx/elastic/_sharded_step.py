@@ -73,10 +73,10 @@ class ShardedStep(Step):
             yield micro
 
     def _waves(self) -> Iterator[Micro]:
-        group, num_slots = self._sharding.live_group, self.job.num_slots
-        for first in range(0, num_slots, group.size):
-            slots = range(first, min(num_slots, first + group.size))
-            yield from self._wave(slots, group.rank, [len(self.job.schedule.tickets(self.number, s)) for s in slots])
+        num_slots, rank, count = self.job.num_slots, self._sharding.live_group.rank, self._sharding.num_computing
+        for first in range(0, num_slots, count):
+            slots = range(first, min(num_slots, first + count))
+            yield from self._wave(slots, rank, [len(self.job.schedule.tickets(self.number, s)) for s in slots])
             if self._is_lost:
                 return
 
@@ -146,7 +146,8 @@ class ShardedStep(Step):
         self._rows[slot] = SlotRow(dict(self._sums), self._sharding.take_used(), self._note)
         if slot == 0:
             self._first_buffers = [buffer.detach().clone() for buffer in job.buffers.live()]
-        job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
+        if self._sharding.teams is None or self._sharding.teams.lane == 0:  # a team computes a slot once
+            job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
         job.regrouping.coordinator.report(self.number)
 
     # ---- reduce
@@ -182,7 +183,10 @@ class ShardedStep(Step):
             {**job.regrouping.own_wishes(is_again=job.guarding.is_again), **sharding.pace(), **self._requests()},
             num_slots=job.num_slots,
             num_params=len(sharding.trained),
+            num_computing=sharding.num_computing,
         )
+        if sharding.teams is not None:
+            numbers = sharding.teams.join_numbers(sharding.everyone, numbers, group.rank)
         if numbers.sums["logs"]:
             self.logs = self._slot_logs.gather(group)
         self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
@@ -299,11 +303,13 @@ class ShardedStep(Step):
         verdict = exchange_verdict(
             sharding.live_group,
             sharding.store,
-            sharding.trained,
-            self.numbers.used,
+            [one for one, counts in zip(sharding.trained, sharding.in_norm, strict=True) if counts],
+            [used for used, counts in zip(self.numbers.used, sharding.in_norm, strict=True) if counts],
             found_inf=self._found_inf,
             with_norm=self._max_norm is not None or self._guarding.wants_norm,
         )
+        if sharding.teams is not None:  # then only this is the commit point
+            verdict = sharding.teams.join_verdicts(sharding.everyone, verdict)
         job.regrouping.coordinator.waiting(False)
         return verdict
 

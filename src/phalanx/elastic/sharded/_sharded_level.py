@@ -21,7 +21,7 @@ from phalanx.elastic.membership._sync import check_same, fingerprint, go_back
 from phalanx.elastic.sharded._assignment import assign, trimmed
 from phalanx.elastic.sharded._cell_reports import tell_holdings, tell_protection
 from phalanx.elastic.sharded._first_cells import make_cells
-from phalanx.elastic.sharded._recovery_choice import Resume, RollForward, StateReport, choose_recovery
+from phalanx.elastic.sharded._recovery_choice import Repeat, Resume, RollForward, StateReport, choose_recovery
 from phalanx.elastic.sharded._verdict import StepVerdict
 from phalanx.errors import PhalanxError
 from phalanx.events._event_types import StateReceived, StateSent
@@ -39,7 +39,7 @@ class CellsLost(PhalanxError):
 
 def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Membership) -> None:
     """Make this worker part of the round. Raises as collectives do."""
-    job, group, rank = sharding.job, sharding.live_group, membership.rank
+    job, group, rank = sharding.job, sharding.everyone, membership.rank
     job.saving.give_up()
     sharding.passes.tell_waiting = coordinator.waiting
     sharding.objects.convert()
@@ -48,9 +48,8 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     job.regrouping.choose_writer(membership, [one["came"] for one in told])
     workers = membership.workers
     sharding.nodes = {worker: one["node"] or worker for worker, one in zip(workers, told, strict=True)}
-    choice = choose_recovery(
-        [_read(worker, one) for worker, one in zip(workers, told, strict=True)], len(sharding.table)
-    )
+    sharding.form_teams([one["lane"] for one in told])
+    choice = _choose(sharding, workers, told)
     if isinstance(choice, Resume):
         _resume(sharding, coordinator, membership, told, choice)
         return
@@ -68,7 +67,7 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     most = max(told, key=lambda one: int(one["evaluations"][0]))["evaluations"]
     if most[0] > job.num_evaluations:
         job.count_evaluation(most[1])  # it was cut off from an evaluation that the others completed
-    sharding.settle(trimmed(sharding.table, choice.holdings, workers, sharding.copies))
+    sharding.settle(trimmed(sharding.table, choice.holdings, sharding.workers, sharding.copies))
     sharding.slices.begin(job.step)
     tell_holdings(sharding)
     if job.run.verify:
@@ -92,18 +91,32 @@ def _report(sharding: JobSharding, membership: Membership) -> Told:
         "owned": sorted(set(owned) & set(held)),
         "verdict": None if sharding.last_verdict is None else sharding.last_verdict.to_json(),
         "node": sharding.node,
+        "lane": 0 if sharding.teams is None else sharding.teams.lane,
     }
 
 
-def _read(worker: str, one: Told) -> StateReport:
+def _choose(sharding: JobSharding, workers: Sequence[str], told: Sequence[Told]) -> RollForward | Repeat | Resume:
+    """Return what this worker's lane does. Versions are those of all; if any lane has lost cells, all resume."""
+    num_lanes = 1 if sharding.teams is None else sharding.teams.num_lanes
+    choices = [
+        choose_recovery([_read(w, one, lane) for w, one in zip(workers, told, strict=True)], len(sharding.table))
+        for lane in range(num_lanes)
+    ]
+    lost = next((choice for choice in choices if isinstance(choice, Resume)), None)
+    return lost or choices[0 if sharding.teams is None else sharding.teams.lane]
+
+
+def _read(worker: str, one: Told, lane: int) -> StateReport:
     if one["step"] == FRESH:
         return StateReport(worker)
+    if one["lane"] != lane:
+        return StateReport(worker, one["step"], one["prepared"])
     return StateReport(worker, one["step"], one["prepared"], tuple(one["held"]), tuple(one["owned"]))
 
 
 def _fill_newcomers(sharding: JobSharding, membership: Membership, told: Sequence[Told], source: int) -> None:
     """Give the small state to those who have none; cells come later."""
-    job, group = sharding.job, sharding.live_group
+    job, group = sharding.job, sharding.everyone
     new = [rank for rank, one in enumerate(told) if one["step"] == FRESH and rank != source]
     if membership.rank == source:
         for rank in new:
@@ -119,7 +132,7 @@ def _resume(
     sharding: JobSharding, coordinator: Coordinator, membership: Membership, told: Sequence[Told], choice: Resume
 ) -> None:
     """Begin at the last save, or at the beginning if nobody has begun yet."""
-    job, group = sharding.job, sharding.live_group
+    job, group = sharding.job, sharding.everyone
     if choice.version is not None and job.regrouping.is_over:
         raise ResultLost(
             f"{sharding.describe_loss(choice)}, after the last step. The newest save of the job is what is left of it"
@@ -132,12 +145,14 @@ def _resume(
     if saved is None and choice.version is not None:
         raise CellsLost(f"{cause}, and there is no save yet to go back to: this worker ends, and new ones begin anew")
     go_back(job, coordinator, membership, before, 0 if saved is None else saved.step, cause)
-    holdings = assign(sharding.table, membership.workers, sharding.copies, sharding.nodes)
+    holdings = assign(sharding.table, sharding.workers, sharding.copies, sharding.nodes)
     if saved is None:
         if membership.rank == 0:
             job.begin_attempt()
         _fill_all(sharding, membership)
         make_cells(sharding, holdings)
+        if sharding.teams is not None:
+            sharding.digest()  # which compares what should be the same in all lanes
     else:
         sharding.load_save(saved, holdings)
     sharding.slices.begin(job.step)
@@ -147,7 +162,7 @@ def _resume(
 
 def _fill_all(sharding: JobSharding, membership: Membership) -> None:
     """Give rank 0's small state to all: scripts may have built their objects differently."""
-    job, group = sharding.job, sharding.live_group
+    job, group = sharding.job, sharding.everyone
     if membership.rank == 0:
         for rank in range(1, group.size):
             send_state(group, job.state_dict(), rank)

@@ -45,14 +45,20 @@ heard of, and how many it knows to be dealt with."""
 
 
 def exchange_numbers(
-    group: Group, rows: Mapping[int, SlotRow], wishes: Mapping[str, float], *, num_slots: int, num_params: int
+    group: Group,
+    rows: Mapping[int, SlotRow],
+    wishes: Mapping[str, float],
+    *,
+    num_slots: int,
+    num_params: int,
+    num_computing: int,
 ) -> StepNumbers:
-    """Give this worker's rows and wishes to all; what they are together."""
+    """Give this worker's rows and wishes to all; what they are together. ``num_computing`` ranks carry slots."""
     size, width = group.size, len(SCALARS) + num_params + 1
-    num_waves = -(-num_slots // size)
+    num_waves = -(-num_slots // num_computing)
     mine = torch.zeros(num_waves + 1, width)
     for slot, row in rows.items():
-        line = mine[slot // size]
+        line = mine[slot // num_computing]
         line[: len(SCALARS)] = torch.tensor([row.scalars.get(name, 0.0) for name in SCALARS])
         if row.used:
             line[[len(SCALARS) + index for index in row.used]] = 1.0
@@ -62,7 +68,7 @@ def exchange_numbers(
     if size > 1:
         told = torch.empty(size, num_waves + 1, width)
         group.all_gather_into_tensor(told.view(-1), mine.view(-1))
-    by_slot = {(slot, slot + 1): told[slot % size, slot // size] for slot in range(num_slots)}
+    by_slot = {(slot, slot + 1): told[slot % num_computing, slot // num_computing] for slot in range(num_slots)}
     notes = torch.stack([row[-1] for row in by_slot.values()])
     total = fold(num_slots, {node: row[:-1].clone() for node, row in by_slot.items()}, lambda a, b: a.add_(b)).tolist()
     each = tuple(dict(zip(WISHES, line, strict=True)) for line in told[:, -1, : len(WISHES)].tolist())
