@@ -204,9 +204,12 @@ class JobSharding:
     def check_saves(self, choice: Resume) -> None:
         """Refuse to go on after a loss of cells if the job has no saves at all."""
         if self.job.saving.options is None:
+            saves = "Give it saves, Job(saves=Saves(directory=..., every=...)), or"
+            if self.teams is not None:
+                saves = "A tensor parallel job cannot save yet; give it"
             raise StepsLost(
-                f"{self.describe_loss(choice)}, and the job has no saves. Give it saves, "
-                f"Job(saves=Saves(directory=..., every=...)), or more copies (it has copies={self.copies})"
+                f"{self.describe_loss(choice)}, and the job has no saves. {saves} more copies (it has "
+                f"copies={self.copies})"
             )
 
     def describe_loss(self, choice: Resume) -> str:
