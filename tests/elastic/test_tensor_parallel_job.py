@@ -206,7 +206,7 @@ def test_real_workers_are_killed_and_replaced(tmp_path, undisturbed):
         cluster.wait_workers(4)
         cluster.wait_step(3)
         cluster.signal(cluster.newest_round()[1])
-        cluster.wait_until(lambda: len(cluster.events("group_lost")) > 0, "a loss")
+        cluster.wait_until(lambda: len(cluster.events("lost")) > 0, "a loss")
         cluster.wait_workers(4)
         cluster.release()
         verdict = cluster.finish()

@@ -48,8 +48,10 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     job.regrouping.choose_writer(membership, [one["came"] for one in told])
     workers = membership.workers
     sharding.nodes = {worker: one["node"] or worker for worker, one in zip(workers, told, strict=True)}
-    sharding.form_teams([one["lane"] for one in told])
     choice = _choose(sharding, workers, told)
+    if isinstance(choice, Resume):
+        _check_loss(sharding, choice)
+    sharding.form_teams([one["lane"] for one in told])
     if isinstance(choice, Resume):
         _resume(sharding, coordinator, membership, told, choice)
         return
@@ -128,17 +130,22 @@ def _fill_newcomers(sharding: JobSharding, membership: Membership, told: Sequenc
         sharding.forget_model()
 
 
+def _check_loss(sharding: JobSharding, choice: Resume) -> None:
+    """Raise if cells are lost and there is no way back."""
+    if choice.version is None:
+        return
+    if sharding.job.regrouping.is_over:
+        raise ResultLost(
+            f"{sharding.describe_loss(choice)}, after the last step. The newest save of the job is what is left of it"
+        )
+    sharding.check_saves(choice)
+
+
 def _resume(
     sharding: JobSharding, coordinator: Coordinator, membership: Membership, told: Sequence[Told], choice: Resume
 ) -> None:
     """Begin at the last save, or at the beginning if nobody has begun yet."""
     job, group = sharding.job, sharding.everyone
-    if choice.version is not None and job.regrouping.is_over:
-        raise ResultLost(
-            f"{sharding.describe_loss(choice)}, after the last step. The newest save of the job is what is left of it"
-        )
-    if choice.version is not None:
-        sharding.check_saves(choice)
     saved = job.saving.agree(group.rank, group.size, group.all_gather_values)
     before = max([choice.version or 0, *group.all_gather_values(coordinator.committed_steps.num_committed())])
     cause = "all workers were lost" if choice.version is None else sharding.describe_loss(choice)
