@@ -33,13 +33,13 @@ SCRIPT = Path(__file__).parent / "tensor_script.py"
 
 @pytest.fixture(scope="module")
 def undisturbed() -> tuple[list[Any], str]:
-    """What one team of two computes."""
+    """What one group of two computes."""
     (told, whole, digest), _ = simulate(2).run(on_ranks, 2, 1)
     return told, f"{sha(whole)} {digest}"
 
 
 def test_any_number_of_workers_gives_one_result_close_to_that_without_tensor_parallelism(undisturbed):
-    for size, copies in ((3, 2), (4, 2)):  # with three, one finds no team and holds cells only
+    for size, copies in ((3, 2), (4, 2)):  # with three, one finds no group and holds cells only
         for told, whole, digest in simulate(size).run(on_ranks, 2, copies):
             assert (told, f"{sha(whole)} {digest}") == undisturbed, f"{size} workers, {copies} copies"
     plain = make_job(None, run=RunOptions(progress=False, threads=1))
@@ -51,7 +51,7 @@ def test_any_number_of_workers_gives_one_result_close_to_that_without_tensor_par
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("degree", [2, 3, 4])
-def test_teams_of_any_degree_on_any_number_of_workers_and_copies(degree):
+def test_groups_of_any_degree_on_any_number_of_workers_and_copies(degree):
     found = {
         (str(told), sha(whole), digest)
         for size in range(degree, 9)
@@ -120,7 +120,7 @@ def kill_at(make_world, undisturbed, at, workers="abcd", victim="b"):
 
 
 @pytest.mark.parametrize("at", [5, 40])
-def test_a_lost_member_costs_its_team_the_slots_and_the_job_the_step(make_world, undisturbed, at):
+def test_a_lost_member_costs_its_group_the_slots_and_the_job_the_step(make_world, undisturbed, at):
     kill_at(make_world, undisturbed, at)
 
 
@@ -134,7 +134,7 @@ def test_a_worker_dies_at_every_collective_of_a_step(make_world, undisturbed, vi
         kill_at(make_world, undisturbed, at, victim=victim)
 
 
-def test_members_of_two_teams_are_lost_and_those_who_are_left_form_one(make_world, undisturbed):
+def test_members_of_two_groups_are_lost_and_those_who_are_left_form_one(make_world, undisturbed):
     both = (Fault("b", STEP, 9, ("a", "d")), Fault("c", STEP, 9, ("a", "d")))
     world = make_world(faults=both)
     results = world.run("abcd")
@@ -153,14 +153,14 @@ def test_who_missed_the_commit_point_that_another_lane_passed_rolls_forward(make
 
     def on_step(job, step):
         if step.number == STEP and job.generation == 0 and job.worker_id in "ac":
-            join = job.sharding.teams.join_verdicts
+            join = job.sharding.tensor_groups.join_verdicts
 
             def miss(everyone, mine):
                 join(everyone, mine)
-                job.sharding.teams.join_verdicts = join
+                job.sharding.tensor_groups.join_verdicts = join
                 raise PeerLost("told to miss it", generation=0)
 
-            job.sharding.teams.join_verdicts = miss
+            job.sharding.tensor_groups.join_verdicts = miss
 
     world.agree(0, *"abcd")
     for worker in "abcd":
@@ -172,16 +172,16 @@ def test_who_missed_the_commit_point_that_another_lane_passed_rolls_forward(make
     assert (STEP, "adopted") in world.told["c"].outcomes
 
 
-def test_a_replacement_makes_the_team_whole_again(make_world, undisturbed):
+def test_a_replacement_makes_the_group_whole_again(make_world, undisturbed):
     world = make_world(faults=(Fault("b", 1, 9, ("a", "f", "c", "d")),))
 
     def on_step(job, step):
         if step.number == 3 and job.worker_id == "a":
-            assert len(job.sharding.teams.lanes.teams) == 1
+            assert len(job.sharding.tensor_groups.lanes.groups) == 1
             world.start("f", 1)
             world.keys.wait(["elastic/1/ready/f"], 200.0)  # it gets its place at the next boundary or the one after
         if step.number == 6 and job.worker_id == "a":
-            assert len(job.sharding.teams.lanes.teams) == 2
+            assert len(job.sharding.tensor_groups.lanes.groups) == 2
 
     world.agree(0, *"abcd")
     with world.watching():

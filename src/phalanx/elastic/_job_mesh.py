@@ -2,7 +2,7 @@
 
 Owns the mesh: a data parallel axis ``dp``, of one rank until the job brings workers together and cells take its place,
 and the axis ``tp``, whose size is part of what the job computes and stays whatever happens to workers. The groups
-behind ``tp`` are formed by the job, anew in every round (``sharded/_teams``).
+behind ``tp`` are formed by the job, anew in every round (``sharded/_tensor_groups``).
 """
 
 from __future__ import annotations

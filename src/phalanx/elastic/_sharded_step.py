@@ -146,7 +146,7 @@ class ShardedStep(Step):
         self._rows[slot] = SlotRow(dict(self._sums), self._sharding.take_used(), self._note)
         if slot == 0:
             self._first_buffers = [buffer.detach().clone() for buffer in job.buffers.live()]
-        if self._sharding.teams is None or self._sharding.teams.lane == 0:  # a team computes a slot once
+        if self._sharding.tensor_groups is None or self._sharding.tensor_groups.lane == 0:  # once for its group
             job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
         job.regrouping.coordinator.report(self.number)
 
@@ -185,8 +185,8 @@ class ShardedStep(Step):
             num_params=len(sharding.trained),
             num_computing=sharding.num_computing,
         )
-        if sharding.teams is not None:
-            numbers = sharding.teams.join_numbers(sharding.everyone, numbers, group.rank)
+        if sharding.tensor_groups is not None:
+            numbers = sharding.tensor_groups.join_numbers(sharding.everyone, numbers, group.rank)
         if numbers.sums["logs"]:
             self.logs = self._slot_logs.gather(group)
         self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
@@ -308,8 +308,8 @@ class ShardedStep(Step):
             found_inf=self._found_inf,
             with_norm=self._max_norm is not None or self._guarding.wants_norm,
         )
-        if sharding.teams is not None:  # then only this is the commit point
-            verdict = sharding.teams.join_verdicts(sharding.everyone, verdict)
+        if sharding.tensor_groups is not None:  # then only this is the commit point
+            verdict = sharding.tensor_groups.join_verdicts(sharding.everyone, verdict)
         job.regrouping.coordinator.waiting(False)
         return verdict
 

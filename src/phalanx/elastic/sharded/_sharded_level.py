@@ -51,7 +51,7 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     choice = _choose(sharding, workers, told)
     if isinstance(choice, Resume):
         _check_loss(sharding, choice)
-    sharding.form_teams([one["lane"] for one in told])
+    sharding.form_tensor_groups([one["lane"] for one in told])
     if isinstance(choice, Resume):
         _resume(sharding, coordinator, membership, told, choice)
         return
@@ -93,19 +93,19 @@ def _report(sharding: JobSharding, membership: Membership) -> Told:
         "owned": sorted(set(owned) & set(held)),
         "verdict": None if sharding.last_verdict is None else sharding.last_verdict.to_json(),
         "node": sharding.node,
-        "lane": 0 if sharding.teams is None else sharding.teams.lane,
+        "lane": 0 if sharding.tensor_groups is None else sharding.tensor_groups.lane,
     }
 
 
 def _choose(sharding: JobSharding, workers: Sequence[str], told: Sequence[Told]) -> RollForward | Repeat | Resume:
     """Return what this worker's lane does. Versions are those of all; if any lane has lost cells, all resume."""
-    num_lanes = 1 if sharding.teams is None else sharding.teams.num_lanes
+    num_lanes = 1 if sharding.tensor_groups is None else sharding.tensor_groups.num_lanes
     choices = [
         choose_recovery([_read(w, one, lane) for w, one in zip(workers, told, strict=True)], len(sharding.table))
         for lane in range(num_lanes)
     ]
     lost = next((choice for choice in choices if isinstance(choice, Resume)), None)
-    return lost or choices[0 if sharding.teams is None else sharding.teams.lane]
+    return lost or choices[0 if sharding.tensor_groups is None else sharding.tensor_groups.lane]
 
 
 def _read(worker: str, one: Told, lane: int) -> StateReport:
@@ -158,7 +158,7 @@ def _resume(
             job.begin_attempt()
         _fill_all(sharding, membership)
         make_cells(sharding, holdings)
-        if sharding.teams is not None:
+        if sharding.tensor_groups is not None:
             sharding.digest()  # which compares what should be the same in all lanes
     else:
         sharding.load_save(saved, holdings)

@@ -38,7 +38,7 @@ from phalanx.elastic.sharded._sharded_level import bring_level
 from phalanx.elastic.sharded._slices import Slices, hand_over
 from phalanx.elastic.sharded._slot_numbers import StepNumbers
 from phalanx.elastic.sharded._slot_reduction import Wave
-from phalanx.elastic.sharded._teams import Teams, check_possible, find_relay
+from phalanx.elastic.sharded._tensor_groups import TensorGroups, check_possible, find_relay
 from phalanx.elastic.sharded._unsharded_state import (
     digests,
     full_state,
@@ -86,9 +86,10 @@ class JobSharding:
         self._fingerprint = self.table.fingerprint()
         self._names = {parameter.key: parameter.name for parameter in self.units.parameters}
         self._numbers = {parameter.key: number for number, parameter in enumerate(self.trained)}
-        self.teams = None if relay is None else Teams(relay, self.units.units, self._names)
+        self.tensor_groups = None if relay is None else TensorGroups(relay, self.units.units, self._names)
         """Of a tensor parallel model; then ``group``, ``workers`` and cells are those of this worker's lane."""
-        self.in_norm = [self.teams is None or self.teams.counts_in_norm(one.name) for one in self.trained]
+        groups = self.tensor_groups
+        self.in_norm = [groups is None or groups.counts_in_norm(one.name) for one in self.trained]
         """Which of the trained parameters this lane adds to the norm."""
         self.holdings: Holdings | None = None
         self.group: Group | None = None
@@ -113,7 +114,7 @@ class JobSharding:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all workers."""
-        lanes = {} if self.teams is None else {"tensor parallel degree": self.teams.num_lanes}
+        lanes = {} if self.tensor_groups is None else {"tensor parallel degree": self.tensor_groups.num_lanes}
         return {"copies": self.copies, "spread": self.spread, "cells": self._fingerprint, **lanes}
 
     # ---- places
@@ -122,19 +123,20 @@ class JobSharding:
         """Take a place in a round; cells stay as they are until workers are level."""
         self._membership = membership
         self._everyone = membership.group or Group.create(MemoryStore(), 0, 1)
-        if self.teams is None:
+        if self.tensor_groups is None:
             self._take_place(self._everyone, membership.workers)
-        return WaveSlots(range(0) if self.teams is not None else self._slots())
+        return WaveSlots(range(0) if self.tensor_groups is not None else self._slots())
 
-    def form_teams(self, lanes: Sequence[int]) -> None:
-        """Take a place in a team and a lane, if the model is tensor parallel; ``lanes`` are those of all workers."""
-        if self.teams is None:
+    def form_tensor_groups(self, lanes: Sequence[int]) -> None:
+        """Take a place in a lane and a group, if the model is tensor parallel; ``lanes`` are those of all workers."""
+        groups = self.tensor_groups
+        if groups is None:
             return
         workers = self.live_membership.workers
         nodes = [self.nodes[worker] for worker in workers]
-        lane = self.teams.form(self.everyone, lanes, nodes, workers, self.passes)
-        assert self.teams.lanes is not None, "it was formed"
-        self._take_place(lane, tuple(workers[rank] for rank in self.teams.lanes.members[self.teams.lane]))
+        lane = groups.form(self.everyone, lanes, nodes, workers, self.passes)
+        assert groups.lanes is not None, "they were formed"
+        self._take_place(lane, tuple(workers[rank] for rank in groups.lanes.members[groups.lane]))
         self.job.regrouping.use(WaveSlots(self._slots()))  # type: ignore[arg-type]  # its step does not ask for sums
 
     def _take_place(self, group: Group, workers: tuple[str, ...]) -> None:
@@ -148,7 +150,7 @@ class JobSharding:
     @property
     def num_computing(self) -> int:
         """Return how many of this group's workers carry slots: the first ones."""
-        return self.live_group.size if self.teams is None else self.teams.num_computing
+        return self.live_group.size if self.tensor_groups is None else self.tensor_groups.num_computing
 
     @property
     def everyone(self) -> Group:
@@ -205,7 +207,7 @@ class JobSharding:
         """Refuse to go on after a loss of cells if the job has no saves at all."""
         if self.job.saving.options is None:
             saves = "Give it saves, Job(saves=Saves(directory=..., every=...)), or"
-            if self.teams is not None:
+            if self.tensor_groups is not None:
                 saves = "A tensor parallel job cannot save yet; give it"
             raise StepsLost(
                 f"{self.describe_loss(choice)}, and the job has no saves. {saves} more copies (it has "
@@ -315,8 +317,8 @@ class JobSharding:
     def digest(self) -> str:
         """Return the digest that the unsharded job would have; all workers call it."""
         state = full_state(self, digests(self))
-        if self.teams is not None:
-            return self.teams.join_digests(self.everyone, self.live_membership.workers, state)
+        if self.tensor_groups is not None:
+            return self.tensor_groups.join_digests(self.everyone, self.live_membership.workers, state)
         return digest({"parts": state["parts"], "sampler": state["sampler"]})
 
     def with_all_names(self, values: Mapping[str, Any], buffers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Teams of a tensor parallel job: who this worker computes with, whose cells it holds, and what all lanes agree on.
+"""Groups of a tensor parallel job: who this worker computes with, whose cells it holds, and what all lanes agree on.
 
-Owns ``Teams``: the lane of this worker, the groups of a round (its lane's, and its team's behind the relay of the
-model's mesh), and what is known of parameters across lanes (sharded or the same in all). The cells of a lane are those
-of a job by itself; what makes one job of the lanes is here: the verdict of all at the commit point, wishes, digests,
-the whole model.
+Owns ``TensorGroups``: the lane of this worker, the groups of a round (that of its lane, and the tensor parallel one
+behind the relay of the model's mesh), and what is known of parameters across lanes (sharded or the same in all). The
+cells of a lane are those of a job by itself; what makes one job of the lanes is here: the verdict of all at the commit
+point, wishes, digests, the whole model.
 
 Invariant: the commit point is a collective of all workers of all lanes, entered when prepared. So whoever passes it
 knows that every lane can make the update.
@@ -101,15 +101,15 @@ def _cuts(parameter: ManagedParameter) -> list[tuple[int, int]]:
     return [(p.dim, spec.mesh.shape[axis]) for axis, p in enumerate(spec.placements) if isinstance(p, Shard)]
 
 
-class Teams:
-    """This worker's side of the teams of one job."""
+class TensorGroups:
+    """This worker's side of the tensor parallel groups of one job."""
 
     def __init__(self, relay: Relay, units: Sequence[Unit], names: Mapping[tuple[int, int, int], str]) -> None:
         self.relay = relay
         self.lane, self.num_lanes = relay.rank, relay.size
         self.lanes: Lanes | None = None
         """Of the round."""
-        self._team: Group | None = None
+        self._group: Group | None = None
         self._managed = {
             names[u, s, p]: each
             for u, unit in enumerate(units)
@@ -141,17 +141,17 @@ class Teams:
             )
         self.relay.unbind()
         lane = everyone.subgroup(lanes.members[self.lane])
-        team = lanes.team_of(everyone.rank)
-        self._team = None if team is None else everyone.subgroup(team)
-        if self._team is not None:
-            self.relay.bind(self._team._transport, driver)
+        group = lanes.group_of(everyone.rank)
+        self._group = None if group is None else everyone.subgroup(group)
+        if self._group is not None:
+            self.relay.bind(self._group._transport, driver)
         assert lane is not None, "this worker is in its lane"
         return lane
 
     @property
     def num_computing(self) -> int:
         assert self.lanes is not None, "the job has a place"
-        return self.lanes.num_teams
+        return self.lanes.num_groups
 
     # ---- what all lanes agree on
 
@@ -197,7 +197,7 @@ class Teams:
     def whole_parameters(self, sharding: JobSharding, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole parameters on all workers; ``found`` are the lane's, on the first worker of each lane."""
         assert self.lanes is not None, "the job has a place"
-        first, everyone = self.lanes.teams[0], sharding.everyone
+        first, everyone = self.lanes.groups[0], sharding.everyone
         whole = {}
         for name, each in self._managed.items():
             dtype = sharding.dtype_of_name(name)
