@@ -78,6 +78,15 @@ def on_ranks(group: Any, degree: int, copies: Any) -> tuple[list[Any], dict[str,
     return train(job), job.full_state_dict(), job.digest()
 
 
+def score(job: Job) -> float:
+    """Evaluate in batches of which some groups have one more than others; all workers call it."""
+
+    def loss(batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(job.model(batch[0]), batch[1])}
+
+    return job.evaluate(Rows(50), loss, batch_size=8)["loss"]
+
+
 def weights(job: Job) -> str:
     """sha256 of all weights and buffers, and the job's digest; all workers call it."""
     return f"{sha(job.full_state_dict())} {job.digest()}"

@@ -12,12 +12,12 @@ from cluster import Cluster
 from scripted_world import Die, Rows
 from sharded_training import sha
 from sharded_world import Fault, ShardedWorld, Told
-from tensor_training import build, distribute, make_job, on_ranks, train, weights
+from tensor_training import build, distribute, make_job, on_ranks, score, train, weights
 from torch import nn
 from torch.nn import functional as F
 
 from phalanx.comm import init_device_mesh, simulate
-from phalanx.elastic import Job, RunOptions, Saves, StepsLost, WorkersDiffer, job_mesh
+from phalanx.elastic import Job, NonFinite, RunOptions, Saves, StepsLost, WorkersDiffer, job_mesh
 from phalanx.elastic._job_mesh import mesh_at
 from phalanx.elastic.audit import check_directory
 from phalanx.errors import PeerLost
@@ -46,6 +46,28 @@ def test_any_number_of_workers_gives_one_result_close_to_that_without_tensor_par
     assert train(plain)[-1][1:3] == pytest.approx(undisturbed[0][-1][1:3], rel=1e-5)
     for name, value in plain.full_state_dict().items():
         assert torch.allclose(whole[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def spoil(job):
+    """Go on with a slot whose loss is nan."""
+    for step in job.steps(max_steps=3):
+        for micro in step:
+            loss = F.cross_entropy(job.model(micro.inputs), micro.targets)
+            micro.backward(loss * float("nan") if micro.slot == 1 else loss)
+        step.commit()
+
+
+def test_all_lanes_evaluate_alike_and_stop_for_what_is_not_finite():
+    def main(group):
+        job = make_job(job_mesh(tp=2), group=group, copies=1)
+        train(job, max_steps=1)
+        found = score(job)
+        with pytest.raises(NonFinite, match="step 1"):
+            spoil(job)
+        return found
+
+    (alone, _), several = simulate(2).run(main), simulate(5).run(main)
+    assert set(several) == {alone}
 
 
 @pytest.mark.soak
@@ -190,6 +212,26 @@ def test_a_replacement_makes_the_group_whole_again(make_world, undisturbed):
         results = world.join()
     for worker in "acdf":
         assert results[worker] == undisturbed[1], (worker, results[worker])
+
+
+def test_a_polite_leave_hands_its_cells_over_within_its_lane(make_world, undisturbed):
+    world = make_world(copies=1)
+    world.agree(0, *"abcd")
+
+    def leave(job, step):
+        if step.number == STEP:
+            job.regrouping.leave.requested = True
+
+    for worker in "abcd":
+        world.start(worker, on_step=leave if worker == "b" else lambda job, step: None)
+    world.threads[1].join(200)
+    assert isinstance(world.results["b"], SystemExit)
+    world.break_(0, "b")
+    world.agree(1, *"acd")
+    results = world.join()
+    for worker in "acd":
+        assert results[worker] == undisturbed[1], (worker, results[worker])
+        assert not any(outcome == "dropped" for _, outcome in world.told[worker].outcomes)
 
 
 def test_a_lane_that_is_lost_with_its_last_worker_stops_the_job(make_world):

@@ -51,7 +51,7 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     choice = _choose(sharding, workers, told)
     if isinstance(choice, Resume):
         _check_loss(sharding, choice)
-    sharding.form_tensor_groups([one["lane"] for one in told])
+    sharding.form_tensor_groups([one["lane"] for one in told], [one["host"] for one in told])
     if isinstance(choice, Resume):
         _resume(sharding, coordinator, membership, told, choice)
         return
@@ -93,6 +93,7 @@ def _report(sharding: JobSharding, membership: Membership) -> Told:
         "owned": sorted(set(owned) & set(held)),
         "verdict": None if sharding.last_verdict is None else sharding.last_verdict.to_json(),
         "node": sharding.node,
+        "host": sharding.host,
         "lane": 0 if sharding.tensor_groups is None else sharding.tensor_groups.lane,
     }
 

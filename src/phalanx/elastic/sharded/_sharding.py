@@ -110,7 +110,9 @@ class JobSharding:
         self.last_verdict: StepVerdict | None = None
         """That of the last step that was applied here, for whoever rolls it forward."""
         self.nodes: dict[str, str] = {}
-        self.node = f"{platform.node()}/{World.from_env().node_rank}" if spread == "node" else None
+        self.host = f"{platform.node()}/{World.from_env().node_rank}"
+        """Where this worker is, whatever ``spread`` says."""
+        self.node = self.host if spread == "node" else None
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all workers."""
@@ -127,14 +129,13 @@ class JobSharding:
             self._take_place(self._everyone, membership.workers)
         return WaveSlots(range(0) if self.tensor_groups is not None else self._slots())
 
-    def form_tensor_groups(self, lanes: Sequence[int]) -> None:
-        """Take a place in a lane and a group, if the model is tensor parallel; ``lanes`` are those of all workers."""
+    def form_tensor_groups(self, lanes: Sequence[int], hosts: Sequence[str]) -> None:
+        """Take a place in a lane and a group, if the model is tensor parallel, from what all workers say of theirs."""
         groups = self.tensor_groups
         if groups is None:
             return
         workers = self.live_membership.workers
-        nodes = [self.nodes[worker] for worker in workers]
-        lane = groups.form(self.everyone, lanes, nodes, workers, self.passes)
+        lane = groups.form(self.everyone, lanes, hosts, workers, self.passes)
         assert groups.lanes is not None, "they were formed"
         self._take_place(lane, tuple(workers[rank] for rank in groups.lanes.members[groups.lane]))
         self.job.regrouping.use(WaveSlots(self._slots()))  # type: ignore[arg-type]  # its step does not ask for sums
