@@ -26,6 +26,8 @@ class Table(NamedTuple):
 
     benchmark: str
     rows: Callable[[Figures], Iterable[Sequence[str]]]
+    prefix: str = ""
+    """What names of figures that the table needs begin with: a run may have left them out."""
 
 
 def short(value: float) -> str:
@@ -168,6 +170,26 @@ def elastic(found: Figures) -> Iterable[Sequence[str]]:
         yield title, amount(figure), amount(figure, "theirs"), part(figure)
 
 
+def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "sharded", "compared with", "ours over theirs", "goal"
+    step, memory = "4 workers, 25M parameters", "peak memory of a worker"
+    sizes = ("10 MB", "100 MB", "1 GB")
+    rows = [
+        (f"step, {step}, copies=1; torch's `fully_shard` on gloo", "step/copies=1", "1.00"),
+        (f"step, {step}, copies=2; torch's `fully_shard` on gloo", "step/copies=2", "1.00"),
+        ("step, copies=2; copies=1", "copies 2 over 1", "1.10"),
+        (f"{memory}, copies=1; the formula", "memory/copies=1/formula", "1.15"),
+        (f"{memory}, copies=2; the formula", "memory/copies=2/formula", "1.15"),
+        (f"{memory}, copies=2; the unsharded job", "memory/copies=2/unsharded", "0.55"),
+        *((f"SIGKILL to the next step, {one} of state; the unsharded job", f"kill/{one}", "1.20") for one in sizes),
+        *((f"moved for new copies, {one} of state; 2/3 of the parameters", f"moved/{one}", "1.05") for one in sizes),
+        *((f"step while cells move, {one} of state; before", f"step while cells move/{one}", "1.10") for one in sizes),
+    ]
+    for title, name, goal in rows:
+        if figure := found.get(f"elastic/sharded/{name}"):
+            yield title, amount(figure), amount(figure, "theirs"), part(figure), goal
+
+
 def launch(found: Figures) -> Iterable[Sequence[str]]:
     yield "", "torchrun", "phalanx run", "ours over theirs"
     for title, name in (
@@ -281,7 +303,8 @@ TABLES = {
     "ddp": Table("ddp", ddp),
     "ddp_memory": Table("ddp", ddp_memory),
     "dtensor": Table("dtensor", dtensor),
-    "elastic": Table("elastic", elastic),
+    "elastic": Table("elastic", elastic, "elastic/kill/"),
+    "elastic_sharded": Table("elastic", elastic_sharded, "elastic/sharded/"),
     "fsdp": Table("fsdp", fsdp),
     "kills": Table("comm", kills),
     "launch": Table("launch", launch),
@@ -307,7 +330,10 @@ def source(stored: Stored, benchmark: str) -> str:
 def render(name: str) -> str:
     """What stands between the marks of a table."""
     table = TABLES[name]
-    stored = newest_with(table.benchmark)
+    try:
+        stored = newest_with(table.benchmark, table.prefix)
+    except FileNotFoundError:
+        return f"Not measured yet: no stored run of `python -m benchmarks {table.benchmark}` has these figures.\n"
     head, *rows = table.rows(stored.figures(table.benchmark))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))
