@@ -1,6 +1,6 @@
 """``make bench``: runs every benchmark, one process each, and stores the figures under ``benchmarks/results``.
 
-python -m benchmarks [--quick] [name ...]
+python -m benchmarks [--quick] [name ...] [-- options of the benchmarks]
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a minute or two for each, less certain")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(known())}; default: all")
-    options = parser.parse_args()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    options, rest = parser.parse_args(words[:end]), words[end + 1 :]
     if unknown := sorted(set(options.names) - set(known())):
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known())}")
     figures, others = {}, {}
@@ -68,7 +70,7 @@ def main() -> int:
     for name in options.names or known():
         print(f"\n== {name}", flush=True)
         with busy_with_others() as said:
-            found = run(name, QUICK[name] if options.quick else [], {}, quiet=False)
+            found = run(name, [*(QUICK[name] if options.quick else []), *rest], {}, quiet=False)
         if found is None:
             failed.append(name)
         else:

@@ -162,10 +162,10 @@ class Stored:
         }
 
 
-def newest_with(benchmark: str) -> Stored:
-    """The newest stored run that has figures of a benchmark."""
+def newest_with(benchmark: str, prefix: str = "") -> Stored:
+    """The newest stored run that has figures of a benchmark, some of them under names that begin with ``prefix``."""
     for path in sorted(FOLDER.glob("*.json"), reverse=True):
         stored = Stored.read(path)
-        if stored.content["figures"].get(benchmark):
+        if any(name.startswith(prefix) for name in stored.content["figures"].get(benchmark, ())):
             return stored
     raise FileNotFoundError(f"no run in {FOLDER} has figures of {benchmark}; run `python -m benchmarks {benchmark}`")

@@ -26,6 +26,8 @@ class Table(NamedTuple):
 
     benchmark: str
     rows: Callable[[Figures], Iterable[Sequence[str]]]
+    prefix: str = ""
+    """What names of figures that the table needs begin with: a run may have left them out."""
 
 
 def short(value: float) -> str:
@@ -179,30 +181,24 @@ def elastic(found: Figures) -> Iterable[Sequence[str]]:
         yield title, amount(figure), amount(figure, "theirs"), part(figure)
 
 
-def goodput(found: Figures) -> Iterable[Sequence[str]]:
-    others = sorted({name.split("/")[3] for name in found}, reverse=True)
-    yield "a failure every", "phalanx", *others, "goal"
-    goals = {"15 s": "above 97%, where torchrun has less than 50%"}
-    for every in dict.fromkeys(name.split("/")[2] for name in found):
-        rows = [found.get(f"goodput/lost/{every}/{other}") for other in others]
-        kept = [f"{100 * (1 - figure.theirs):.1f}%" if figure and figure.theirs is not None else "" for figure in rows]
-        ours = next(figure.ours for figure in rows if figure)
-        yield every, f"{100 * (1 - ours):.1f}%", *kept, goals.get(every, "")
-
-
-def stragglers(found: Figures) -> Iterable[Sequence[str]]:
-    yield "", "a step", "over", "goal"
-    for title, name, goal in (
-        ("four workers, one of half the speed, even slots", "even slots", ""),
-        ("the same, slots by speed", "slots by speed", "1.25"),
-        ("sharded: one of half the speed, even waves", "sharded, even slots", ""),
-        ("sharded: it skips waves", "sharded, slots by speed", ""),
-        ("guard, times and dealing, over none of them", "on by default", "1.01"),
-        ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
-        ("the same: time of a step", "checked/step", ""),
-    ):
-        if figure := found.get(f"stragglers/{name}"):
-            yield title, amount(figure), f"{1 / figure.ratio:.3f}" if figure.ratio else "", goal
+def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "sharded", "compared with", "ours over theirs", "goal"
+    step, memory = "4 workers, 25M parameters", "peak memory of a worker"
+    sizes = ("10 MB", "100 MB", "1 GB")
+    rows = [
+        (f"step, {step}, copies=1; torch's `fully_shard` on gloo", "step/copies=1", "1.00"),
+        (f"step, {step}, copies=2; torch's `fully_shard` on gloo", "step/copies=2", "1.00"),
+        ("step, copies=2; copies=1", "copies 2 over 1", "1.10"),
+        (f"{memory}, copies=1; the formula", "memory/copies=1/formula", "1.15"),
+        (f"{memory}, copies=2; the formula", "memory/copies=2/formula", "1.15"),
+        (f"{memory}, copies=2; the unsharded job", "memory/copies=2/unsharded", "0.55"),
+        *((f"SIGKILL to the next step, {one} of state; the unsharded job", f"kill/{one}", "1.20") for one in sizes),
+        *((f"moved for new copies, {one} of state; 2/3 of the parameters", f"moved/{one}", "1.05") for one in sizes),
+        *((f"step while cells move, {one} of state; before", f"step while cells move/{one}", "1.10") for one in sizes),
+    ]
+    for title, name, goal in rows:
+        if figure := found.get(f"elastic/sharded/{name}"):
+            yield title, amount(figure), amount(figure, "theirs"), part(figure), goal
 
 
 def launch(found: Figures) -> Iterable[Sequence[str]]:
@@ -348,7 +344,8 @@ TABLES = {
     "ddp": Table("ddp", ddp),
     "ddp_memory": Table("ddp", ddp_memory),
     "dtensor": Table("dtensor", dtensor),
-    "elastic": Table("elastic", elastic),
+    "elastic": Table("elastic", elastic, "elastic/kill/"),
+    "elastic_sharded": Table("elastic", elastic_sharded, "elastic/sharded/"),
     "fsdp": Table("fsdp", fsdp),
     "goodput": Table("goodput", goodput),
     "kills": Table("comm", kills),
@@ -378,9 +375,9 @@ def render(name: str) -> str:
     """What stands between the marks of a table."""
     table = TABLES[name]
     try:
-        stored = newest_with(table.benchmark)
+        stored = newest_with(table.benchmark, table.prefix)
     except FileNotFoundError:
-        return f"No run is stored yet: `python -m benchmarks {table.benchmark}`, then `make tables`.\n"
+        return f"Not measured yet: no stored run of `python -m benchmarks {table.benchmark}` has these figures.\n"
     head, *rows = table.rows(stored.figures(table.benchmark))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))

@@ -37,6 +37,7 @@ def test_public_names():
         "Tracker",
         "VerifySlots",
         "WorkersDiffer",
+        "job_mesh",
         "materialise",
         "write_once",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.elastic._fingerprint import Fingerprint
 from phalanx.elastic._guard import Guard, LossSpike, NonFinite
 from phalanx.elastic._job import Job
+from phalanx.elastic._job_mesh import job_mesh
 from phalanx.elastic._materialise import materialise
 from phalanx.elastic._options import Callbacks, DataOptions, Regrouped, RunOptions, Saves
 from phalanx.elastic._step import Micro, Outcome, Step
@@ -44,6 +45,7 @@ __all__ = [
     "Tracker",
     "VerifySlots",
     "WorkersDiffer",
+    "job_mesh",
     "materialise",
     "write_once",
 ]

@@ -60,7 +60,7 @@ class Dealing:
         self.pace: dict[str, float] = {}
         """Seconds that a slot takes on each worker, as far as this one knows."""
         self._job = job
-        self._is_on = is_on
+        self._is_on = is_on and (job.sharding is None or job.sharding.tensor_groups is None)
         self._steps: deque[list[float]] = deque(maxlen=WINDOW)
         self._settle = WINDOW
         self._since = 0

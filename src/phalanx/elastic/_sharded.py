@@ -21,7 +21,9 @@ MARK = "_phalanx_fully_sharded"
 """What ``fully_shard`` leaves on a module (``fsdp.schedule``)."""
 
 
-def make_sharding(job: Job, copies: Any, spread: str, objects: Mapping[str, Stateful]) -> JobSharding | None:
+def make_sharding(
+    job: Job, copies: Any, spread: str, objects: Mapping[str, Stateful], *, has_saves: bool
+) -> JobSharding | None:
     """Return the sharded side of a job whose model ``fully_shard`` was called on; None for any other.
 
     Raises ``ValueError`` for ``copies`` and ``spread`` that are nothing, or not possible with this model.
@@ -36,10 +38,23 @@ def make_sharding(job: Job, copies: Any, spread: str, objects: Mapping[str, Stat
                 f"copies={copies} needs a model that is sharded: call fully_shard on its blocks and on itself before "
                 "the job is made. Without that every worker holds everything, copies='all'"
             )
+        _refuse_distributed(job.model)
         return None
     from phalanx.elastic.sharded._sharding import JobSharding  # start-up: jobs of whole replicas need no fsdp
 
-    return JobSharding(job, copies=2 if copies is None else copies, spread=spread, objects=objects)
+    wanted = 2 if copies is None else copies
+    return JobSharding(job, copies=wanted, spread=spread, objects=objects, has_saves=has_saves)
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, ours or torch's; their modules may not be loaded
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__} on {parameter.device_mesh}: a job whose workers "
+                "hold everything would take each worker's shard for the whole. Build the model on "
+                "phalanx.elastic.job_mesh(tp=...), and call fully_shard(..., mesh=mesh['dp']) on its blocks and on "
+                "itself"
+            )
 
 
 def make_guarding(job: Job, guard: Guard, *, has_saves: bool) -> Guarding:

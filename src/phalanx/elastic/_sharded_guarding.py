@@ -79,7 +79,7 @@ class ShardedGuarding(Guarding):
             return ()
 
     def _told_by_all(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        told = self._sharding.live_group.all_gather_values(list(names))
+        told = self._sharding.everyone.all_gather_values(list(names))
         return tuple(dict.fromkeys(name for each in told for name in each))
 
     @property

@@ -155,7 +155,8 @@ class ShardedStep(Step):
         self._rows[slot] = SlotRow(dict(self._sums), self._sharding.take_used(), self._note)
         if slot == 0:
             self._first_buffers = [buffer.detach().clone() for buffer in job.buffers.live()]
-        job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
+        if self._sharding.tensor_groups is None or self._sharding.tensor_groups.lane == 0:  # once for its group
+            job.audit.computed(job.lineage, self.epoch, self.number, slot, indices)
         job.regrouping.coordinator.report(self.number)
 
     # ---- reduce
@@ -197,6 +198,8 @@ class ShardedStep(Step):
             waves=self._plan,
             num_params=len(sharding.trained),
         )
+        if sharding.tensor_groups is not None:
+            numbers = sharding.tensor_groups.join_numbers(sharding.everyone, numbers, group.rank)
         if numbers.sums["logs"]:
             self.logs = self._slot_logs.gather(group)
         self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
@@ -318,11 +321,13 @@ class ShardedStep(Step):
         verdict = exchange_verdict(
             sharding.live_group,
             sharding.store,
-            sharding.trained,
-            self.numbers.used,
+            [one for one, counts in zip(sharding.trained, sharding.in_norm, strict=True) if counts],
+            [used for used, counts in zip(self.numbers.used, sharding.in_norm, strict=True) if counts],
             found_inf=self._found_inf,
             with_norm=self._max_norm is not None or self._guarding.wants_norm,
         )
+        if sharding.tensor_groups is not None:  # then only this is the commit point
+            verdict = sharding.tensor_groups.join_verdicts(sharding.everyone, verdict)
         sharding.passes.waits(False)
         return verdict
 

@@ -9,6 +9,7 @@ applied it, or issues it again.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,7 @@ class Micro:
                 f"backward was called twice for slot {self.slot} part {self.part} of step {self.step.number}; "
                 "add the losses up and call it once"
             )
+        _refuse_context_parallel(self.slot)
         job = self.step.job
         share = self.num_samples / job.slot_batch_size if weight is None else float(weight)
         if share < 0 or not math.isfinite(share):
@@ -122,6 +124,17 @@ class Micro:
                 f"a batch of this dataset is a {type(self.batch).__name__}, not a pair; use micro.batch instead"
             )
         return self.batch
+
+
+def _refuse_context_parallel(slot: int) -> None:
+    """Raise inside of ``context_parallel``: its ranks have parts of one sequence, workers of a job have slots."""
+    module = sys.modules.get("phalanx.fsdp.context._context_parallel")  # who is inside has loaded it
+    if module is not None and module.is_entered():
+        raise ValueError(
+            f"slot {slot}: micro.backward() inside context_parallel: the gradient of a part of the sequence would be "
+            "taken for that of the slot. A job does not add up contexts yet; use tensor parallelism "
+            "(phalanx.elastic.job_mesh), or train without a job"
+        )
 
 
 class Step:

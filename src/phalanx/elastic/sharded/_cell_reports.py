@@ -16,7 +16,8 @@ def tell_protection(sharding: JobSharding) -> None:
     """Say what each worker holds, and what a loss would cost."""
     held = sharding.holdings
     assert held is not None, "it has settled"
-    if sharding.live_group.rank == 0 and sharding.job.run.progress:
+    is_first = sharding.live_group.rank == 0 and (sharding.tensor_groups is None or sharding.tensor_groups.lane == 0)
+    if is_first and sharding.job.run.progress:
         told = describe(sharding.table, held, sharding.workers, sharding.copies, sharding.nodes)
         print(f"phalanx: {told}", file=sys.stderr, flush=True)
 

@@ -44,6 +44,8 @@ class LocalCells:
     """Where the parameter begins in its section."""
     parts: dict[Range, Tensor] = field(default_factory=dict)
     """By the range of the section: one for each piece of the parameter."""
+    is_cut: bool = False
+    """Whether the section has a tensor parallel shard of the value: elements are counted in that."""
 
 
 class CellValue:
@@ -154,7 +156,10 @@ def _wrapped(out: dict[Range | None, Any], first: Any) -> Any:
         return [_wrapped({one: each[n] for one, each in out.items()}, first) for n in range(len(out[None]))]
     parts = {one: each for one, each in out.items() if one is not None}
     return CellTensor.make(
-        first, first._phalanx_name, LocalCells(first._cells.key, first._cells.first, parts), out[None].dtype
+        first,
+        first._phalanx_name,
+        LocalCells(first._cells.key, first._cells.first, parts, first._cells.is_cut),
+        out[None].dtype,
     )
 
 
@@ -172,6 +177,11 @@ def _operand(value: Any, first: Any, where: Range | None, func: Any) -> Any:
         raise RuntimeError(
             f"{func.__name__} of {first} and a tensor of shape {tuple(value.shape)}: expected the parameter's shape "
             "or a number"
+        )
+    if first._cells.is_cut:
+        raise RuntimeError(
+            f"{func.__name__} of {first} and a whole tensor: this worker has cells of a tensor parallel shard of it, "
+            "and can combine it with numbers and with values that are laid out alike"
         )
     if where is None:
         return value.new_empty(0)

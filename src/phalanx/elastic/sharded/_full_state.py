@@ -26,15 +26,19 @@ if TYPE_CHECKING:
 
 def full_state_dict(sharding: JobSharding, *, everywhere: bool) -> dict[str, Tensor]:
     """Return the model's state dict on rank 0, or on all workers; all of them call it. Others get an empty dict."""
-    group, store = sharding.live_group, sharding.store
-    wanted = everywhere or group.rank == 0
+    group, store, tensor_groups = sharding.live_group, sharding.store, sharding.tensor_groups
+    everywhere_in_lane = everywhere and tensor_groups is None  # lanes are put together by the first of them
+    wanted = everywhere_in_lane or group.rank == 0
     found: dict[str, Tensor] = {}
     for u, s, section in sharding.units.sections():
-        flat = _collect(store, u, s, group, section.layout, everywhere=everywhere)
+        flat = _collect(store, u, s, group, section.layout, everywhere=everywhere_in_lane)
         for parameter in sharding.units.parameters:
             if wanted and parameter.key[:2] == (u, s):
                 begin, end = parameter.extent
                 found[parameter.name] = flat[begin:end].view(parameter.shape).clone()
+    if tensor_groups is not None:
+        found = tensor_groups.whole_parameters(sharding, found)
+        wanted = everywhere or sharding.everyone.rank == 0
     if not wanted:
         return {}
     buffers = {name: buffer.detach().clone() for name, buffer in sharding.job.model.named_buffers()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx._torch_private import post_accumulate_grad_hooks
+from phalanx._torch_private import DisableTorchFunctionSubclass, post_accumulate_grad_hooks
 from phalanx.elastic._materialise import fill_buffers, meta_modules
 from phalanx.elastic.sharded._cell_table import CellTable, SectionShape, cell_table
 from phalanx.elastic.sharded._cell_tensor import Key, LocalCells, ShardedParameter
@@ -39,6 +39,8 @@ class ModelParameter:
     extent: tuple[int, int]
     """Its elements of the section's flat vector."""
     requires_grad: bool
+    is_cut: bool = False
+    """Whether tensor parallelism has cut it: ``shape`` is that of this worker's shard."""
 
 
 class ModelUnits:
@@ -71,11 +73,12 @@ class ModelUnits:
                         managed.shape,
                         section.extents[p],
                         managed.sharded.requires_grad,
+                        managed.shape != tuple(managed.sharded.shape),
                     )
                 )
         by_name = {parameter.name: parameter for parameter in self.parameters}
         self.parameters = [by_name[name] for name in names.values()]
-        self.local = {one.key: LocalCells(one.key, one.extent[0]) for one in self.parameters}
+        self.local = {one.key: LocalCells(one.key, one.extent[0], is_cut=one.is_cut) for one in self.parameters}
         """What this worker has of each parameter."""
         shapes = [list(map(_shape, unit.sections)) for unit in self.units]
         self.table: CellTable = cell_table(shapes, whole_matrices=matrices)
@@ -147,12 +150,9 @@ def _check(model: nn.Module, units: list[Unit]) -> None:
             )
     for unit in units:
         for each in unit.parameters:
-            if each.inner_spec is not None:
-                raise ValueError(
-                    f"parameter {each.name!r} of {unit} is distributed by tensor parallelism, whose groups a "
-                    "sharded job does not rebuild yet; use fully_shard alone"
-                )
-            if post_accumulate_grad_hooks(each.local) or each.sharded._backward_hooks:
+            with DisableTorchFunctionSubclass():  # a DTensor would be gathered for it
+                has_hooks = bool(each.sharded._backward_hooks)
+            if post_accumulate_grad_hooks(each.local) or has_hooks:
                 raise ValueError(
                     f"parameter {each.name!r} of {unit} has hooks on its gradient (an optimizer that steps inside of "
                     "backward, say): a sharded job sums gradients over all slots first, and steps in step.commit()"

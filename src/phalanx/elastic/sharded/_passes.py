@@ -116,6 +116,15 @@ class Passes:
             self.lost = error
         return True
 
+    # ---- the driver of a tensor parallel mesh's calls
+
+    def check_group(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def survives_call(self, error: CommError) -> bool:
+        return self._is_open and self.survives(error)
+
     def waits(self, is_waiting: bool) -> None:
         self.tell_waiting(is_waiting or self._follows)
 

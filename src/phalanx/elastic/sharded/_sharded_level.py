@@ -22,7 +22,7 @@ from phalanx.elastic.membership._sync import check_same, fingerprint, go_back
 from phalanx.elastic.sharded._assignment import assign, trimmed
 from phalanx.elastic.sharded._cell_reports import tell_holdings, tell_protection
 from phalanx.elastic.sharded._first_cells import make_cells
-from phalanx.elastic.sharded._recovery_choice import Resume, RollForward, StateReport, choose_recovery
+from phalanx.elastic.sharded._recovery_choice import Repeat, Resume, RollForward, StateReport, choose_recovery
 from phalanx.elastic.sharded._verdict import StepVerdict
 from phalanx.elastic.tools._step_clock import StepClock
 from phalanx.errors import PhalanxError
@@ -46,7 +46,7 @@ def _tell_waiting(coordinator: Coordinator, clock: StepClock, is_waiting: bool) 
 
 def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Membership) -> None:
     """Make this worker part of the round. Raises as collectives do."""
-    job, group, rank = sharding.job, sharding.live_group, membership.rank
+    job, group, rank = sharding.job, sharding.everyone, membership.rank
     job.saving.give_up()
     sharding.passes.tell_waiting = partial(_tell_waiting, coordinator, sharding.job.clock)
     sharding.objects.convert()
@@ -55,9 +55,10 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     job.regrouping.choose_writer(membership, [one["came"] for one in told])
     workers = membership.workers
     sharding.nodes = {worker: one["node"] or worker for worker, one in zip(workers, told, strict=True)}
-    choice = choose_recovery(
-        [_read(worker, one) for worker, one in zip(workers, told, strict=True)], len(sharding.table)
-    )
+    choice = _choose(sharding, workers, told)
+    if isinstance(choice, Resume):
+        _check_loss(sharding, choice)
+    sharding.form_tensor_groups([one["lane"] for one in told], [one["host"] for one in told])
     if isinstance(choice, Resume):
         _resume(sharding, coordinator, membership, told, choice)
         return
@@ -75,7 +76,7 @@ def bring_level(sharding: JobSharding, coordinator: Coordinator, membership: Mem
     most = max(told, key=lambda one: int(one["evaluations"][0]))["evaluations"]
     if most[0] > job.num_evaluations:
         job.count_evaluation(most[1])  # it was cut off from an evaluation that the others completed
-    sharding.settle(trimmed(sharding.table, choice.holdings, workers, sharding.copies))
+    sharding.settle(trimmed(sharding.table, choice.holdings, sharding.workers, sharding.copies))
     sharding.slices.begin(job.step)
     tell_holdings(sharding)
     if job.run.verify:
@@ -99,18 +100,33 @@ def _report(sharding: JobSharding, membership: Membership) -> Told:
         "owned": sorted(set(owned) & set(held)),
         "verdict": None if sharding.last_verdict is None else sharding.last_verdict.to_json(),
         "node": sharding.node,
+        "host": sharding.host,
+        "lane": 0 if sharding.tensor_groups is None else sharding.tensor_groups.lane,
     }
 
 
-def _read(worker: str, one: Told) -> StateReport:
+def _choose(sharding: JobSharding, workers: Sequence[str], told: Sequence[Told]) -> RollForward | Repeat | Resume:
+    """Return what this worker's lane does. Versions are those of all; if any lane has lost cells, all resume."""
+    num_lanes = 1 if sharding.tensor_groups is None else sharding.tensor_groups.num_lanes
+    choices = [
+        choose_recovery([_read(w, one, lane) for w, one in zip(workers, told, strict=True)], len(sharding.table))
+        for lane in range(num_lanes)
+    ]
+    lost = next((choice for choice in choices if isinstance(choice, Resume)), None)
+    return lost or choices[0 if sharding.tensor_groups is None else sharding.tensor_groups.lane]
+
+
+def _read(worker: str, one: Told, lane: int) -> StateReport:
     if one["step"] == FRESH:
         return StateReport(worker)
+    if one["lane"] != lane:
+        return StateReport(worker, one["step"], one["prepared"])
     return StateReport(worker, one["step"], one["prepared"], tuple(one["held"]), tuple(one["owned"]))
 
 
 def _fill_newcomers(sharding: JobSharding, membership: Membership, told: Sequence[Told], source: int) -> None:
     """Give the small state to those who have none; cells come later."""
-    job, group = sharding.job, sharding.live_group
+    job, group = sharding.job, sharding.everyone
     new = [rank for rank, one in enumerate(told) if one["step"] == FRESH and rank != source]
     if membership.rank == source:
         for rank in new:
@@ -122,29 +138,36 @@ def _fill_newcomers(sharding: JobSharding, membership: Membership, told: Sequenc
         sharding.forget_model()
 
 
+def _check_loss(sharding: JobSharding, choice: Resume) -> None:
+    """Raise if cells are lost and there is no way back."""
+    if choice.version is None:
+        return
+    if sharding.job.regrouping.is_over:
+        raise ResultLost(
+            f"{sharding.describe_loss(choice)}, after the last step. The newest save of the job is what is left of it"
+        )
+    sharding.check_saves(choice)
+
+
 def _resume(
     sharding: JobSharding, coordinator: Coordinator, membership: Membership, told: Sequence[Told], choice: Resume
 ) -> None:
     """Begin at the last save, or at the beginning if nobody has begun yet."""
-    job, group = sharding.job, sharding.live_group
-    if choice.version is not None and job.regrouping.is_over:
-        raise ResultLost(
-            f"{sharding.describe_loss(choice)}, after the last step. The newest save of the job is what is left of it"
-        )
-    if choice.version is not None:
-        sharding.check_saves(choice)
+    job, group = sharding.job, sharding.everyone
     saved = job.saving.agree(group.rank, group.size, group.all_gather_values)
     before = max([choice.version or 0, *group.all_gather_values(coordinator.committed_steps.num_committed())])
     cause = "all workers were lost" if choice.version is None else sharding.describe_loss(choice)
     if saved is None and choice.version is not None:
         raise CellsLost(f"{cause}, and there is no save yet to go back to: this worker ends, and new ones begin anew")
     go_back(job, coordinator, membership, before, 0 if saved is None else saved.step, cause)
-    holdings = assign(sharding.table, membership.workers, sharding.copies, sharding.nodes)
+    holdings = assign(sharding.table, sharding.workers, sharding.copies, sharding.nodes)
     if saved is None:
         if membership.rank == 0:
             job.begin_attempt()
         _fill_all(sharding, membership)
         make_cells(sharding, holdings)
+        if sharding.tensor_groups is not None:
+            sharding.digest()  # which compares what should be the same in all lanes
     else:
         sharding.load_save(saved, holdings)
     sharding.slices.begin(job.step)
@@ -154,7 +177,7 @@ def _resume(
 
 def _fill_all(sharding: JobSharding, membership: Membership) -> None:
     """Give rank 0's small state to all: scripts may have built their objects differently."""
-    job, group = sharding.job, sharding.live_group
+    job, group = sharding.job, sharding.everyone
     if membership.rank == 0:
         for rank in range(1, group.size):
             send_state(group, job.state_dict(), rank)

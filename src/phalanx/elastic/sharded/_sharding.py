@@ -39,6 +39,7 @@ from phalanx.elastic.sharded._sharded_level import bring_level
 from phalanx.elastic.sharded._slices import Slices, hand_over
 from phalanx.elastic.sharded._slot_numbers import StepNumbers
 from phalanx.elastic.sharded._slot_reduction import Wave
+from phalanx.elastic.sharded._tensor_groups import TensorGroups, check_possible, find_relay
 from phalanx.elastic.sharded._unsharded_state import (
     digests,
     full_state,
@@ -72,12 +73,20 @@ class WaveSlots:
 class JobSharding:
     """The sharded side of one job."""
 
-    def __init__(self, job: ShardedJob, *, copies: Any, spread: str, objects: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self, job: ShardedJob, *, copies: Any, spread: str, objects: Mapping[str, Stateful], has_saves: bool = False
+    ) -> None:
         self.job = job
         self.copies = copies
         self.spread = spread
         matrices = works_on_matrices(job.optimizer)
         self.units = ModelUnits(job.model, matrices=matrices)
+        relay = find_relay(self.units.units)
+        if relay is not None:
+            has_state = bool(job.optimizer.state)
+            check_possible(
+                self.units.units, matrices=matrices, has_state=has_state, objects=objects, has_saves=has_saves
+            )
         self.pieces = PieceOptimizer(job.optimizer, self.units.keys, matrices=matrices)
         self.store = CellStore(self.units, job.num_slots, matrices=matrices)
         self.objects = ObjectCells(self.units, objects)
@@ -87,10 +96,17 @@ class JobSharding:
         self._fingerprint = self.table.fingerprint()
         self._names = {parameter.key: parameter.name for parameter in self.units.parameters}
         self._numbers = {parameter.key: number for number, parameter in enumerate(self.trained)}
+        self.tensor_groups = None if relay is None else TensorGroups(relay, self.units.units, self._names)
+        """Of a tensor parallel model; then ``group``, ``workers`` and cells are those of this worker's lane."""
+        groups = self.tensor_groups
+        self.in_norm = [groups is None or groups.counts_in_norm(one.name) for one in self.trained]
+        """Which of the trained parameters this lane adds to the norm."""
         self.holdings: Holdings | None = None
         self.group: Group | None = None
         self.workers: tuple[str, ...] = ()
         self.waves = even_waves(job.num_slots, 1)
+        self._membership: Membership | None = None
+        self._everyone: Group | None = None
         self.step: PreparedStep | None = None
         """The step under way; it can be rolled forward while it is prepared."""
         self.has_cells = False
@@ -105,32 +121,66 @@ class JobSharding:
         self.last_verdict: StepVerdict | None = None
         """That of the last step that was applied here, for whoever rolls it forward."""
         self.nodes: dict[str, str] = {}
-        self.node = f"{platform.node()}/{World.from_env().node_rank}" if spread == "node" else None
+        self.host = f"{platform.node()}/{World.from_env().node_rank}"
+        """Where this worker is, whatever ``spread`` says."""
+        self.node = self.host if spread == "node" else None
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all workers."""
-        return {"copies": self.copies, "spread": self.spread, "cells": self._fingerprint}
+        lanes = {} if self.tensor_groups is None else {"tensor parallel degree": self.tensor_groups.num_lanes}
+        return {"copies": self.copies, "spread": self.spread, "cells": self._fingerprint, **lanes}
 
     # ---- places
 
     def form(self, membership: Membership) -> WaveSlots:
         """Take a place in a round; cells stay as they are until workers are level."""
-        self.group = membership.group or Group.create(MemoryStore(), 0, 1)
-        self.workers = membership.workers
-        self.passes.use(self.group)
-        self.waves = even_waves(self.job.num_slots, self.group.size)
-        slots = range(self.group.rank, self.job.num_slots, self.group.size)
-        return WaveSlots(slots, self.waves.sizes(self.group.size))
+        self._membership = membership
+        self._everyone = membership.group or Group.create(MemoryStore(), 0, 1)
+        if self.tensor_groups is not None:
+            return WaveSlots((), ())  # until it knows its lane
+        self._take_place(self._everyone, membership.workers)
+        return self.deal(even_waves(self.job.num_slots, self.num_computing))
+
+    def form_tensor_groups(self, lanes: Sequence[int], hosts: Sequence[str]) -> None:
+        """Take a place in a lane and a group, if the model is tensor parallel, from what all workers say of theirs."""
+        groups = self.tensor_groups
+        if groups is None:
+            return
+        workers = self.live_membership.workers
+        lane = groups.form(self.everyone, lanes, hosts, workers, self.passes)
+        assert groups.lanes is not None, "they were formed"
+        self._take_place(lane, tuple(workers[rank] for rank in groups.lanes.members[groups.lane]))
+        self.job.regrouping.use(self.deal(even_waves(self.job.num_slots, self.num_computing)))  # type: ignore[arg-type]  # its step does not ask for sums
+
+    def _take_place(self, group: Group, workers: tuple[str, ...]) -> None:
+        self.group, self.workers = group, workers
+        self.passes.use(group)
 
     def deal(self, waves: WavePlan) -> WaveSlots:
-        """Compute slots in other waves from the next step on."""
+        """Compute slots in these waves from the next step on."""
         self.waves = waves
         return WaveSlots(waves.slots_of(self.live_group.rank), waves.sizes(self.live_group.size))
 
     @property
+    def num_computing(self) -> int:
+        """Return how many of this group's workers carry slots: the first ones."""
+        return self.live_group.size if self.tensor_groups is None else self.tensor_groups.num_computing
+
+    @property
+    def everyone(self) -> Group:
+        """Return the group of all workers of the round, of all lanes."""
+        assert self._everyone is not None, "the job has a place"
+        return self._everyone
+
+    @property
+    def live_membership(self) -> Membership:
+        assert self._membership is not None, "the job has a place"
+        return self._membership
+
+    @property
     def me(self) -> str:
         """Return this worker's name among those of the round."""
-        return self.workers[self.live_group.rank]
+        return self.live_membership.workers[self.live_membership.rank]
 
     @property
     def live_group(self) -> Group:
@@ -170,9 +220,12 @@ class JobSharding:
     def check_saves(self, choice: Resume) -> None:
         """Refuse to go on after a loss of cells if the job has no saves at all."""
         if self.job.saving.options is None:
+            saves = "Give it saves, Job(saves=Saves(directory=..., every=...)), or"
+            if self.tensor_groups is not None:
+                saves = "A tensor parallel job cannot save yet; give it"
             raise StepsLost(
-                f"{self.describe_loss(choice)}, and the job has no saves. Give it saves, "
-                f"Job(saves=Saves(directory=..., every=...)), or more copies (it has copies={self.copies})"
+                f"{self.describe_loss(choice)}, and the job has no saves. {saves} more copies (it has "
+                f"copies={self.copies})"
             )
 
     def describe_loss(self, choice: Resume) -> str:
@@ -278,6 +331,8 @@ class JobSharding:
     def digest(self) -> str:
         """Return the digest that the unsharded job would have; all workers call it."""
         state = full_state(self, digests(self))
+        if self.tensor_groups is not None:
+            return self.tensor_groups.join_digests(self.everyone, self.live_membership.workers, state)
         return digest({"parts": state["parts"], "sampler": state["sampler"]})
 
     def with_all_names(self, values: Mapping[str, Any], buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,6 +349,9 @@ class JobSharding:
 
     def dtype_of(self, key: tuple[int, int, int]) -> torch.dtype:
         return self.units.units[key[0]].sections[key[1]].dtype
+
+    def dtype_of_name(self, name: str) -> torch.dtype:
+        return self.dtype_of(next(key for key, found in self._names.items() if found == name))
 
     def bring_level(self, coordinator: Coordinator, membership: Membership) -> None:
         bring_level(self, coordinator, membership)
@@ -336,8 +394,8 @@ class JobSharding:
     def share_out(self, missing: Sequence[int]) -> Iterator[int]:
         """Yield this worker's share of numbered batches; in between it takes part where others compute theirs."""
         group = self.live_group
-        for first in range(0, len(missing), group.size):
-            wave = missing[first : first + group.size]
+        for first in range(0, len(missing), self.num_computing):
+            wave = missing[first : first + self.num_computing]
             self.passes.begin(range(len(wave)), is_step=False)
             if group.rank < len(wave):
                 yield wave[group.rank]

@@ -173,7 +173,7 @@ def hand_over(sharding: JobSharding, leaving: Sequence[str]) -> None:
     assert sharding.holdings is not None, "the job has begun"
     staying = [worker for worker in sharding.workers if worker not in leaving]
     left = after_loss(sharding.holdings, staying)
-    if not isinstance(left, LostCells):
+    if not isinstance(left, LostCells) or not staying:
         return
     load = sharding.holdings.bytes_held(sharding.table, staying)
     moves = []

@@ -114,6 +114,11 @@ def context_parallel(
         )
 
 
+def is_entered() -> bool:
+    """Return whether this thread is inside ``context_parallel``."""
+    return _entered.context is not None
+
+
 def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"context_parallel got a {type(mesh).__name__}; expected a phalanx.DeviceMesh of one axis")
