@@ -370,7 +370,7 @@ class Regrouping:
                 rank=membership.rank,
                 machine=fingerprint(),
                 state_seconds=state_seconds,
-                first_slot=self.reduction.slots.start,
+                first_slot=next(iter(self.reduction.slots), 0),
                 num_slots=len(self.reduction.slots),
                 is_verified=self._job.run.verify or None,
             )
