@@ -333,7 +333,7 @@ IN_PLACE: dict[tuple[str, str], str] = {
         "_dynamo",
     ): "torch.compile compiles frames of ours one by one, which takes minutes and is wrong where they keep a memory",
     (
-        "torch.nn.parallel.DistributedDataParallel",
+        "torch.nn.parallel.distributed.DistributedDataParallel",
         "_get_active_ddp_module",
     ): "torch.compile makes one graph of a model under DDP, and no bucket is sent before all of backward is done",
     ("torch.jit", "_get_trace_graph"): "torch.onnx records this rank's part where it should be refused",

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from phalanx.comm.torch_interop._dcp import Spread
 from phalanx.ddp.buckets._assignment import FIRST_CAP, Caps
-from phalanx.tensor import DTensor
 
 if TYPE_CHECKING:
     from phalanx.ddp.wrapper._wrapper import DistributedDataParallel
@@ -50,6 +50,6 @@ def answer_for_torchs_class(wrapper: type[DistributedDataParallel]) -> None:
 
 def _answer(caps: Caps, parameters: Sequence[nn.Parameter]) -> ActiveWrapper | None:
     """Return what to tell ``torch.compile``; None: it is to leave graphs whole, as it cannot cut one of DTensors."""
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
+    if any(isinstance(parameter, Spread) for parameter in parameters):
         return None
     return ActiveWrapper(max(caps.at(1), FIRST_CAP))
