@@ -150,16 +150,26 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
     unsharded = {name: names[name] for name in ("model", "optimizer")}
     names |= {"build": _Blocks}
     yield
+    names |= {"build": lambda: _Blocks(_UpDown)}
+    yield
     names |= unsharded
     yield
     assert names["job"].guarding.record.num_skipped == 0
 
 
+class _UpDown(nn.Module):
+    """A block for tensor parallelism."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, out)
+
+
 class _Blocks(nn.Sequential):
     """A model of blocks."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+    def __init__(self, block: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__(block(4, 4), block(4, 4))
         self.blocks = list(self)
 
 

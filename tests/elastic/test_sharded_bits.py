@@ -49,5 +49,5 @@ def test_all_numbers_of_workers_and_copies_give_the_bits_of_the_unsharded_job(ki
     options = {"kind": kind, "clip": clip, "autocast": autocast}
     expected = unsharded(options)
     for size, copies in EVERYTHING:
-        for found in simulate(size).run(run, copies, options):
+        for found in simulate(size, timeout=1000).run(run, copies, options):
             assert found == expected, f"{size} workers, {copies} copies"

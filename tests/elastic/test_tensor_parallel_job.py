@@ -78,7 +78,7 @@ def test_groups_of_any_degree_on_any_number_of_workers_and_copies(degree):
         (str(told), sha(whole), digest)
         for size in range(degree, 9)
         for copies in (1, 2, 3, "all")
-        for told, whole, digest in simulate(size).run(on_ranks, degree, copies)
+        for told, whole, digest in simulate(size, timeout=1000).run(on_ranks, degree, copies)
     }
     assert len(found) == 1
 
