@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -187,6 +188,15 @@ def test_a_line_is_kept_as_it_came_unless_it_would_end_early_in_the_stream(tmp_p
     assert "\r" not in kept[1]
     assert [json.loads(line) for line in kept] == 3 * [record]
     assert hub.view.num_bad == 1
+
+
+def test_a_node_that_told_its_load_before_the_rendezvous_is_one_node() -> None:
+    view = JobView("j")
+    load: dict[str, Any] = {"job": "j", "host": "h", "memory_used": 1, "memory_total": 2}
+    view.take(types.NodeLoad(time=1.0, node="h", cpu=0.1, **load))
+    for time, node in ((2.0, "h_1_a"), (2.1, "h_2_b"), (3.0, "h_1_a")):  # two agents of one machine
+        view.take(types.NodeLoad(time=time, node=node, node_rank=0, cpu=0.5, **load))
+    assert {row["node"]: row["cpu_history"] for row in view.nodes()} == {"h_1_a": [0.1, 0.5, 0.5], "h_2_b": [0.5]}
 
 
 def test_the_live_line_says_where_the_job_is() -> None:

@@ -27,6 +27,9 @@ class NodeTable:
     def take(self, event: AnyEvent) -> None:
         """Note what an event says about a node."""
         if isinstance(event, NodeLoad):
+            if event.node != event.host and event.node not in self._loads and event.node_rank >= 0:
+                early = self._loads.pop(event.host, None)  # before the rendezvous it went by its machine's name
+                self._loads[event.node] = early or deque(maxlen=MAX_LOADS)
             self._loads.setdefault(event.node, deque(maxlen=MAX_LOADS)).append(event)
         elif isinstance(event, WorkerReplaced):
             self.restarts[event.host] += 1
