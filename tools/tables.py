@@ -201,6 +201,32 @@ def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
             yield title, amount(figure), amount(figure, "theirs"), part(figure), goal
 
 
+def goodput(found: Figures) -> Iterable[Sequence[str]]:
+    others = sorted({name.split("/")[3] for name in found}, reverse=True)
+    yield "a failure every", "phalanx", *others, "goal"
+    goals = {"15 s": "above 97%, where torchrun has less than 50%"}
+    for every in dict.fromkeys(name.split("/")[2] for name in found):
+        rows = [found.get(f"goodput/lost/{every}/{other}") for other in others]
+        kept = [f"{100 * (1 - figure.theirs):.1f}%" if figure and figure.theirs is not None else "" for figure in rows]
+        ours = next(figure.ours for figure in rows if figure)
+        yield every, f"{100 * (1 - ours):.1f}%", *kept, goals.get(every, "")
+
+
+def stragglers(found: Figures) -> Iterable[Sequence[str]]:
+    yield "", "a step", "over", "goal"
+    for title, name, goal in (
+        ("four workers, one of half the speed, even slots", "even slots", ""),
+        ("the same, slots by speed", "slots by speed", "1.25"),
+        ("sharded: one of half the speed, even waves", "sharded, even slots", ""),
+        ("sharded: it skips waves", "sharded, slots by speed", ""),
+        ("guard, times and dealing, over none of them", "on by default", "1.01"),
+        ("a slot of 8 computed twice in every 4 steps: processor time", "checked/work", "1.03"),
+        ("the same: time of a step", "checked/step", ""),
+    ):
+        if figure := found.get(f"stragglers/{name}"):
+            yield title, amount(figure), f"{1 / figure.ratio:.3f}" if figure.ratio else "", goal
+
+
 def launch(found: Figures) -> Iterable[Sequence[str]]:
     yield "", "torchrun", "phalanx run", "ours over theirs"
     for title, name in (
