@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_training
 from scripted_world import Die, Rows
 from sharded_training import make_job, train, weights
 from sharded_world import Fault, ShardedWorld
@@ -110,6 +111,34 @@ def test_a_polite_leave_hands_its_cells_over_and_drops_no_step(world, undisturbe
     results = world.join()
     check(world, results, undisturbed, "ac")
     assert not any(outcome == "dropped" for _, outcome in world.told["a"].outcomes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_with_two_slots() -> tuple[list[Any], str]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(sharded_training, "NUM_SLOTS", 2)
+        job = make_job(sharded=False, is_random=False, run=RunOptions(progress=False, threads=1))
+    return train(job, max_steps=NUM_STEPS), weights(job)
+
+
+def test_as_many_leave_as_there_are_slots_and_the_others_go_on(undisturbed_with_two_slots, world, monkeypatch):
+    """In a sharded job workers without a slot are heard too: that as many leave as carry slots does not mean all."""
+    monkeypatch.setattr(sharded_training, "NUM_SLOTS", 2)
+    world.agree(0, "a", "b", "c")
+
+    def leave(job, step):
+        if step.number == 3:
+            job.regrouping.leave.requested = True
+
+    world.start("a")
+    world.start("b", on_step=leave)
+    world.start("c", on_step=leave)
+    for thread in world.threads[1:]:
+        thread.join(200)
+    assert all(isinstance(world.results[worker], SystemExit) for worker in "bc")
+    world.break_(0, "b", "c")
+    world.agree(1, "a")
+    check(world, world.join(), undisturbed_with_two_slots, "a")
 
 
 def test_a_loss_beyond_the_copies_goes_back_to_the_last_save_by_itself(world, undisturbed, capfd):

@@ -15,6 +15,7 @@ import torch
 from phalanx.comm.failure._liveness import own_identity
 from phalanx.comm.transports import _auto
 from phalanx.comm.transports.shm import _segment_join
+from phalanx.comm.transports.shm._common_file import BlankFiles
 from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.errors import PeerLost
 from phalanx.launch.cli import _doctor
@@ -255,3 +256,13 @@ def die_while_the_group_forms(worker) -> bool:
 
 def test_a_death_while_the_group_forms_is_noticed() -> None:
     assert [o.value for o in run_processes(3, die_while_the_group_forms)] == [True, None, True]
+
+
+def test_a_file_of_nothing_stays_open_while_someone_is_about_to_map_it():
+    """Threads hide windows of different sizes at the same time; each maps the file that it was given."""
+    files = BlankFiles()
+    small = files.at_least(4096)
+    large = files.at_least(8192)
+    assert os.fstat(small.fd).st_size == 4096
+    assert files.at_least(4096) is large
+    assert os.pread(large.fd, 9000, 0) == b"\xff" * 8192

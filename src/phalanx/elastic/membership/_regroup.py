@@ -177,7 +177,10 @@ class Regrouping:
         """Between two steps: leave or regroup if the reduction said that someone wants it."""
         if not wish:
             return
-        all_leave = num_leaving >= min(len(self.membership.workers), self._job.num_slots)
+        num_workers = len(self.membership.workers)
+        # Of an unsharded job only those who carry slots take part in the reduction that counts them.
+        num_heard = num_workers if self._job.sharding is not None else min(num_workers, self._job.num_slots)
+        all_leave = num_leaving >= num_heard
         everyone = bool(num_leaving) and (all_leave or not self.coordinator.can_change)
         if everyone and self._job.saving.options is not None:
             self._save_for_all()

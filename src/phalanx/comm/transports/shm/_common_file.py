@@ -98,29 +98,38 @@ class FixedWindow:
     def hide(self) -> None:
         """Show nothing. Whoever kept a view and reads it gets NaN; what is written is lost."""
         piece = max(_LEAST_PIECE, -(-self._nbytes // _MOST_PIECES // PAGE) * PAGE)
-        fd, allowed = _nothing.file(piece), mmap.PROT_READ | mmap.PROT_WRITE
+        blank, allowed = _blank.at_least(piece), mmap.PROT_READ | mmap.PROT_WRITE
         for start in range(0, self._nbytes, piece):
             length = min(piece, self._nbytes - start)
-            _checked(_mmap(self._address + start, length, allowed, mmap.MAP_PRIVATE | _FIXED, fd, 0))
+            _checked(_mmap(self._address + start, length, allowed, mmap.MAP_PRIVATE | _FIXED, blank.fd, 0))
 
 
-class _Nothing:
-    """A file of 0xff, as long as the longest piece that was ever asked for; windows show it over and over."""
+class BlankFile:
+    """A file of 0xff."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd, self.nbytes = new_file(nbytes), nbytes
+        weakref.finalize(self, os.close, self.fd).atexit = False  # mappings of it stay
+        os.pwrite(self.fd, b"\xff" * nbytes, 0)
+
+
+class BlankFiles:
+    """The longest file of 0xff that was ever asked for; windows show it over and over.
+
+    Threads that hide windows at the same time may each make one. Whoever holds one keeps it open until it is mapped.
+    """
 
     def __init__(self) -> None:
-        self._fd, self._nbytes = -1, 0
+        self._longest: BlankFile | None = None
 
-    def file(self, nbytes: int) -> int:
-        if self._nbytes < nbytes:
-            fd = new_file(nbytes)
-            os.pwrite(fd, b"\xff" * nbytes, 0)
-            if self._fd != -1:
-                os.close(self._fd)  # mappings of it stay
-            self._fd, self._nbytes = fd, nbytes
-        return self._fd
+    def at_least(self, nbytes: int) -> BlankFile:
+        found = self._longest
+        if found is None or found.nbytes < nbytes:
+            found = self._longest = BlankFile(nbytes)
+        return found
 
 
-_nothing = _Nothing()
+_blank = BlankFiles()
 
 
 def _checked(address: int | None) -> int:
