@@ -56,6 +56,9 @@ def readme(names: Names, group: Any) -> Iterator[None]:
 def slots(names: Names, group: Any) -> Iterator[None]:
     next(readme(names, group))
     yield
+    model, optimizer, dataset = names["model"], names["optimizer"], names["dataset"]
+    names["job"] = type(names["job"])(model, optimizer, dataset, num_slots=1, slot_batch_size=200)
+    yield
 
 
 def comm(names: Names, group: Any) -> Iterator[None]:

@@ -105,6 +105,6 @@ def test_the_same_host_transport_gives_the_same_training(size):
     assert backends == {"shm"}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), 4])
 def test_twenty_steps_give_the_same_losses_gradients_and_weights(size):
     run_processes(size, _same_path, list(SCENARIOS), timeout=200.0)

@@ -220,13 +220,13 @@ class Cluster:
 
 
 def errors_of(text: str) -> list[str]:
-    """The last lines of all tracebacks in what processes printed."""
+    """The last lines of all tracebacks in what processes printed; lines of agents may stand in their midst."""
     found = []
     inside = False
     for line in text.splitlines():
         if line.startswith("Traceback (most recent call last)"):
             inside = True
-        elif inside and line and not line[0].isspace():
+        elif inside and line and not line[0].isspace() and not line.startswith("phalanx: "):
             found.append(line)
             inside = False
     return found

@@ -170,7 +170,10 @@ def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
     assert (directory / f"digest-{survivor}").exists(), "the process that waited is the one that finished"
 
 
-@pytest.mark.parametrize("name", ["char_lm.py", "image_classifier.py", "ddp_port.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["char_lm.py", *(pytest.param(name, marks=pytest.mark.soak) for name in ("image_classifier.py", "ddp_port.py"))],
+)
 def test_an_example_gives_the_same_digest_alone_and_on_two_workers(name, tmp_path):
     assert len((EXAMPLES / name).read_text().splitlines()) < 100
     arguments = {

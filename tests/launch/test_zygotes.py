@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -122,3 +125,17 @@ def test_sigterm_to_a_fork_that_is_no_worker_yet_ends_it_and_nobody_else():
         assert bystander.waits
     finally:
         zygote.close()
+
+
+def test_a_process_with_more_than_a_thousand_descriptors_reaps_its_zygote():
+    """``select.select`` refuses descriptors above 1023, which a job with many files and workers has."""
+    spare = [os.dup(0) for _ in range(1024)]
+    try:
+        child = subprocess.Popen([sys.executable, "-c", "pass"])
+        zygote = object.__new__(Zygote)
+        zygote._child, zygote.pid = None, child.pid
+        assert zygote._wait_reaped(60.0)
+        child.wait()
+    finally:
+        for fd in spare:
+            os.close(fd)

@@ -18,6 +18,7 @@ from test_compile_programs import PLAN, run, values
 from phalanx.tensor.parallel import parallelize_module
 
 pytestmark = [
+    pytest.mark.soak,  # compiling takes half a minute; with aot_eager the same program is compiled in every run
     pytest.mark.timeout(580),
     pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks at it

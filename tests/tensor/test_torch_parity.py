@@ -128,7 +128,7 @@ def outcomes(mesh: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("program", list(parity_programs.PROGRAMS))
-@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("mesh", ["2", "2x2", pytest.param("4", marks=pytest.mark.soak)])
 def test_same_as_torch(mesh: str, program: str) -> None:
     for rank, found in enumerate(outcomes(mesh)):
         assert not found[program], f"rank {rank}: {found[program]}"

@@ -257,6 +257,7 @@ def test_a_thousand_steps_do_not_grow() -> None:
     assert resident[-1] < 8_000_000, f"resident bytes after each hundred steps: {resident}"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_leak_would_be_seen() -> None:
     """Irregular growth too: something kept in every tenth step."""

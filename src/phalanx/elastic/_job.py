@@ -210,7 +210,7 @@ class Job(JobState):
         return [self.attempt, membership.generation, membership.round, *([again] if again else [])]
 
     @property
-    def saves_together(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.sharding is not None
 
     @property

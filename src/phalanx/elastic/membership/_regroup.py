@@ -179,7 +179,7 @@ class Regrouping:
             return
         num_workers = len(self.membership.workers)
         # Of an unsharded job only those who carry slots take part in the reduction that counts them.
-        num_heard = num_workers if self._job.sharding is not None else min(num_workers, self._job.num_slots)
+        num_heard = num_workers if self._job.is_sharded else min(num_workers, self._job.num_slots)
         all_leave = num_leaving >= num_heard
         everyone = bool(num_leaving) and (all_leave or not self.coordinator.can_change)
         if everyone and self._job.saving.options is not None:
@@ -197,7 +197,7 @@ class Regrouping:
     def _save_for_all(self) -> None:
         """All leave: the first worker saves, and all hear whether it could. ``NotSaved`` on all of them if not."""
         group, problem = self.membership.group, ""
-        if self.membership.rank == 0 or self._job.saves_together:
+        if self.membership.rank == 0 or self._job.is_sharded:
             problem = self._save_or_tell()
         if group is not None:
             self.coordinator.waiting(True)
@@ -347,7 +347,7 @@ class Regrouping:
 
     def _leave_without_place(self) -> NoReturn:
         """Leave without a place: maybe all were told to, so whoever has a state saves it."""
-        alone = not self._job.saves_together  # else it has a part of the state only
+        alone = not self._job.is_sharded  # else it has a part of the state only
         if not self._job.is_fresh and self._job.saving.options is not None and alone:
             problem = self._save_or_tell()
             if problem:

@@ -66,8 +66,8 @@ class Training(Protocol):
         """Return the number of committed steps."""
 
     @property
-    def saves_together(self) -> bool:
-        """Return whether a save needs all workers: each has a part of the state."""
+    def is_sharded(self) -> bool:
+        """Return whether each worker has a part of the state: all are needed for a save, and all are heard in a step."""
 
     @property
     def is_before_evaluation(self) -> bool:

@@ -115,6 +115,8 @@ class _Pipe(RequestQueue):
             os.remove(path)  # of a server that was killed
         os.mkfifo(path, 0o600)
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._poller = select.poll()  # select.select takes no descriptor above 1023
+        self._poller.register(self._fd, select.POLLIN)
         self._writer = os.open(path, os.O_WRONLY)  # kept open: a pipe without writers would always be at its end
         self._rest = b""
         self.path = path
@@ -123,7 +125,7 @@ class _Pipe(RequestQueue):
         return 64
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        if not select.select([self._fd], [], [], timeout)[0]:
+        if not self._poller.poll(1000 * timeout):
             return []
         *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
         self._rest = self._rest[-select.PIPE_BUF :]

@@ -52,7 +52,9 @@ class Output(io.FileIO):
             while rest:
                 count: int | None = super().write(rest)
                 if count is None:  # somebody made a console non-blocking
-                    select.select([], [self], [], 1.0)
+                    poller = select.poll()  # select.select takes no descriptor above 1023
+                    poller.register(self, select.POLLOUT)
+                    poller.poll(1000)
                 rest = rest[count or 0 :]
         except OSError as error:
             if error.errno not in self._FULL:

@@ -240,8 +240,11 @@ class Zygote:
             return True
         pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
         try:
-            if pidfd >= 0 and not select.select([pidfd], [], [], timeout)[0]:
-                return False
+            if pidfd >= 0:
+                poller = select.poll()  # select.select takes no descriptor above 1023
+                poller.register(pidfd, select.POLLIN)
+                if not poller.poll(1000 * timeout):
+                    return False
             os.waitpid(self.pid, 0)
         except ChildProcessError:
             pass
