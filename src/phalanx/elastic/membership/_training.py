@@ -67,7 +67,7 @@ class Training(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each worker has a part of the state: all are needed for a save, and all are heard in a step."""
+        """Return whether each worker has a part of the state: all are needed for a save and heard in a step."""
 
     @property
     def is_before_evaluation(self) -> bool:
