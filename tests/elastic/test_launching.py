@@ -141,7 +141,7 @@ def test_a_whole_node_dies_and_the_other_goes_on(tmp_path, backend, seat):
     assert cluster.digests() == {f"{num_steps} {alone.digest()}"}
 
 
-@pytest.mark.soak  # a minute of waiting for a lease. In one of three runs the third agent did not come: not explained yet
+@pytest.mark.soak  # waits for a lease; in one of three runs the third agent did not come: not explained yet
 def test_below_the_minimum_the_survivor_waits_with_its_state(tmp_path):
     """Two nodes are the least; one is killed, and the other goes on from where it was when a third comes."""
     directory, num_steps = tmp_path / "job", 40
