@@ -134,7 +134,7 @@ def train_elastic(out: Path, steps: int, page: int, *, sharded: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
     args = parser.parse_args()
     elastic, sharded, alone = (args.out.resolve() / name for name in ("elastic", "sharded", "alone"))
