@@ -104,7 +104,7 @@ def train(steps: int, run: int, folder: str) -> list[list[float]]:
 
     os.environ[ENV_EVENTS] = folder
     try:
-        simulate(WORKERS).run(work_on)
+        simulate(WORKERS, timeout=900.0).run(work_on)
     finally:
         del os.environ[ENV_EVENTS]
         _observe._observers = ()
@@ -290,7 +290,7 @@ def shown_in_browser(data: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24_000, help="steps of a worker, with events and without")
+    parser.add_argument("--steps", type=int, default=16_000, help="steps of a worker, with events and without")
     parser.add_argument("--run", type=int, default=50, help="steps in each turn")
     parser.add_argument("--jobs", type=int, default=3, help="turns of jobs with a page and without")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which an agent is measured")

@@ -67,7 +67,7 @@ def test_the_pump_merges_what_ranks_print_at_the_same_time() -> None:
         assert file.read() == b"ranks 0-2: loading\nrank 1: half of a line\nranks 0,2: half of a\n"
 
 
-def test_output_scrolls_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_scrolls_above_the_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)  # plain where it is absent
     read_end, write_end = os.pipe()
     terminal = Terminal(write_end)
@@ -78,12 +78,16 @@ def test_output_scrolls_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> 
     terminal.show("step 2")
     terminal.write(write_end, b"\n")
     terminal.show("step 3")
+    terminal.show("step 4\nlast: a failure")
+    terminal.write(write_end, b"bye\n")
     terminal.show("")
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
         shown = file.read()
     erase = b"\r\x1b[2K"
-    assert shown == b"step 1" + erase + b"hello\nstep 1" + erase + b"no end\nstep 3" + erase
+    erase_both, block = erase + b"\x1b[1A" + erase, b"step 4\nlast: a failure"
+    assert shown.startswith(b"step 1" + erase + b"hello\nstep 1" + erase + b"no end\nstep 3" + erase + block)
+    assert shown.endswith(b"step 3" + erase + block + erase_both + b"bye\n" + block + erase_both)
 
 
 def test_what_the_agent_logs_goes_above_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.events import _event_types as types
@@ -110,6 +113,48 @@ def test_events_survive_json_and_get_time_and_host(event: events.AnyEvent) -> No
 def test_the_quick_line_of_a_step_is_the_plain_one(event: types.StepCommitted, worker: str) -> None:
     plain = _lines.dump(_lines.to_record(event, now=12.25, worker=worker))
     assert _lines.step_line(event, json.dumps(worker), 12.25) == plain
+
+
+_strange = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.sampled_from([2**63, -(2**63), [], {}]),
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"event": st.just("step")},
+        optional={
+            "time": st.floats() | _strange,
+            "worker": st.text(max_size=3) | _strange,
+            **{name: st.integers(-1, 9) | _strange for name in ("step", "epoch", "samples", "generation", "round")},
+            "loss": st.floats() | _strange,
+            "world_size": st.integers(-1, 9) | _strange,
+            "unknown": _strange,
+        },
+    )
+)
+@settings(max_examples=500)
+def test_the_quick_way_to_read_a_step_is_the_careful_one(record: dict[str, Any]) -> None:
+    def read() -> str:
+        try:
+            return repr(_lines.from_record(record))
+        except ValueError as error:
+            return f"refused: {error}"
+
+    quick = read()
+    with mock.patch.object(_lines, "_usual_step", return_value=None):
+        assert read() == quick
+
+
+def test_the_quick_way_takes_the_usual_line() -> None:
+    event = types.StepCommitted(step=3, epoch=0, loss=0.5, samples=8, generation=0, round=0, world_size=2)
+    record = json.loads(_lines.step_line(event, '"w"', 12.25))
+    assert _lines._usual_step(record) == dataclasses.replace(event, time=12.25, worker="w")
 
 
 def test_the_log_is_appended_by_several_writers_and_read_back(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from phalanx.watch._decimate import Curve, HeatMap
 from phalanx.watch._files import TRUSTED, YOUNG, Listing, Tail, find_event_files
 from phalanx.watch._hub import Hub
 from phalanx.watch._incidents import Incidents
-from phalanx.watch._view import JobView, live_line
+from phalanx.watch._view import JobView, live_block
 
 pytestmark = pytest.mark.fast
 
@@ -199,10 +199,17 @@ def test_a_node_that_told_its_load_before_the_rendezvous_is_one_node() -> None:
     assert {row["node"]: row["cpu_history"] for row in view.nodes()} == {"h_1_a": [0.1, 0.5, 0.5], "h_2_b": [0.5]}
 
 
-def test_the_live_line_says_where_the_job_is() -> None:
-    assert live_line(told(story()).view) == (
-        "step 4/10  loss 0.5000  11 samples/s  2 workers  generation 1  | rank 1 (n.b) failed, ValueError: boom"
-    )
+def test_the_live_block_says_where_the_job_is() -> None:
+    assert live_block(told(story()).view).split("\n") == [
+        "step 4/10  loss 0.5000  11 samples/s  2 workers  generation 1",
+        "last: rank 1 (n.b) failed, ValueError: boom",
+    ]
+
+
+def test_the_live_block_takes_no_orders_from_a_message() -> None:
+    view = told(story()).view
+    view.news.append({"time": 1.0, "kind": "worker_failed", "text": "one\ntwo \x1b[2Jthree"})
+    assert live_block(view).split("\n")[1:] == ["last: one two  [2Jthree"]
 
 
 def test_in_a_copy_of_a_directory_no_event_is_read_twice(tmp_path: Path) -> None:

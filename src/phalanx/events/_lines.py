@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from phalanx._fields import Fields, load_json, read_dataclass, short
+from phalanx._fields import MAX_INTEGER, Fields, load_json, read_dataclass, short
 from phalanx.events._event_types import (
     EVENT_TYPES,
     AnyEvent,
@@ -92,6 +92,9 @@ def from_json(line: str | bytes) -> AnyEvent:
 
 def from_record(record: Any) -> AnyEvent:
     """Return the event of what a line says; ``ValueError`` when it is none."""
+    step = _usual_step(record)
+    if step is not None:
+        return step
     fields = Fields(record, "an event")
     is_workers = fields.get("event") is not None
     kind = fields.text("event" if is_workers else "kind")
@@ -108,6 +111,34 @@ def from_record(record: Any) -> AnyEvent:
     if is_workers:
         fields.number("time"), fields.text("worker")  # without them it is no event
     return read_dataclass(made, fields)
+
+
+def _usual_step(record: Any) -> StepCommitted | None:
+    """Return a committed step whose line says what ``step_line`` writes; None of all else, which is looked at closely.
+
+    There is one for each step, and reading them is most of what an agent does for the page.
+    """
+    try:
+        if record["event"] != "step":
+            return None
+        event = StepCommitted(**{name: record[name] for name in _STEP_FIELDS}, world_size=record.get("world_size"))
+    except (TypeError, KeyError):
+        return None
+    worker, counts = event.worker, (event.step, event.epoch, event.samples, event.generation, event.round)
+    floats = (event.time, event.loss)
+    is_usual = (
+        {*map(type, floats)} == {float}
+        and all(value - value == 0.0 for value in floats if value is not None)  # finite
+        and {*map(type, counts)} == {int}
+        and 0 <= min(counts) <= max(counts) <= MAX_INTEGER
+        and type(worker) is str
+        and worker.isascii()
+        and (event.world_size is None or (type(event.world_size) is int and 0 <= event.world_size <= MAX_INTEGER))
+    )
+    return event if is_usual else None
+
+
+_STEP_FIELDS = ("time", "worker", "step", "epoch", "loss", "samples", "generation", "round")
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:

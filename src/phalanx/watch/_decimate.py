@@ -75,6 +75,16 @@ class Curve:
         """Add a committed step."""
         given = loss is not None and math.isfinite(loss)
         value = loss if loss is not None and given else 0.0
+        last = self._buckets[-1] if self._buckets else None
+        if last is not None and last.num < self._width:  # what joining a bucket of this step alone would give
+            last.end, last.last, self._last = time, step, time
+            last.num += 1
+            last.samples += samples
+            if given:
+                last.loss_sum += value
+                last.losses += 1
+                last.low, last.high = min(last.low, value), max(last.high, value)
+            return
         new = CurveBucket(
             begin=self._last or time,
             end=time,
@@ -88,9 +98,6 @@ class Curve:
             high=value if given else -math.inf,
         )
         self._last = time
-        if self._buckets and self._buckets[-1].num < self._width:
-            self._buckets[-1].join(new)
-            return
         self._buckets.append(new)
         if len(self._buckets) > self._max:
             for one, other in zip(self._buckets[::2], self._buckets[1::2], strict=False):

@@ -91,8 +91,7 @@ class Tail:
                     if real not in self._but:
                         lines += self._new_lines(path)
             lines.sort(key=lambda line: time_of_record(line[0]))
-            for record, text in lines:
-                self._hub.add_record(record, text)
+            self._hub.add_records(lines)
             return len(lines)
 
     def _new_lines(self, path: Path) -> Iterator[tuple[Any, str]]:

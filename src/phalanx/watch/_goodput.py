@@ -213,8 +213,23 @@ class Accounts:
             life.claim("hang", _micro(event.seconds))
         elif isinstance(event, ShutDown):
             self._close_all(event)
+        elif isinstance(event, StepCommitted):
+            self.take_commit(event)
         elif isinstance(event, TrainingEvent):
             self._take_training(event)
+
+    def take_commit(self, event: StepCommitted) -> None:
+        """Count a committed step: of all events by far the most."""
+        time = event.time
+        if time <= 0:
+            return
+        self._began, self._latest = min(self._began, time), max(self._latest, time)
+        life = self._life(event.worker, time)
+        life.is_training = True
+        life.advance(_micro(time))
+        if self._open:
+            self._repairs += [time - failed for failed in self._open if time >= failed]
+            self._open = [failed for failed in self._open if time < failed]
 
     def result(self, *, now: float | None = None) -> Goodput:
         """Return the account so far; ``now``: the job runs, and workers that have not ended still live."""
@@ -266,9 +281,6 @@ class Accounts:
         life.advance(time)
         if isinstance(event, WorkerStepTimes):
             self._take_times(event, life)
-        elif isinstance(event, StepCommitted):
-            self._repairs += [event.time - failed for failed in self._open if event.time >= failed]
-            self._open = [failed for failed in self._open if event.time < failed]
         elif isinstance(event, GroupLost):
             waited = event.waited or 0.0
             hung = any(event.time - waited - 1 <= moment <= event.time + 1 for moment in self._hangs)

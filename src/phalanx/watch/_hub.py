@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.events._event_types import AnyEvent, NodeLoad, StepCommitted, WorkerStepTimes
@@ -22,6 +22,8 @@ MAX_KEPT = 20_000
 """Events that can be replayed."""
 MAX_BULK = 2_000
 """Of the times of steps and the load of nodes, which are summed up and soon forgotten."""
+BATCH = 500
+"""Lines that are added while nobody else can look."""
 STEP = StepCommitted.kind
 BULK = (WorkerStepTimes.kind, NodeLoad.kind)
 
@@ -84,6 +86,13 @@ class Hub:
             return
         # A carriage return is a space to JSON, and the end of a line to who follows the stream.
         self._add(event, text if text and "\r" not in text else dump(record), is_local)
+
+    def add_records(self, lines: Sequence[tuple[Any, str]]) -> None:
+        """Add what many lines say; whoever waits wakes up once for some hundred of them."""
+        for first in range(0, len(lines), BATCH):
+            with self._changed:
+                for record, text in lines[first : first + BATCH]:
+                    self.add_record(record, text)
 
     def _add(self, event: AnyEvent, line: str, is_local: bool = True) -> int:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Says in one line what an event tells, for people: the page's list, ``phalanx events``, the live line. Pure."""
+"""Says in one line what an event tells, for people: the page's list, ``phalanx events``, the live block. Pure."""
 
 from __future__ import annotations
 

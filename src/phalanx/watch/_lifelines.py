@@ -104,13 +104,14 @@ class Lifelines:
         if isinstance(event, WorkerEvent):
             self._take_process(event)
         elif isinstance(event, WorkerHung):
-            life = self._life(event.worker_id, event.time)
+            life = self.see(event.worker_id, event.time)
             life.mark(event.time, "hang", f"made no progress for {event.seconds:g} s")
             life.stacks = event.stacks
         elif isinstance(event, TrainingEvent) and event.worker:
             self._take_training(event)
 
-    def _life(self, worker: str, time: float) -> Lifeline:
+    def see(self, worker: str, time: float) -> Lifeline:
+        """Return a worker's life, in which it was seen at this time."""
         life = self.lives.get(worker)
         if life is None:
             life = self.lives[worker] = Lifeline(worker, time, time)
@@ -124,7 +125,7 @@ class Lifelines:
             del self.lives[name]
 
     def _take_process(self, event: WorkerEvent) -> None:
-        life = self._life(event.worker_id, event.time)
+        life = self.see(event.worker_id, event.time)
         life.rank, life.host, life.node_rank, life.pid = event.rank, event.host, event.node_rank, event.pid
         if isinstance(event, WorkerStarted):
             life.born = min(life.born, event.time)
@@ -140,7 +141,7 @@ class Lifelines:
                 life.mark(event.time, "death", life.reason)
 
     def _take_training(self, event: TrainingEvent) -> None:
-        life = self._life(event.worker, event.time)
+        life = self.see(event.worker, event.time)
         if isinstance(event, TrainingStarted):
             life.pid = event.pid
         elif isinstance(event, RoundFormed):
@@ -162,7 +163,7 @@ class Lifelines:
     def _take_deal(self, event: SlotsDealt) -> None:
         first = 0
         for worker, size in zip(event.workers, event.sizes, strict=False):
-            self._life(worker, event.time).carry(event.time, first, size)
+            self.see(worker, event.time).carry(event.time, first, size)
             first += size
 
     def _take_round(self, event: RoundFormed, life: Lifeline) -> None:

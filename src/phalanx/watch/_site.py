@@ -32,6 +32,9 @@ ALIVE = 60.0
 class Host(Protocol):
     """What the process that serves knows beyond the events."""
 
+    def catch_up(self) -> None:
+        """Have the hub know what has been told until now."""
+
     def alive_at(self) -> float:
         """Return when its work last went on (seconds since 1970)."""
 
@@ -50,6 +53,9 @@ class Host(Protocol):
 
 class NoHost:
     """Of a job that is only looked at: it runs elsewhere, or has ended."""
+
+    def catch_up(self) -> None:
+        pass
 
     def alive_at(self) -> float:
         return time.time()
@@ -92,7 +98,9 @@ class Site:
         self._hub = hub
         self._access = access
         self._host: Host = host or NoHost()
-        self._streams = threading.Semaphore(MAX_STREAMS)
+        self.num_streams = 0
+        """Clients that follow the events just now."""
+        self._lock = threading.Lock()
         self._is_closing = threading.Event()
 
     def close(self) -> None:
@@ -115,6 +123,8 @@ class Site:
 
     def _look(self, request: HttpRequest) -> HttpResponse:
         path = request.path
+        if path != "/":
+            self._host.catch_up()
         if path == "/":
             return HttpResponse(
                 body=page_html().encode(),
@@ -199,7 +209,7 @@ class Site:
     # -- the stream -------------------------------------------------------------------------------------------
 
     def _stream(self, request: HttpRequest) -> HttpResponse:
-        if not self._streams.acquire(blocking=False):
+        if self.num_streams >= MAX_STREAMS:
             return error(503, f"{MAX_STREAMS} clients follow the events already")
         kinds = frozenset(filter(None, request.query.get("kinds", "").split(",")))
         pieces = self._pieces(self._where(request), kinds, "bulk" in request.query, "local" in request.query)
@@ -212,7 +222,9 @@ class Site:
         return int(number) if number.isdecimal() and len(number) < 16 and hub in ("", self._hub.name) else 0
 
     def _pieces(self, number: int, kinds: frozenset[str], bulk: bool, local: bool) -> Iterator[bytes]:
+        self._count_stream(1)
         try:
+            self._host.catch_up()  # which knows now that somebody follows
             yield b"retry: 1000\n\n"
             while True:
                 is_last, last = self._is_closing.is_set(), self._hub.number
@@ -225,7 +237,11 @@ class Site:
                 if not self._hub.wait(number, PULSE):
                     yield b": alive\n\n"
         finally:
-            self._streams.release()
+            self._count_stream(-1)
+
+    def _count_stream(self, change: int) -> None:
+        with self._lock:
+            self.num_streams += change
 
 
 def _number(request: HttpRequest, name: str, default: int) -> int:

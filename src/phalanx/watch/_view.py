@@ -86,6 +86,9 @@ class JobView:
 
     def take(self, event: AnyEvent) -> None:
         """Add one event."""
+        if type(event) is StepCommitted:
+            self._take_commit(event)
+            return
         time = event.timestamp if isinstance(event, Event) else event.time
         self.counts["events"][event.kind] += 1
         self.latest = max(self.latest, time)
@@ -97,8 +100,6 @@ class JobView:
         self.machines.take(event)
         if isinstance(event, WorkerStepTimes):
             self._take_times(event)
-        elif isinstance(event, StepCommitted):
-            self._take_step(event)
         elif not isinstance(event, NodeLoad):
             self._take_other(event)
             self._tell(event, time, is_new_round=self.lifelines.newest > rounds)
@@ -118,7 +119,17 @@ class JobView:
         for name, count in (event.collective_bytes or {}).items():
             self.collective_bytes[name] += int(count)
 
-    def _take_step(self, event: StepCommitted) -> None:
+    def _take_commit(self, event: StepCommitted) -> None:
+        """Add a committed step: there is one for each step, and only those are asked whom it concerns."""
+        time = event.time
+        self.counts["events"]["step"] += 1
+        self.latest = max(self.latest, time)
+        self.began = min(self.began, time) if self.began else time
+        self.accounts.take_commit(event)
+        if event.worker:
+            self.lifelines.see(event.worker, time)
+        if self.incidents.found:
+            self.incidents.take(event)
         if self.last_step is not None and event.step == self.last_step.step:
             return  # told again by the next first worker
         self.last_step = event
@@ -262,10 +273,10 @@ class JobView:
         }
 
 
-def live_line(view: JobView) -> str:
-    """Return the one line that a person at a terminal sees; "" before the first step.
+def live_block(view: JobView) -> str:
+    """Return the lines that a person at a terminal sees; "" before the first step.
 
-    >>> live_line(JobView())
+    >>> live_block(JobView())
     ''
     """
     step = view.last_step
@@ -280,12 +291,14 @@ def live_line(view: JobView) -> str:
         f"{len(view.lifelines.members)} workers",
         f"generation {view.generation}",
     ]
-    told = [one for one in view.news if one["kind"] in TOLD]
-    return "  ".join([*words, f"| {told[-1]['text']}"[:80] if told else ""]).rstrip()
+    told = [one["text"] for one in view.news if one["kind"] in TOLD]
+    # A worker's message may be of several lines, or hold what a terminal takes for orders.
+    last = ["".join(char if char.isprintable() else " " for char in f"last: {text}") for text in told[-1:]]
+    return "\n".join(["  ".join(words), *last])
 
 
 TOLD = ("worker_failed", "worker_hung", "saved", "save_failed", "action", "left", "went_back", "nonfinite")
-"""What the live line tells of beside the numbers."""
+"""What the live block tells of below the numbers."""
 
 
 def finite(value: float | None) -> float | None:

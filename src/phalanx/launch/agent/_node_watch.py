@@ -37,7 +37,7 @@ from phalanx.watch._http import HttpServer, is_loopback, parse_address
 from phalanx.watch._hub import Hub
 from phalanx.watch._peer_agents import PeerAgents
 from phalanx.watch._site import Site
-from phalanx.watch._view import live_line
+from phalanx.watch._view import live_block
 
 if TYPE_CHECKING:
     from phalanx.watch._otel import MetricPusher
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 LOAD_EVERY = 5.0
 PUSH_EVERY = 10.0
 LINE_EVERY = 0.25
+UNWATCHED_EVERY = 5.0
+"""Seconds between two looks at the workers' events while nobody follows: many lines at once cost less each. Whoever
+asks is told what is known at that moment all the same."""
 LOOK_AGAIN = 1.0
 """Seconds between two looks for the addresses of other agents, while some are missing."""
 MAX_READ_AT_END = 64 << 20
@@ -72,6 +75,7 @@ class NodeWatch:
         self._wake = threading.Event()
         self._heard: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Events of this agent, as lines, that are not in the hub yet."""
+        self._adding = threading.Lock()
         self._news = threading.Event()
         self._threads: list[background.Background] = []
         self._server: HttpServer | None = None
@@ -121,7 +125,7 @@ class NodeWatch:
         assert self.terminal is not None, "the caller has looked"
         with logging_above(self.terminal):
             while not self._stopped.wait(LINE_EVERY):
-                self.terminal.show(self.hub.read(live_line))
+                self.terminal.show(self.hub.read(live_block))
             self.terminal.show("")
 
     def _serve(self) -> None:
@@ -166,19 +170,24 @@ class NodeWatch:
             log.warning("the page cannot change the job: %s", error)
             return None
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether somebody sees at once what happens: at the terminal, or on an open page."""
+        return self.terminal is not None or (self._site is not None and self._site.num_streams > 0)
+
     def _follow_files(self) -> None:
         while not self._stopped.is_set():
-            self._news.wait(LOOK_EVERY)
+            self._news.wait(LOOK_EVERY if self._is_watched else UNWATCHED_EVERY)
             self._news.clear()
             self._add_news()
 
     def _add_news(self) -> None:
         """Add what is new: what workers wrote before it, then what this agent has told."""
-        told = [self._heard.get_nowait() for _ in range(self._heard.qsize())]
-        if self._tail is not None:
-            self._tail.look()
-        for line in told:
-            self.hub.add_record(json.loads(line), line)
+        with self._adding:
+            told = [self._heard.get_nowait() for _ in range(self._heard.qsize())]
+            if self._tail is not None:
+                self._tail.look()
+            self.hub.add_records([(json.loads(line), line) for line in told])
 
     def _measure_load(self) -> None:
         meter, node = LoadMeter(), socket.gethostname()
@@ -211,6 +220,7 @@ class NodeWatch:
         """Send the metrics of the job to the collector; the first node's agent knows all of them."""
         pusher = self._pusher
         if pusher is not None and self._info is not None and self._info.rank == 0:
+            self._add_news()
             pusher.send(self.hub.read(lambda view: pusher.made(view, self.hub.now())))
 
     # -- the store -------------------------------------------------------------------------------------------------
@@ -259,6 +269,11 @@ class NodeWatch:
         self._peers.follow(urls)
 
     # -- what the site asks of its host ----------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        self._add_news()
+        if self._is_watched:
+            self._news.set()  # from now on more often
 
     def alive_at(self) -> float:
         return self.alive()

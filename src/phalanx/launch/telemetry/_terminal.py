@@ -1,7 +1,7 @@
-"""Keeps one live line at the bottom of a terminal, while everything else scrolls above it.
+"""Keeps a live block of some lines at the bottom of a terminal, while everything else scrolls above it.
 
 Owns the terminal as far as this process writes to it: what goes to the console passes through ``write``, which takes
-the line away, writes, and puts it back. Plain control sequences; colours come from rich where it is installed. A
+the block away, writes, and puts it back. Plain control sequences; colours come from rich where it is installed. A
 terminal that goes away is not an error.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ERASE = b"\r\x1b[2K"
+_ERASE_LINE = b"\r\x1b[2K"
+_UP = b"\x1b[1A"
 
 
 class Terminal:
@@ -29,20 +30,20 @@ class Terminal:
         self._at_line_start = True
 
     def show(self, text: str) -> None:
-        """Show a line at the bottom, in place of the one before; "" takes it away."""
+        """Show these lines at the bottom, in place of those before; "" takes them away."""
         width = shutil.get_terminal_size((120, 24)).columns
-        line = _coloured(text[: max(10, width - 1)])
+        block = b"\n".join(_coloured(line[: max(10, width - 1)]) for line in text.split("\n"))
         with self._lock:
-            if line != self._shown:
-                self._put(self._fd, (_ERASE if self._shown else b"") + (line if self._at_line_start else b""))
-                self._shown = line if self._at_line_start else b""
+            if block != self._shown:
+                self._put(self._fd, self._erasing() + (block if self._at_line_start else b""))
+                self._shown = block if self._at_line_start else b""
 
     def write(self, fd: int, data: bytes) -> OSError | None:
-        """Write to the console, above the line; what the console says when it cannot."""
+        """Write to the console, above the block; what the console says when it cannot."""
         with self._lock:
             shown, problem = self._shown, None
             if shown:
-                self._put(self._fd, _ERASE)
+                self._put(self._fd, self._erasing())
             view = memoryview(data)
             try:
                 while view:
@@ -56,6 +57,12 @@ class Terminal:
                 self._shown = b""
             return problem
 
+    def _erasing(self) -> bytes:
+        """Return what takes the block away, line by line from its last one."""
+        if not self._shown:
+            return b""
+        return _ERASE_LINE + (_UP + _ERASE_LINE) * self._shown.count(b"\n")
+
     @staticmethod
     def _put(fd: int, data: bytes) -> None:
         try:
@@ -65,7 +72,7 @@ class Terminal:
 
 
 class TerminalStream:
-    """A text stream above the live line, for handlers of Python's logging."""
+    """A text stream above the live block, for handlers of Python's logging."""
 
     def __init__(self, terminal: Terminal, fd: int) -> None:
         self._terminal = terminal
@@ -82,7 +89,7 @@ class TerminalStream:
 
 @contextmanager
 def logging_above(terminal: Terminal) -> Iterator[None]:
-    """Have what this process logs to stderr written above the live line."""
+    """Have what this process logs to stderr written above the live block."""
     handlers: list[logging.StreamHandler[Any]] = [
         handler
         for handler in logging.getLogger().handlers
