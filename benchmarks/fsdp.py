@@ -1,6 +1,6 @@
 """Step times, processor times and memory of ``fully_shard`` over torch's on gloo, interleaved in the same processes.
 
-    python -m benchmarks.fsdp [--rounds 12] [--only transformer,bound] [--ranks 2,4] [--no-memory]
+    python -m benchmarks.fsdp [--rounds 12] [--only transformer,bound] [--ranks 2,4] [--no-memory] [--no-times]
 
 Models: a 25M-parameter transformer (a unit for each layer), and three wide layers that are mostly communication. Ours
 runs on a gloo group as torch's does (ratio "gloo") and on the fastest group for one host ("same host"); our DDP, whole
@@ -210,11 +210,12 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-times", action="store_true")
     options = parser.parse_args()
     sizes = [int(size) for size in options.ranks.split(",")]
     heads = f"{'step ms':>9s} {'/torch':>6s} {'cpu ms':>9s} {'/torch':>6s}  goal"
     print(f"{'model':12s} {'ranks':>5s} {'variant':10s} {heads}")
-    for name in options.only.split(","):
+    for name in options.only.split(",") if not options.no_times else ():
         for size in sizes:
             show_times(name, size, options.rounds)
     if not options.no_memory:
