@@ -68,6 +68,7 @@ class ShardedWorld(World):
                 self.here.step = step.number
                 on_step(job, step)
                 for micro in step:
+                    self.check_time()
                     micro.backward(self.loss(job, micro))
                 outcome = step.commit(max_grad_norm=self.clip)
                 told.outcomes.append((step.number, outcome.value))
