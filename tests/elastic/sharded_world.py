@@ -15,6 +15,12 @@ from torch.nn import functional as F
 from phalanx.comm import observe
 from phalanx.elastic import Guard, RunOptions
 
+COMMIT_POINT = 20
+"""Which collective of a step it is, of three workers. Eight slots are three waves. Each of the three units is gathered
+once a step (one collective, and one before the first) and reduced in every wave (one); in the last wave one worker
+follows, which the others tell what they do (one for each unit, one at the end). Then numbers, buffers and mirrored
+gradients, then this."""
+
 
 @dataclass
 class Fault:

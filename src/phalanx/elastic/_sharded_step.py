@@ -59,6 +59,7 @@ class ShardedStep(Step):
         self._plan = sharding.waves
         self._slot_seconds: list[float] = []
         sharding.before_step()
+        sharding.passes.renew()
         sharding.step = self
 
     # ---- waves

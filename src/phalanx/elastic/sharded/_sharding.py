@@ -394,6 +394,7 @@ class JobSharding:
     def share_out(self, missing: Sequence[int]) -> Iterator[int]:
         """Yield this worker's share of numbered batches; in between it takes part where others compute theirs."""
         group = self.live_group
+        self.passes.renew()
         for first in range(0, len(missing), self.num_computing):
             wave = missing[first : first + self.num_computing]
             self.passes.begin(range(len(wave)), is_step=False)
