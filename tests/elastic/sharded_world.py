@@ -66,7 +66,15 @@ class ShardedWorld(World):
 
     def train(self, on_step: Any, after: Any, on_commit: Any) -> object:
         run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold, threads=1)
-        job = make_job(self.kind, copies=self.copies, run=run, saves=self.saves, is_random=False, guard=self.guard)
+        job = make_job(
+            self.kind,
+            copies=self.copies,
+            run=run,
+            saves=self.saves,
+            is_random=False,
+            guard=self.guard,
+            verify_slots=self.verify_slots,
+        )
         told = self.told[job.worker_id] = Told()
         self.here.job, self.here.step, self.here.told = job, -1, told
         try:
