@@ -130,17 +130,67 @@ def test_a_rank_blocked_outside_of_collectives_is_reported_with_its_stack(
             gate.wait()
 
     monkeypatch.setattr("phalanx.comm.simulation._simulate.Scheduler", schedule)
-    with pytest.raises(SimulationError, match=r"did not end within 0.2 s(.|\n)*gate.wait"):
+    monkeypatch.setattr("phalanx.comm.simulation._simulate._PATIENCE", 0.0)
+    with pytest.raises(SimulationError, match=r"did not end within 0.2 s(.|\n)*gate.wait") as caught:
         simulate(2, timeout=0.2).run(main)
+    assert "the threads of ranks [0, 1] have not ended" in str(caught.value)
     gate.set()
     blocked[0].join(60)
 
 
-def test_the_end_of_a_simulation_is_waited_for_as_long_as_was_asked_and_no_longer() -> None:
+def test_the_end_of_a_simulation_is_waited_for_as_long_as_was_asked_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = threading.Event()
+    monkeypatch.setattr("phalanx.comm.simulation._simulate._PATIENCE", 0.0)
     with pytest.raises(SimulationError, match=r"of 1 ranks did not end within 0.1 s"):
         simulate(1, timeout=0.1).run(lambda group: gate.wait())
     gate.set()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_rank_outlives_a_simulation_that_is_given_up(size: int) -> None:
+    """One that went on would draw from, and seed, the generator of whatever the process does next."""
+    before, cleaned = set(threading.enumerate()), []
+
+    def main(group) -> None:
+        try:
+            while True:
+                torch.manual_seed(group.rank)
+                group.barrier()
+        finally:
+            cleaned.append(group.rank)
+
+    with pytest.raises(SimulationError, match=f"of {size} ranks did not end within 0.2 s") as caught:
+        simulate(size, timeout=0.2).run(main)
+    assert "have not ended" not in str(caught.value)
+    assert set(threading.enumerate()) <= before
+    assert sorted(cleaned) == list(range(size))
+
+
+def test_no_rank_outlives_a_simulation_whose_caller_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the time limit of a test does it, or the user."""
+    before, running = set(threading.enumerate()), threading.Event()
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert running.wait(60)
+            raise KeyboardInterrupt
+
+    def schedule(size: int) -> Scheduler:
+        scheduler = Scheduler(size)
+        scheduler.finished = Interrupted()
+        return scheduler
+
+    def main(group) -> None:
+        while True:
+            group.barrier()
+            running.set()
+
+    monkeypatch.setattr("phalanx.comm.simulation._simulate.Scheduler", schedule)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(2).run(main)
+    assert set(threading.enumerate()) <= before
 
 
 def test_survivors_of_a_scripted_death_get_peer_lost_and_go_on_in_a_subgroup() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import NUM_STEPS, SCRIPT  # beside this file
 
+from phalanx.elastic import _job as job_module
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -21,6 +24,20 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _closed_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the jobs that a test leaves open: each would keep its groups and files until the end of the process."""
+    open_jobs: list[object] = []
+    functions = SimpleNamespace(
+        register=open_jobs.append,
+        unregister=lambda function: open_jobs.remove(function) if function in open_jobs else None,
+    )
+    monkeypatch.setattr(job_module, "atexit", functions)
+    yield
+    for function in list(open_jobs):
+        function.__self__.close()  # a method of the job
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,8 @@ class World:
         self.guard = Guard()
         self.verify_slots: VerifySlots | None = None
         self.hold = 3600.0
+        self.is_over = False
+        """Whether the test was given up: workers that still run end at their next batch, and disturb no other test."""
         self.make_dataset = Rows
         self.prepare: Callable[[nn.Module], nn.Module] = lambda model: model
         self.data = DataOptions()
@@ -118,6 +120,7 @@ class World:
         try:
             for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
+                    self.check_time()
                     micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
                 on_step(job, step)
                 outcome = step.commit(max_grad_norm=1.0)
@@ -129,7 +132,15 @@ class World:
             job.close()
 
     def join(self) -> dict[str, object]:
-        for thread in self.threads:
-            thread.join(200)
-            assert not thread.is_alive(), "a worker hangs"
+        try:
+            for thread in self.threads:
+                thread.join(200)
+                assert not thread.is_alive(), "a worker hangs"
+        except BaseException:
+            self.is_over = True
+            raise
         return self.results
+
+    def check_time(self) -> None:
+        if self.is_over:
+            raise Die

@@ -15,6 +15,12 @@ from torch.nn import functional as F
 from phalanx.comm import observe
 from phalanx.elastic import Guard, RunOptions
 
+COMMIT_POINT = 20
+"""Which collective of a step it is, of three workers. Eight slots are three waves. Each of the three units is gathered
+once a step (one collective, and one before the first) and reduced in every wave (one); in the last wave one worker
+follows, which the others tell what they do (one for each unit, one at the end). Then numbers, buffers and mirrored
+gradients, then this."""
+
 
 @dataclass
 class Fault:
@@ -60,7 +66,15 @@ class ShardedWorld(World):
 
     def train(self, on_step: Any, after: Any, on_commit: Any) -> object:
         run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold, threads=1)
-        job = make_job(self.kind, copies=self.copies, run=run, saves=self.saves, is_random=False, guard=self.guard)
+        job = make_job(
+            self.kind,
+            copies=self.copies,
+            run=run,
+            saves=self.saves,
+            is_random=False,
+            guard=self.guard,
+            verify_slots=self.verify_slots,
+        )
         told = self.told[job.worker_id] = Told()
         self.here.job, self.here.step, self.here.told = job, -1, told
         try:
@@ -68,6 +82,7 @@ class ShardedWorld(World):
                 self.here.step = step.number
                 on_step(job, step)
                 for micro in step:
+                    self.check_time()
                     micro.backward(self.loss(job, micro))
                 outcome = step.commit(max_grad_norm=self.clip)
                 told.outcomes.append((step.number, outcome.value))

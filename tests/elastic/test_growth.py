@@ -1,18 +1,23 @@
-"""What must not grow with the number of regroups."""
+"""What must not grow with the number of regroups, nor with that of jobs in one process."""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from scripted_world import World
+from sharded_training import make_job, train, weights
 
 from phalanx import protocol as ms
+from phalanx.comm import simulate
+from phalanx.elastic import RunOptions
 from processes import run_processes
 
 pytestmark = pytest.mark.timeout(400)
@@ -80,3 +85,54 @@ def test_a_hundred_regroups_leave_nothing_behind():
     assert files_later <= files + FILES
     assert threads_later <= threads + THREADS
     assert memory_later <= memory + MEGABYTES, "MB"
+
+
+def train_and_close(group, *, sharded: bool) -> list[weakref.ref]:
+    """The job and its first parameter."""
+    job = make_job(run=RunOptions(progress=False, group=group, threads=1, overlap=not sharded), sharded=sharded)
+    train(job, max_steps=2)
+    weights(job)
+    job.close()
+    return [weakref.ref(job), weakref.ref(next(job.model.parameters()))]
+
+
+def what_is_left(made: list[weakref.ref]) -> tuple[int, int]:
+    """How many of these live, and how many files are open."""
+    gc.collect()
+    return sum(one() is not None for one in made), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+def test_a_closed_job_is_forgotten(sharded):
+    """With its model, its groups and their shared memory. The first one leaves what is made once for a process."""
+    seen = [what_is_left(train_and_close(None, sharded=sharded)) for _ in range(3)]
+    assert [alive for alive, _ in seen] == [0, 0, 0]
+    assert seen[1][1] == seen[2][1], "open files"
+
+
+def test_closed_jobs_of_simulated_ranks_are_forgotten():
+    seen = []
+    for _ in range(3):
+        made = simulate(2).run(lambda group: train_and_close(group, sharded=True))
+        seen.append(what_is_left(made[0] + made[1]))
+    assert [alive for alive, _ in seen] == [0, 0, 0]
+    assert seen[1][1] == seen[2][1], "open files"
+
+
+def train_several(worker, num_jobs: int) -> list[tuple[int, int]]:
+    seen = []
+    for number in range(num_jobs):
+        group = worker.group(backend="auto", generation=number)
+        made = train_and_close(group, sharded=True)
+        group.barrier()
+        group.close()
+        del group
+        seen.append(what_is_left(made))
+    return seen
+
+
+def test_closed_jobs_of_processes_are_forgotten():
+    for outcome in run_processes(2, train_several, 3):
+        alive, files = zip(*outcome.value, strict=True)
+        assert alive == (0, 0, 0)
+        assert files[1] == files[2], "open files"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripted_world import Die
 from sharded_training import make_job, weights
-from sharded_world import ShardedWorld
+from sharded_world import COMMIT_POINT, ShardedWorld
 from torch.nn import functional as F
 
 from phalanx.comm import simulate
@@ -106,7 +106,7 @@ def test_who_missed_the_commit_point_leaves_the_step_out_as_those_did_who_passed
 
     def on_step(job, step):
         if step.number == 3 and job.worker_id == "b" and job.generation == 0:
-            world.stack.enter_context(play(lose_result_at(job.rank, 51)))
+            world.stack.enter_context(play(lose_result_at(job.rank, COMMIT_POINT)))
 
     world.agree(0, *"abc")
     with contextlib.ExitStack() as stack, world.watching():

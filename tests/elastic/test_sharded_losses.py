@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_world import Die
 from sharded_training import make_job, train, weights
-from sharded_world import Fault, ShardedWorld
+from sharded_world import COMMIT_POINT, Fault, ShardedWorld
 
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import RunOptions, Saves, StepsLost
@@ -62,7 +62,7 @@ def kill_at(make_world, undisturbed, at, workers="abc", victim="b", **settings):
     return world
 
 
-@pytest.mark.parametrize("at", [9, 51])
+@pytest.mark.parametrize("at", [9, COMMIT_POINT])
 def test_a_worker_that_dies_in_a_step_costs_the_step_and_nothing_else(make_world, undisturbed, at):
     world = kill_at(make_world, undisturbed, at)
     assert (STEP, "dropped") in world.told["a"].outcomes
@@ -91,13 +91,11 @@ def test_who_missed_the_commit_point_that_others_passed_rolls_forward(make_world
 
     def on_step(job, step):
         if step.number == STEP and job.worker_id == "b" and job.generation == 0:
-            at = world.commit_point
-            world.stack.enter_context(play(lose_result_at(job.rank, at)))
+            world.stack.enter_context(play(lose_result_at(job.rank, COMMIT_POINT)))
 
-    world.count = 51
     world.agree(0, *"abc")
     with contextlib.ExitStack() as stack, world.watching():
-        world.stack, world.commit_point = stack, world.count
+        world.stack = stack
         for worker in "abc":
             world.start(worker, on_commit=on_commit, on_step=on_step)
         results = world.join()
@@ -107,7 +105,7 @@ def test_who_missed_the_commit_point_that_others_passed_rolls_forward(make_world
 
 
 def test_two_losses_within_three_copies_cost_nothing(make_world, undisturbed):
-    both = (Fault("b", STEP, 20, ("a", "d")), Fault("c", STEP, 20, ("a", "d")))
+    both = (Fault("b", STEP, 10, ("a", "d")), Fault("c", STEP, 10, ("a", "d")))
     world = make_world(copies=3, faults=both)
     results = world.run("abcd")
     check(world, results, undisturbed, "ad")

@@ -141,7 +141,7 @@ def kill_at(make_world, undisturbed, at, workers="abcd", victim="b"):
     return world
 
 
-@pytest.mark.parametrize("at", [5, 40])
+@pytest.mark.parametrize("at", [5, 25])
 def test_a_lost_member_costs_its_group_the_slots_and_the_job_the_step(make_world, undisturbed, at):
     kill_at(make_world, undisturbed, at)
 

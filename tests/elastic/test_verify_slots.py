@@ -6,19 +6,24 @@ import threading
 import time
 
 import pytest
+import sharded_training
 import torch
 from elastic_training import make_job, train
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_world import World
+from sharded_world import ShardedWorld
+from torch.nn import functional as F
 
 from phalanx.comm import Group, simulate
 from phalanx.elastic import NobodyDecides, RunOptions, VerifySlots
 from phalanx.elastic._verify_slots import SlotCheck, StepDigests, WrongKind, judge, plan_check
 from phalanx.elastic._verifying import BLOCK, MessageDigests, digest_of, locate_block
+from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._stream import StateDamaged, receive_state, send_state
 from phalanx.elastic.reduce._deal import even_deal, ranges_of
 from phalanx.elastic.reduce._flat_layout import FlatLayout
+from phalanx.elastic.reduce._waves import even_waves
 from phalanx.errors import PeerLost, WrongBits
 from phalanx.events._writer import read_lines
 
@@ -240,7 +245,7 @@ def test_two_workers_that_differ_stop_the_job():
     assert simulate(2).run(run) == [0, 0]
 
 
-def test_a_fixed_group_raises_and_a_sharded_job_refuses():
+def test_a_fixed_group_raises():
     def run(group):
         job = make_job(verify_slots=VerifySlots(every=1), run=RunOptions(progress=False, group=group))
         if group.rank == 2:
@@ -262,11 +267,81 @@ def test_a_fixed_group_raises_and_a_sharded_job_refuses():
         job.verifying.begin_step = begin_step
 
     assert simulate(3).run(run) == [("PeerLost", 1), ("PeerLost", 1), ("WrongBits", 1)]
-    with pytest.raises(
-        ValueError,
-        match=r"every=100\) on a sharded model; expected None: .* no worker has it to compare. job.fingerprint",
-    ):
-        make_job(copies=1, verify_slots=VerifySlots(), run=RunOptions(progress=False))
+
+
+# ---- sharded jobs
+
+
+def wrong_sharded_gradient(job, step):
+    """In the slot that is checked, on who carries it, once."""
+    names, reduction = next(one for one in job.sharding.reductions() if "first.bias" in one[0])
+
+    def add(group, index, grad, real=reduction.add):
+        if job.step == step and reduction.watch is not None and names[index] == "first.bias":
+            flip(grad)
+        real(group, index, grad)
+
+    reduction.add = add
+
+
+@pytest.fixture(scope="module")
+def undisturbed_sharded() -> str:
+    job = sharded_training.make_job(sharded=False, is_random=False, run=RunOptions(progress=False, threads=1))
+    sharded_training.train(job)
+    return sharded_training.weights(job)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "what", "parameter"),
+    [(wrong_sharded_gradient, "slot", "first.bias"), (wrong_message, "message", "a message of gradients")],
+)
+def test_a_wrong_worker_of_a_sharded_job_is_named_and_the_others_end_with_the_right_bits(
+    tmp_path, monkeypatch, undisturbed_sharded, hurt, what, parameter
+):
+    world = ShardedWorld(tmp_path, monkeypatch)
+    world.verify_slots = VerifySlots(every=1)
+    slots = [even_waves(8, 3).slots_of(rank) for rank in range(3)]
+    bad = next(s for s in range(2, 8) if plan_check(world.verify_slots, 0, s, slots).first == 1)
+
+    def on_commit(job, step, outcome):
+        if step.number == bad - 1 and outcome:
+            hurt(job, bad)
+
+    world.agree(0, *"abc")
+    for worker in "abc":
+        world.start(worker, on_commit=on_commit if worker == "b" else lambda *args: None)
+    wait_until(lambda: "b" in world.results)
+    assert isinstance(world.results["b"], WrongBits), world.results
+    world.break_(0, "b")
+    world.agree(1, "a", "c")
+    results = world.join()
+    assert results["a"] == results["c"] == undisturbed_sharded
+    (event,) = [e for p in tmp_path.glob("events-*") for e in read_lines(p) if e["event"] == "wrong_bits"]
+    assert (event["step"], event["what"], event["culprit"]) == (bad, what, "b")
+    assert event["parameter"] == parameter
+    verdict = check_directory(tmp_path)
+    assert (verdict.problems, verdict.num_steps) == ([], 8)
+
+
+def verified_sharded(group, every):
+    options = every and VerifySlots(every=every)
+    job = sharded_training.make_job(group=group, copies=2, verify_slots=options, parts=2)
+    extra, told = 0, []
+    for step in job.steps(max_steps=4):
+        for micro in step:
+            extra += micro.is_extra
+            micro.backward(F.cross_entropy(job.model(micro.inputs), micro.targets))
+        step.commit(max_grad_norm=0.5)
+        job.count.update(job.model)
+        told.append((step.loss, step.grad_norm, step.num_samples))
+    return told, sharded_training.weights(job), extra
+
+
+def test_checking_changes_no_bit_of_a_sharded_job():
+    expected = simulate(1).run(verified_sharded, None)[0]
+    results = simulate(3).run(verified_sharded, 2)
+    assert [found[:2] for found in results] == [expected[:2]] * 3
+    assert sum(count for _, _, count in results) == 2 * 2, "two steps, whose slot has two parts"
 
 
 def test_a_state_that_is_changed_on_its_way_is_refused():

@@ -25,12 +25,11 @@ from phalanx.elastic._job_state import JobState
 from phalanx.elastic._loading import Fetcher, Loading, Schedule
 from phalanx.elastic._loop_state import check_loop_state, check_next
 from phalanx.elastic._options import Callbacks, DataOptions, RunOptions, Saves
-from phalanx.elastic._sharded import make_guarding, make_sharding, make_step, objects_of
+from phalanx.elastic._sharded import make_guarding, make_sharding, make_step, make_verifying, objects_of
 from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
 from phalanx.elastic._tracking import Tracker, Tracking
 from phalanx.elastic._verify_slots import VerifySlots
-from phalanx.elastic._verifying import Verifying
 from phalanx.elastic.checkpoint._saving import Saving
 from phalanx.elastic.checkpoint._state import Stateful, digest
 from phalanx.elastic.membership._coordinator import Coordinator
@@ -124,7 +123,7 @@ class Job(JobState):
         overlaps = run.overlap and self.sharding is None
         self.early = EarlySend(self.params, self.param_names, self.pool.layout) if overlaps else None
         self.dealing = Dealing(self, is_on=run.balance)
-        self.verifying = Verifying(self, verify_slots)
+        self.verifying = make_verifying(self, verify_slots)
         self.guarding = make_guarding(self, guard, has_saves=saves is not None)
         sampler = ElasticBatchSampler(
             dataset,

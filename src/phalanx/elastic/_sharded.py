@@ -11,6 +11,8 @@ from torch import nn
 from phalanx.elastic._guard import Guard
 from phalanx.elastic._guarding import Guarding
 from phalanx.elastic._step import Step
+from phalanx.elastic._verify_slots import VerifySlots
+from phalanx.elastic._verifying import Verifying
 from phalanx.elastic.checkpoint._state import Stateful, StatefulObjects
 
 if TYPE_CHECKING:
@@ -64,6 +66,15 @@ def make_guarding(job: Job, guard: Guard, *, has_saves: bool) -> Guarding:
     from phalanx.elastic._sharded_guarding import ShardedGuarding  # start-up: as above
 
     return ShardedGuarding(job, guard, job.sharding, has_saves=has_saves)
+
+
+def make_verifying(job: Job, options: VerifySlots | None) -> Verifying:
+    """Return what has slots of a job computed twice."""
+    if job.sharding is None:
+        return Verifying(job, options)
+    from phalanx.elastic._sharded_verifying import ShardedVerifying  # start-up: as above
+
+    return ShardedVerifying(job, options, job.sharding)
 
 
 def make_step(job: Job) -> Step:

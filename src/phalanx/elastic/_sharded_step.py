@@ -25,6 +25,7 @@ from phalanx._torch_faults import check_fused
 from phalanx.elastic._guard import Reaction
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.elastic._sharded_guarding import Findings, ShardedGuarding
+from phalanx.elastic._sharded_verifying import ShardedVerifying
 from phalanx.elastic._step import Micro, Outcome, Step
 from phalanx.elastic.membership._lost import LOST
 from phalanx.elastic.sharded._mirroring import spread_gradients
@@ -59,6 +60,7 @@ class ShardedStep(Step):
         self._plan = sharding.waves
         self._slot_seconds: list[float] = []
         sharding.before_step()
+        sharding.passes.renew()
         sharding.step = self
 
     # ---- waves
@@ -85,15 +87,42 @@ class ShardedStep(Step):
             if self._is_lost:
                 return
             first += len(ranks)
+        if self._verifying.extra is not None:
+            yield from self._extra_wave(*self._verifying.extra)
+
+    def _extra_wave(self, slot: int, by: int) -> Iterator[Micro]:
+        """Have one worker compute a slot once more, to compare it; its gradients go nowhere, and the others follow."""
+        sharding, rank, job = self._sharding, self._sharding.live_group.rank, self.job
+        sharding.set_reduces(False)
+        if rank == by:
+            self._begin_slot()
+            self._verifying.watch(slot)
+        for ticket in job.schedule.tickets(self.number, slot):
+            if self._is_lost:
+                return
+            sharding.passes.begin([by], is_step=True)
+            if rank != by:
+                sharding.passes.follow()
+                continue
+            batch = job.loading.fetcher[ticket]
+            seed_everything(derive_seed(job.seed, "compute", self.number, slot, ticket.part))
+            micro = Micro(self, ticket, batch, is_extra=True)
+            yield micro
+            self._check_done(micro)
+            sharding.passes.end()
+        if rank == by:
+            self._verifying.computed_slot(self._sums)
+        job.clock.end_slot()
 
     def _wave(self, wave: Wave, num_parts: dict[int, int]) -> Iterator[Micro]:
         """Compute this worker's slot of the wave, or follow those who have one; ``num_parts`` by rank."""
         sharding, rank, clock = self._sharding, self._sharding.live_group.rank, self.job.clock
-        sharding.begin_wave(wave)
+        sharding.begin_wave(wave, self._verifying.messages)
         mine = wave.first_slot + wave.ranks.index(rank) if rank in wave.ranks else None
         clock.end_slot()  # what the slot took begins here
         if mine is not None:
             self._begin_slot()
+            self._verifying.watch(mine)
         tickets = self.job.schedule.tickets(self.number, mine) if mine is not None else []
         num_passes = max(num_parts.values())
         for part in range(num_passes):
@@ -116,6 +145,7 @@ class ShardedStep(Step):
         if self._is_lost:
             return
         if mine is not None:
+            self._verifying.computed_slot(self._sums)
             self._slot_seconds.append(clock.end_slot()[0])
             self._end_slot(mine, [index for ticket in tickets for index in ticket.indices])
         sharding.end_wave(wave, several_parts=num_passes > 1)
@@ -128,8 +158,16 @@ class ShardedStep(Step):
         if self._sharding.passes.lost is None:
             self._sharding.passes.lost = error
 
-    def run_backward(self, loss: Tensor) -> None:
-        """Compute gradients, unless a worker was lost: then the step will be dropped."""
+    def run_backward(self, loss: Tensor, *, is_extra: bool = False) -> None:
+        """Compute gradients, unless a worker was lost: then the step will be dropped. Those of an extra one are only
+        looked at."""
+        if is_extra:
+            self._sharding.mute(True)
+            try:
+                self.run_backward(loss)
+            finally:
+                self._sharding.mute(False)
+            return
         if self._sharding.passes.lost is not None:
             return
         try:
@@ -171,11 +209,17 @@ class ShardedStep(Step):
                 "before commit()"
             )
         try:
-            self.numbers = self._exchange()
+            numbers = self._exchange()
+            is_doubtful = self._verifying.compare(self, self._sharding.live_group)
         except LOST as error:
             self.outcome = self._recover(error)
             return False
-        self._take_numbers(self.numbers)
+        if is_doubtful:
+            self._drop()
+            self.outcome = Outcome.DROPPED
+            return False
+        self.numbers = numbers  # from here on it is prepared
+        self._take_numbers(numbers)
         return True
 
     def _exchange(self) -> StepNumbers:
@@ -203,7 +247,7 @@ class ShardedStep(Step):
         if numbers.sums["logs"]:
             self.logs = self._slot_logs.gather(group)
         self._buffers = exchange_buffers(group, self._first_buffers, job.buffers.live())
-        spread_gradients(sharding.store, group)
+        spread_gradients(sharding.store, group, self._verifying.messages)
         sharding.passes.waits(False)
         return numbers
 
@@ -285,6 +329,12 @@ class ShardedStep(Step):
     def _guarding(self) -> ShardedGuarding:
         found = self.job.guarding
         assert isinstance(found, ShardedGuarding), "that of a sharded job"
+        return found
+
+    @property
+    def _verifying(self) -> ShardedVerifying:
+        found = self.job.verifying
+        assert isinstance(found, ShardedVerifying), "that of a sharded job"
         return found
 
     def _leave_out(self, reaction: Reaction, verdict: StepVerdict) -> Outcome:

@@ -102,7 +102,8 @@ class Micro:
         value = float(loss.detach())
         if share:  # the mean over no tokens is nan, and nan * 0 is too: leave it out
             scaled = loss if share == 1.0 else loss * share
-            self.step.run_backward(job.scaler.scale(scaled) if job.scaler is not None else scaled)
+            whole = job.scaler.scale(scaled) if job.scaler is not None else scaled
+            self.step.run_backward(whole, is_extra=self.is_extra)
         else:
             self.step.skip_backward(loss)
         note = job.guarding.note_loss(value) if share else 0
@@ -219,7 +220,7 @@ class Step:
                 "call it once per micro-batch"
             )
 
-    def run_backward(self, loss: Tensor) -> None:
+    def run_backward(self, loss: Tensor, *, is_extra: bool = False) -> None:
         """Compute the gradients of a weighted loss; send them while they come if nothing can be added to them later."""
         early, reduction = self.job.early, self.job.regrouping.reduction
         if early is None or not self._is_last or reduction.is_alone or self.job.regrouping.is_broken:

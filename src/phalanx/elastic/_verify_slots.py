@@ -51,8 +51,8 @@ class SlotCheck:
     third: int = -1
 
 
-def plan_check(options: VerifySlots | None, seed: int, step: int, ranges: Sequence[range]) -> SlotCheck | None:
-    """Return what is checked in a step; None: nothing, or nobody is there to do it.
+def plan_check(options: VerifySlots | None, seed: int, step: int, ranges: Sequence[Sequence[int]]) -> SlotCheck | None:
+    """Return what is checked in a step; None: nothing, or nobody is there to do it. ``ranges`` are the workers' slots.
 
     >>> plan_check(VerifySlots(every=10), 0, 8, [range(0, 2), range(2, 4)]) is None
     True
@@ -63,7 +63,7 @@ def plan_check(options: VerifySlots | None, seed: int, step: int, ranges: Sequen
     size = len(ranges)
     if options is None or size < 2 or (step + 1) % options.every:
         return None
-    slot = derive_seed(seed, "verify", step) % ranges[-1].stop
+    slot = derive_seed(seed, "verify", step) % sum(map(len, ranges))
     first = next(rank for rank, slots in enumerate(ranges) if slot in slots)
     start = derive_seed(seed, "second", step) % (size - 1)
     others = [(first + 1 + (start + i) % (size - 1)) % size for i in range(size - 1)]

@@ -67,12 +67,6 @@ def _add(into: list[list[str]], tensors: Sequence[Tensor], rank: int) -> None:
 
 class Verifying:
     def __init__(self, job: Job, options: VerifySlots | None) -> None:
-        if options is not None and job.sharding is not None:
-            raise ValueError(
-                f"verify_slots is {options} on a sharded model; expected None: a slot's gradient goes to the owners of "
-                "its cells in parts and is added up there, so no worker has it to compare. job.fingerprint() compares "
-                "the weights of all holders"
-            )
         self.options = options
         self._job = job
         self._check: SlotCheck | None = None
@@ -166,8 +160,6 @@ class Verifying:
         self, step: Step, root: Flat, check: SlotCheck, wrong: WrongWorker, group: Group
     ) -> WrongBits | PeerLost | NobodyDecides:
         """Name what differs, on all workers, and return by which error this one parts with who is wrong."""
-        workers, me = self._job.regrouping.membership.workers, group.rank
-        self._job.buffers.restore()
         if wrong.kind is WrongKind.MESSAGE:
             num_pieces = len(self._job.regrouping.reduction.nodes[wrong.right])
             parameter, element = self._locate(root.layout, group.size, wrong, num_pieces)
@@ -175,6 +167,20 @@ class Verifying:
         else:
             named = self._of_kind(wrong.kind, root)
             parameter, element, values = first_difference(group, named, wrong.odd, wrong.right)
+        return self._part(step, check, wrong, group, parameter, element, values)
+
+    def _part(
+        self,
+        step: Step,
+        check: SlotCheck,
+        wrong: WrongWorker,
+        group: Group,
+        parameter: str,
+        element: int,
+        values: tuple[str, ...],
+    ) -> WrongBits | PeerLost | NobodyDecides:
+        workers, me = self._job.regrouping.membership.workers, group.rank
+        self._job.buffers.restore()
         slot = check.slot if wrong.kind is WrongKind.SLOT else None
         culprit = workers[wrong.odd] if wrong.is_known else ""
         self._kept = self._trial = None

@@ -2,7 +2,8 @@
 
 Owns the order in which ranks run, which makes a simulation deterministic: a rank runs until it waits for another,
 then the next one (cyclically) that can go on does. Owns also the end of a simulation: the first error releases all
-others, and when nobody can go on the deadlock is reported with what each rank waits for.
+others, and when nobody can go on the deadlock is reported with what each rank waits for. A simulation that is given up
+ends its ranks in the same way, each at its next turn or its next collective.
 
 Guarantees: same program, same interleaving. Random numbers of torch's default CPU generator belong to a rank: its
 state is kept across turns.
@@ -52,6 +53,7 @@ class Scheduler:
         self.failed_rank = -1
         self.all_well = True
         """Whether no rank has died or hangs."""
+        self.is_given_up = False
         self.finished = threading.Event()
         self._initial_rng = torch.get_rng_state()
 
@@ -65,6 +67,7 @@ class Scheduler:
 
     def wait(self, rank: int, can_go_on: Callable[[], bool], waits_for: str) -> None:
         """Let others run until ``can_go_on()``; ``waits_for`` is what a deadlock report says."""
+        self.check()
         if can_go_on():
             return
         state = self.ranks[rank]
@@ -74,6 +77,16 @@ class Scheduler:
         self._take_turn(state)
         torch.set_rng_state(state.rng)
         state.status, state.can_go_on, state.waits_for = "ready", None, ""
+
+    def check(self) -> None:
+        """Unwind the rank that calls if the simulation was given up."""
+        if self.is_given_up:
+            raise Released
+
+    def give_up(self) -> None:
+        """End all ranks, from outside: whoever has the turn at its next collective, the others as it is passed on."""
+        self.is_given_up = True
+        self.failure = self.failure or Released()
 
     def hang(self, rank: int) -> None:
         """Stop this rank for good, as SIGSTOP would; unwinds when the others are done."""

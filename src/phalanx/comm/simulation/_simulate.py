@@ -2,12 +2,17 @@
 
 Owns the threads of a simulation and what ``run`` reports. No sockets, no processes; deterministic (see
 ``_scheduler``). It is for tests and for trying out layouts on a laptop, not for speed.
+
+Invariant: no rank outlives ``run``, however that ends; only one that never comes to a collective can, which is said.
+Ranks and their caller have one process, with one default random generator: one that went on would change the numbers
+of whatever the process does next.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,6 +26,9 @@ from phalanx.errors import RankFailed, SimulationError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_PATIENCE = 30.0
+"""How long, in seconds, ``run`` waits for the ranks of a simulation that it gives up."""
 
 
 class Simulation:
@@ -65,8 +73,15 @@ class Simulation:
         for thread in threads:
             thread.start()
         scheduler.start()
-        if not scheduler.finished.wait(self.timeout):
-            raise SimulationError(self._report_stuck(scheduler, threads))
+        stuck = ""
+        try:
+            if not scheduler.finished.wait(self.timeout):
+                stuck = self._report_stuck(scheduler, threads)
+        except BaseException:  # the caller is interrupted
+            self._give_up(scheduler, threads)
+            raise
+        if stuck:
+            raise SimulationError(f"{stuck}{self._give_up(scheduler, threads)}")
         for thread in threads:
             thread.join()
         self._raise_failure(scheduler)
@@ -82,6 +97,20 @@ class Simulation:
             f"rank {scheduler.failed_rank} of {self.world_size} raised {type(failure).__name__}: {failure}",
             rank=scheduler.failed_rank,
         ) from failure
+
+    def _give_up(self, scheduler: Scheduler, threads: list[threading.Thread]) -> str:
+        """End the ranks; what there is to say of those that cannot be ended."""
+        scheduler.give_up()
+        deadline = time.monotonic() + _PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        left = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if not left:
+            return ""
+        return (
+            f"the threads of ranks {left} have not ended, since one of them does not come to a collective: what it "
+            f"does to random numbers and other state of this process disturbs whatever comes next in it"
+        )
 
     def _report_stuck(self, scheduler: Scheduler, threads: list[threading.Thread]) -> str:
         frames = sys._current_frames()

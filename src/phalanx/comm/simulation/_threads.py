@@ -254,6 +254,7 @@ class ThreadTransport(Transport):
         meeting.brought.clear()
 
     def _check_alive(self) -> None:
+        self._board.scheduler.check()
         if self._ended is None:
             self._ended = self._board.fault(self.rank)
             if self._ended is not None:  # meetings that can never be held keep nobody's tensors

@@ -206,6 +206,7 @@ class FinalStateServer:
         self._stop.set()
         self._thread.join()
         self._at.close()
+        self._state = None  # as large as the job's; this object is kept for its generation
 
     # -- in the thread ----------------------------------------------------------------------------------------
 

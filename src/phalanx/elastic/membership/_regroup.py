@@ -49,8 +49,8 @@ from phalanx.protocol import Finish, Ready
 class Regrouping:
     def __init__(self, job: Training, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self.leave = LeaveRequest(leave_signals(job.run.leave_signals))
-        coordinator.should_leave = lambda: self.leave.requested
+        leave = self.leave = LeaveRequest(leave_signals(job.run.leave_signals))
+        coordinator.should_leave = lambda: leave.requested  # not by way of the job: a coordinator may outlive it
         self.is_evaluating = False
         self.is_over = False
         """Whether all workers have committed the last step."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ class EarlySend:
         self._bucket_of = {index: i for i, bucket in enumerate(layout.buckets) for index in bucket.params}
         self._sending: Sending | None = None
         for index, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            # Weakly: the collector does not look into what torch keeps of such a hook, and this has the parameters.
+            param.register_post_accumulate_grad_hook(partial(_on_gradient, ref(self), index))
 
     def begin(self, reduction: Reduction, partials: Partials, slot: int) -> Sending:
         """Begin the last slot of a step."""
@@ -48,9 +50,16 @@ class EarlySend:
         finally:
             self._sending = None
 
-    def _on_gradient(self, index: int, param: Tensor) -> None:
+    def came(self, index: int) -> None:
+        """Take note that a gradient is there."""
         if self._sending is not None:
             self._sending.take(index)
+
+
+def _on_gradient(early: ref[EarlySend], index: int, param: Tensor) -> None:
+    found = early()
+    if found is not None:  # else the job is gone, and its model lives on
+        found.came(index)
 
 
 class Sending:

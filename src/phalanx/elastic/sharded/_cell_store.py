@@ -8,7 +8,7 @@ was is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -26,9 +26,10 @@ from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, intersect, joine
 from phalanx.fsdp.unit._section import Section, UnitPlace
 from phalanx.fsdp.unit._unit_driver import UnitDriver
 from phalanx.fsdp.unit._unit_gather import part_length
-from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage
+from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage, hand_on
 
 T = TypeVar("T")
+P = TypeVar("P", "Fragment", Piece)
 
 
 @dataclass
@@ -71,6 +72,8 @@ class CellStore:
         self.held: tuple[int, ...] = ()
         """Cells that are complete here, in ascending order."""
         self._group: Group | None = None
+        self._holdings: Holdings | None = None
+        """Those that the sections are laid out by."""
         self._plans: dict[str, Any] = {}
 
     def plan(self, name: str, make: Callable[[], T]) -> T:
@@ -83,7 +86,7 @@ class CellStore:
     def clear(self) -> None:
         """Forget all values: others take their places."""
         self._plans = {}
-        self.sections, self.pieces, self.held, self._group = {}, [], (), None
+        self.sections, self.pieces, self.held, self._group, self._holdings = {}, [], (), None, None
 
     # ---- layouts
 
@@ -115,30 +118,46 @@ class CellStore:
         rank = group.rank
         self._plans = {}
         moves = self._group is not group
-        self._group = group
-        for unit in self.units.units if moves else ():
-            unit.join(replace(unit.place, group=group, block=None), driver)
-        fragments: dict[Key, list[Fragment]] = {}
-        for fragment in [*self.fragments(), *received]:
-            fragments.setdefault(fragment.key, []).append(fragment)
+        if moves:
+            self._join(group, driver)
+        before, self._holdings = self._holdings, holdings
+        here, fragments = _by_section(self.pieces), _by_section(received)
         pieces: list[Piece] = []
         for u, s, section in self.units.sections():
+            old, mine = self.sections.get((u, s)), here.get((u, s), [])
+            if not moves and old is not None and before is not None and self._is_same(u, s, before, holdings):
+                pieces += mine
+                continue
             unit = self.units.units[u]
             layout = self.layout(u, s, holdings, workers)
-            old = self.sections.get((u, s))
             stays = old is not None and old.held == layout.held[rank]
-            if stays and not moves and old is not None and old.layout == layout:
-                pieces += [piece for piece in self.pieces if piece.key[:2] == (u, s)]
+            if old is not None and not moves and old.layout == layout:
+                pieces += mine
                 continue
             new = self._held_section(section, layout, unit.place, old if stays else None)
             self.sections[u, s] = new
             if stays:
-                pieces += [piece for piece in self.pieces if piece.key[:2] == (u, s)]
+                pieces += mine
             else:
-                pieces += self._make_pieces(u, s, section, new, rank, fragments)
+                found = [*map(_fragment, mine), *fragments.get((u, s), ())]
+                pieces += self._make_pieces(u, s, section, new, rank, found)
             section.relocate(unit.number, unit.place, layout, new.storage, self._reducer(section, new, unit.number))
         self.pieces = pieces
         self.held = holdings.held_by(workers[rank])
+
+    def _join(self, group: Group, driver: UnitDriver) -> None:
+        """Have all units be those of another group."""
+        if self._group is not None:
+            hand_on(self._group, group)
+        self._group = group
+        for unit in self.units.units:
+            unit.join(replace(unit.place, group=group, block=None), driver)
+
+    def _is_same(self, u: int, s: int, before: Holdings, after: Holdings) -> bool:
+        """Return whether the cells of a section have the same holders in both, in the same order."""
+        cells = self.units.table.of_section.get((u, s), range(0))
+        part = slice(cells.start, cells.stop)
+        return before.holders[part] == after.holders[part]
 
     def _held_section(
         self, section: Section, layout: UnitLayout, place: UnitPlace, old: HeldSection | None
@@ -183,15 +202,18 @@ class CellStore:
         return make
 
     def _make_pieces(
-        self, u: int, s: int, section: Section, held: HeldSection, rank: int, fragments: dict[Key, list[Fragment]]
+        self, u: int, s: int, section: Section, held: HeldSection, rank: int, fragments: Sequence[Fragment]
     ) -> list[Piece]:
         found = []
+        by_key: dict[Key, list[Fragment]] = {}
+        for fragment in fragments:
+            by_key.setdefault(fragment.key, []).append(fragment)
         for p, begin, end in piece_ranges(held.layout.held[rank], section.extents):
             first = section.extents[p][0]
             start, stop = held.layout.local_span(rank, begin, end)
             shape = section.parameters[p].shape if self.matrices else (end - begin,)
             values = held.storage.alias(start, shape)
-            parts = _covering(fragments.get((u, s, p), ()), begin, end)
+            parts = _covering(by_key.get((u, s, p), ()), begin, end)
             covered = sum(min(end, f.end) - max(begin, f.begin) for f in parts)
             assert covered == end - begin, (
                 f"{covered} of {end - begin} elements of {(u, s, p)} at {begin - first} are here"
@@ -208,19 +230,13 @@ class CellStore:
 
     # ---- reading
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Yield everything that is here, by pieces; the tensors are the live ones."""
-        for piece in self.pieces:
-            yield Fragment(piece.key, piece.begin, piece.end, piece.tensor.detach(), piece.states)
-
     def cell_fragments(self, cells: Sequence[int]) -> list[Fragment]:
         """Return what these cells contain here; copies."""
         found = []
+        here = _by_section(self.pieces)
         for index in cells:
             cell = self.units.table.cells[index]
-            for piece in self.pieces:
-                if piece.key[:2] != (cell.unit, cell.section):
-                    continue
+            for piece in here.get((cell.unit, cell.section), ()):
                 for begin, end in intersect([(piece.begin, piece.end)], [(cell.begin, cell.end)]):
                     values = piece.tensor.detach().reshape(-1)[begin - piece.begin : end - piece.begin].clone()
                     whole = Fragment(piece.key, piece.begin, piece.end, piece.tensor, piece.states)
@@ -233,6 +249,18 @@ class CellStore:
         rank = self.units.units[u].group.rank
         start, stop = held.layout.local_span(rank, begin, end)
         return held.storage.buffer[HEADER + start : HEADER + stop]
+
+
+def _by_section(parts: Iterable[P]) -> dict[tuple[int, int], list[P]]:
+    found: dict[tuple[int, int], list[P]] = {}
+    for part in parts:
+        found.setdefault(part.key[:2], []).append(part)
+    return found
+
+
+def _fragment(piece: Piece) -> Fragment:
+    """Return all of a piece; the tensors are the live ones."""
+    return Fragment(piece.key, piece.begin, piece.end, piece.tensor.detach(), piece.states)
 
 
 def _covering(fragments: Sequence[Fragment], begin: int, end: int) -> list[Fragment]:

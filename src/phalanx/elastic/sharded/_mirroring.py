@@ -14,17 +14,18 @@ from torch import Tensor
 from phalanx._torch_private import foreach_copy_
 from phalanx.comm import Group
 from phalanx.elastic.sharded._cell_store import CellStore, HeldSection
+from phalanx.elastic.sharded._slot_reduction import Messages
 from phalanx.fsdp.layout._unit_layout import Range, intersect
 
 
-def spread_gradients(store: CellStore, group: Group) -> None:
-    """Fill the gradient buffers of all sections, on all holders alike."""
+def spread_gradients(store: CellStore, group: Group, messages: Messages | None = None) -> None:
+    """Fill the gradient buffers of all sections, on all holders alike; ``messages`` sees what travels."""
     for held in store.sections.values():
         _take_own(held, group.rank)
     if group.size == 1:
         return
     for dtype, routes in store.plan("mirrors", lambda: _routes(store, group)):
-        _exchange(dtype, routes, group)
+        _exchange(dtype, routes, group, messages)
 
 
 def _take_own(held: HeldSection, rank: int) -> None:
@@ -74,10 +75,14 @@ def _spans(sections: list[HeldSection], owner: int, holder: int, *, of: int) -> 
     )
 
 
-def _exchange(dtype: torch.dtype, routes: list[MirrorRoute], group: Group) -> None:
+def _exchange(dtype: torch.dtype, routes: list[MirrorRoute], group: Group, messages: Messages | None) -> None:
     sent = [_packed([held.grad[slice(*span)] for held, span in route.sent], dtype) for route in routes]
     received = [torch.empty(route.num_received, dtype=dtype) for route in routes]
+    if messages is not None:
+        messages.sent(sent, group.rank)
     group.all_to_all(received, sent)
+    if messages is not None:
+        messages.received(received, group.rank)
     places = [held.grad[slice(*span)] for route in routes for held, span in route.received]
     sizes = [part.numel() for part in places]
     if places:

@@ -37,6 +37,7 @@ class Passes:
         self.tell_waiting: Callable[[bool], None] = lambda is_waiting: None
         """Whom to tell that this worker waits for others, and so cannot progress by itself."""
         self._group: Group | None = None
+        self._version = 0
         self._computing: tuple[int, ...] = ()
         self._is_open = False
         self._is_step = False
@@ -51,6 +52,10 @@ class Passes:
     def group(self) -> Group:
         assert self._group is not None, "the job has a place"
         return self._group
+
+    def renew(self) -> None:
+        """Say that values may have changed: what was gathered before is not gathered again from memory."""
+        self._version += 1
 
     # ---- passes
 
@@ -96,6 +101,10 @@ class Passes:
         return len(self._computing) < self.group.size
 
     # ---- the driver of the units
+
+    @property
+    def version(self) -> int | None:
+        return self._version if self._is_open and self.lost is None else None
 
     def gathers(self, unit: Unit) -> None:
         self._check_open(unit, "ran")

@@ -38,7 +38,7 @@ from phalanx.elastic.sharded._sharded_job import PreparedStep, ShardedJob
 from phalanx.elastic.sharded._sharded_level import bring_level
 from phalanx.elastic.sharded._slices import Slices, hand_over
 from phalanx.elastic.sharded._slot_numbers import StepNumbers
-from phalanx.elastic.sharded._slot_reduction import Wave
+from phalanx.elastic.sharded._slot_reduction import Messages, SlotReduction, Wave
 from phalanx.elastic.sharded._tensor_groups import TensorGroups, check_possible, find_relay
 from phalanx.elastic.sharded._unsharded_state import (
     digests,
@@ -383,6 +383,13 @@ class JobSharding:
             self.passes.lost = error
         return self.passes.lost is None
 
+    def reductions(self) -> Iterator[tuple[list[str], SlotReduction]]:
+        """Yield the reductions of all sections that are trained, with the names of their parameters."""
+        for u, s, section in self.units.sections():
+            reduction = self.store.sections[u, s].reduction
+            if reduction is not None:
+                yield [self._names[u, s, index] for index in section.trainable()], reduction
+
     def mute(self, is_muted: bool) -> None:
         """Leave out the gradients that arrive."""
         for held in self.store.sections.values():
@@ -394,6 +401,7 @@ class JobSharding:
     def share_out(self, missing: Sequence[int]) -> Iterator[int]:
         """Yield this worker's share of numbered batches; in between it takes part where others compute theirs."""
         group = self.live_group
+        self.passes.renew()
         for first in range(0, len(missing), self.num_computing):
             wave = missing[first : first + self.num_computing]
             self.passes.begin(range(len(wave)), is_step=False)
@@ -410,11 +418,13 @@ class JobSharding:
 
     # ---- waves
 
-    def begin_wave(self, wave: Wave) -> None:
+    def begin_wave(self, wave: Wave, messages: Messages | None = None) -> None:
+        """Sum the slots of a wave from now on; ``messages`` sees what travels."""
         for unit in self.units.units:
             for section in unit.sections:
                 if section.trainable():
-                    section.reduction().wave = wave  # type: ignore[attr-defined]  # a SlotReduction: it was relocated
+                    reduction: Any = section.reduction()  # a SlotReduction: it was relocated
+                    reduction.wave, reduction.messages = wave, messages
 
     def set_reduces(self, reduces: bool) -> None:
         """Say whether the backward pass that comes is the slot's last: then gradients go to their owners."""

@@ -1,8 +1,10 @@
 """Moves cells while everybody trains: new copies of those that lost one, cells for newcomers, balance.
 
-At each step boundary a *slice* of the plan that all workers have computed from the same holdings: as many bytes as cost
-about ``SHARE`` of a step, from a holder to a new one, with all state of them. The new holder takes part from the next
-step on. Who gives a copy away keeps it for one more step: until then nobody knows that the new holder has it.
+At a step boundary a *slice* of the plan that all workers have computed from the same holdings: as many bytes as cost
+about ``SHARE`` of a step, from a holder to a new one, with all state of them. Where steps are short a slice costs more
+than that, however small it is; then it is not made smaller, but the next ones wait for so many steps that it was
+``SHARE`` of them. The new holder takes part from the next step on. Who gives a copy away keeps it for one more step at
+least: until then nobody knows that the new holder has it.
 
 A slice that a loss cuts short changes nothing but what some new holders have received completely, which they claim in
 the next round; the plan is then made anew.
@@ -10,6 +12,7 @@ the next round; the plan is then made anew.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,9 +32,12 @@ if TYPE_CHECKING:
     from phalanx.elastic.sharded._sharding import JobSharding
 
 SHARE = 0.08
-"""Of a step's time, for the slice after it."""
-FIRST_SLICE = 1 << 20
-"""Bytes of parameters in a slice while nobody knows how long one takes."""
+"""Of the time of steps, for slices."""
+LEAST_SLICE = 1 << 20
+"""Bytes of parameters in a slice of short steps, and while nobody knows how long one takes: a slice costs some
+milliseconds, with few bytes too."""
+MOST_STEPS = 20
+"""From one slice to the next."""
 
 
 def next_slice(plan: deque[Transfer], sizes: Sequence[int], budget: float) -> list[Transfer]:
@@ -56,12 +62,27 @@ def next_slice(plan: deque[Transfer], sizes: Sequence[int], budget: float) -> li
 def budget_of(paces: Sequence[tuple[float, float]]) -> float:
     """Return the bytes of a slice from what workers tell: seconds of the last step, bytes a second of the last slice.
 
-    >>> budget_of([(2.0, 0.0), (2.5, 100.0)])
-    16.0
+    >>> budget_of([(2.0, 0.0), (2.5, 1e9)])
+    160000000.0
+    >>> budget_of([(0.01, 1e6)]) == budget_of([]) == LEAST_SLICE
+    True
     """
     rates = [rate for _, rate in paces if rate > 0]
     seconds = min((seconds for seconds, _ in paces), default=0.0)
-    return SHARE * seconds * min(rates) if rates and seconds > 0 else float(FIRST_SLICE)
+    return max(SHARE * seconds * min(rates, default=0.0), float(LEAST_SLICE))
+
+
+def steps_between(size: int, paces: Sequence[tuple[float, float]]) -> int:
+    """Return how many steps there are from a slice of so many bytes to the next, from what workers tell after it.
+
+    >>> steps_between(1000, [(0.5, 1e6), (0.5, 0.0)]), steps_between(1000, [(0.005, 1e6)]), steps_between(1000, [])
+    (1, 3, 1)
+    """
+    rates = [rate for _, rate in paces if rate > 0]
+    seconds = min((seconds for seconds, _ in paces), default=0.0)
+    if not rates or seconds <= 0:
+        return 1
+    return min(MOST_STEPS, max(1, math.ceil(size / min(rates) / (SHARE * seconds))))
 
 
 def given_up(holdings: Holdings, moved: Iterable[Transfer]) -> Holdings:
@@ -91,14 +112,17 @@ class Slices:
         self._sharding = sharding
         self._plan: deque[Transfer] | None = None
         self._moved: list[Transfer] = []
+        self._size = 0
+        """Bytes of the last slice."""
         self._settled_at = -1
+        """The step behind which the last slice came, or workers were level."""
         self._has_even_owners = False
         self.rate = 0.0
         """Bytes of parameters a second in the last slice that this worker had a part in."""
 
     def begin(self, step: int) -> None:
         """Workers are level at ``step``: first comes a step, then a new plan."""
-        self._plan, self._moved, self._settled_at = None, [], step
+        self._plan, self._moved, self._settled_at, self._size = None, [], step, 0
         self._has_even_owners = False
 
     def run(self, step: int, paces: Sequence[tuple[float, float]]) -> None:
@@ -106,6 +130,8 @@ class Slices:
         sharding = self._sharding
         holdings = sharding.holdings
         if holdings is None or step <= self._settled_at:
+            return
+        if step < self._settled_at + steps_between(self._size, paces):
             return
         if self._plan is None:
             self._plan = deque(transfers(sharding.table, holdings, sharding.workers, sharding.copies, sharding.nodes))
@@ -121,7 +147,8 @@ class Slices:
             slice_, self._plan = [one for one in slice_ if is_possible(left, one)], None
         received = carry(sharding.store, sharding.live_group, sharding.workers, slice_)
         sharding.settle(left.after([replace(one, drop=None) for one in slice_]), received)
-        self._moved = slice_
+        self._moved, self._settled_at = slice_, step
+        self._size = sum(sharding.table.sizes[one.cell] for one in slice_)
         self._tell(slice_, time.monotonic() - began)
 
     def _even_owners(self, holdings: Holdings) -> None:
@@ -140,8 +167,7 @@ class Slices:
         if not moved:
             tell_holdings(sharding)  # all has moved
         if mine:
-            size = sum(sharding.table.sizes[one.cell] for one in moved)
-            self.rate = size / max(seconds, 1e-6)
+            self.rate = self._size / max(seconds, 1e-6)
             sharding.job.events.write(
                 CellsMoved(
                     step=sharding.job.step,

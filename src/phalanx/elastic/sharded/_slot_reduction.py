@@ -10,9 +10,9 @@ wave's slots). Which workers send something follows from the step's samples and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,14 @@ def owner_plan(layout: UnitLayout, rank: int, extents: Sequence[Range]) -> Owner
     return OwnerPlan(tuple(places), counts, owned[rank], moves)
 
 
+class Messages(Protocol):
+    """Looks at what travels between workers."""
+
+    def sent(self, tensors: Sequence[Tensor], rank: int) -> None: ...
+
+    def received(self, tensors: Sequence[Tensor], rank: int) -> None: ...
+
+
 class SlotReduction:
     """Gradients of one section on their way to their owners."""
 
@@ -79,6 +87,10 @@ class SlotReduction:
         self.wave: Wave | None = None
         self._number, self._dtype, self._device, self._pool = number, dtype, device, pool
         self.is_muted = False
+        self.watch: Callable[[int, Tensor], None] | None = None
+        """Whom to show the gradients that come, by the number of their parameter, also muted ones."""
+        self.messages: Messages | None = None
+        """Whom to show what is sent and received."""
         self._packed: Tensor | None = None
         self._arrived: set[int] = set()
         self.used: set[int] = set()
@@ -91,6 +103,8 @@ class SlotReduction:
 
     def add(self, group: Group, index: int, grad: Tensor) -> None:
         """Put a gradient in its places; the second of one parameter is added to the first."""
+        if self.watch is not None:
+            self.watch(index, grad)
         if self.is_muted:
             return
         if self._packed is None:
@@ -116,6 +130,8 @@ class SlotReduction:
             room[wave.senders.index(rank) * aligned(length) :][:length] if rank in wave.senders else self._nothing()
             for rank in range(group.size)
         ]
+        if self.messages is not None:
+            self.messages.sent(sent, group.rank)
         work = group.all_to_all(received, sent, async_op=async_op)
         self._pending = (work, group, room, received, self._packed, wave)
         self._packed = None
@@ -145,6 +161,8 @@ class SlotReduction:
         (work, group, room, received, packed, wave), self._pending = self._pending, None
         if work is not None:
             work.wait()
+            if self.messages is not None:
+                self.messages.received(received, group.rank)
         for rank in wave.senders:
             check_sent(group, "reduces", self._number, rank, int(received[rank][:HEADER].view(torch.int64)[0]))
         for slot, rank in enumerate(wave.ranks, wave.first_slot):

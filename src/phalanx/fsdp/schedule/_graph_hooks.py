@@ -24,11 +24,15 @@ _CALLS = "phalanx.fsdp"
 def outside_of_graphs(function: F) -> F:
     """Return ``function`` so that ``torch.compile`` leaves it alone; while nobody has loaded it, nothing is done."""
 
+    disabled: list[F] = []  # made once: that takes longer than most of what is called
+
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        return torch.compiler.disable(function)(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return call  # type: ignore[return-value]  # the same arguments and results
 

@@ -1,6 +1,6 @@
 """Gathering by mapping, where the ranks are on one host: one gathered copy for all of them, to which each adds its own.
 
-Owns ``SharedSlots``, the memory of one group in which units are gathered, and ``MappedGather``.
+Owns ``SharedSlots`` and ``KeptUnits``, the memory of one group in which units are gathered, and ``MappedGather``.
 
 Plan of a gather, on every rank:
 
@@ -8,6 +8,12 @@ Plan of a gather, on every rank:
    for all and large enough is taken; if there is none, all make one.
 2. write: this rank's own ranges, cast if need be, straight from its storage.
 3. meet again; then the slot is shown in the unit's window, a fixed range of addresses.
+
+Whoever knows when values change (``UnitDriver.version``) need not send them twice. Then units are gathered one behind
+the other in memory that *keeps* them until the version is another one (``KeptUnits``, up to ``KEPT_BYTES``; the units
+behind that take slots). Where a unit lies follows from the order, which is the same on all ranks, so one meeting is
+enough, behind the writing; gathering it again is showing it again, with no meeting. Of another version, the first
+gather has a meeting before it: all say whether they still read something of what is kept.
 
 Windows are private: a write to a gathered parameter copies the page, so that it never reaches another rank; it is gone
 when the window is closed. Slots stay, as many as units were ever gathered at once: their pages are neither zeroed nor
@@ -19,28 +25,33 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.comm.transports.shm._common_file import CommonFile, FixedWindow, open_common_file
+from phalanx.comm.transports.shm._common_file import PAGE, CommonFile, FixedWindow, open_common_file
 from phalanx.fsdp.layout._unit_layout import UnitLayout
 from phalanx.fsdp.unit._unit_gather import Gather
 from phalanx.fsdp.unit._unit_memory import HEADER, ShardStorage
 from phalanx.fsdp.unit._unit_order import check_gathered
 
 _BITS = 62
+KEPT_BYTES = 64 << 20
+"""What is kept of the units of a group: one copy for all ranks together."""
 
 
 class SharedSlots:
-    """Files in which the units of one group are gathered, the same on all ranks; which are in use differs by rank."""
+    """Files in which the units of one group are gathered, the same on all ranks; which are in use differs by rank.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    It does not hold its group, by which it is found: the group would hold itself.
+    """
+
+    def __init__(self) -> None:
         self._files: list[CommonFile] = []
         self._in_use: set[int] = set()
 
-    def agree(self, number: int, nbytes: int) -> int:
+    def agree(self, group: Group, number: int, nbytes: int) -> int:
         """Find a slot that no rank reads, for the unit with this number; all ranks call it together."""
-        group, count = self._group, len(self._files)
+        count = len(self._files)
         words = 1 + -(-count // _BITS)
         own = torch.tensor([number, *self._free(count)], dtype=torch.int64)
         told = torch.empty(group.size * words, dtype=torch.int64)
@@ -70,13 +81,61 @@ class SharedSlots:
         self._in_use.discard(slot)
 
 
+class KeptUnits:
+    """Memory in which units of one version of a group's values lie one behind the other; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.num_shown = 0
+        """How many units this rank reads in it."""
+        self._file: CommonFile | None = None
+        self._version: int | None = None
+        self._used = 0
+
+    def find_place(self, group: Group, nbytes: int, version: int | None) -> int | None:
+        """Return where the next unit goes; None if it is not kept. All ranks call it together."""
+        size = -(-nbytes // PAGE) * PAGE
+        if version is None or size > KEPT_BYTES:
+            return None
+        if version != self._version:
+            self._version = version
+            told = torch.empty(group.size, dtype=torch.int64)
+            group.all_gather_into_tensor(told, torch.tensor([self.num_shown]))
+            self._used = KEPT_BYTES if told.any() else 0
+        if self._used + size > KEPT_BYTES:
+            return None
+        if self._file is None:
+            self._file = open_common_file(group, KEPT_BYTES)  # pages are taken when they are written
+        place, self._used = self._used, self._used + size
+        return place
+
+    @property
+    def file(self) -> CommonFile:
+        assert self._file is not None, "a place was found in it"
+        return self._file
+
+
+def _compare(group: Group, number: int) -> None:
+    """Meet, and see that all gather the same unit."""
+    told = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather_into_tensor(told, torch.tensor([number]))
+    check_gathered(group, number, told.tolist())
+
+
 _slots: WeakKeyDictionary[Group, SharedSlots] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Group, KeptUnits] = WeakKeyDictionary()
 
 
 def slots_of(group: Group) -> SharedSlots:
     found = _slots.get(group)
     if found is None:
-        found = _slots[group] = SharedSlots(group)
+        found = _slots[group] = SharedSlots()
+    return found
+
+
+def kept_of(group: Group) -> KeptUnits:
+    found = _kept.get(group)
+    if found is None:
+        found = _kept[group] = KeptUnits()
     return found
 
 
@@ -94,36 +153,74 @@ class MappedGather(Gather):
     def __init__(self, group: Group, layout: UnitLayout, memory: MappedMemory) -> None:
         self._group, self._layout, self._memory = group, layout, memory
         self.flat = memory.flat
-        self._slots = slots_of(group)
+        self._slots, self._kept_units = slots_of(group), kept_of(group)
         self._slot: int | None = None
+        self._place: int | None = None
+        """Where it is kept, while it is read there."""
+        self._kept: tuple[int, int] | None = None
+        """Where it is kept, and of which version."""
         self._is_blank = False
 
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
         """Do all but showing it. ``async_op`` changes nothing: the work is this rank's own, in its own thread."""
-        assert self._slot is None, "it is gathered already"
-        layout, rank, flat = self._layout, self._group.rank, self.flat
-        self._slot = self._slots.agree(number, flat.numel() * flat.element_size())
-        there = self._slots.file(self._slot).bytes[: flat.numel() * flat.element_size()].view(flat.dtype)
+        assert not self._is_read, "it is gathered already"
+        group, nbytes = self._group, self.flat.numel() * self.flat.element_size()
+        self._kept = None
+        place = self._kept_units.find_place(group, nbytes, version)
+        if place is None:
+            self._slot = self._slots.agree(group, number, nbytes)
+            self._write(storage, self._slots.file(self._slot).bytes[:nbytes])
+            group.barrier()
+            return
+        self._write(storage, self._kept_units.file.bytes[place : place + nbytes])
+        _compare(group, number)
+        assert version is not None, "it has a place"
+        self._kept = (place, version)
+        self.start_again()
+
+    def _write(self, storage: ShardStorage, there: Tensor) -> None:
+        """Put what this rank owns to its places."""
+        layout, rank, flat = self._layout, self._group.rank, there.view(self.flat.dtype)
         for begin, end in layout.owned[rank]:
             start, stop = layout.local_span(rank, begin, end)
-            there[begin:end].copy_(storage.buffer[HEADER + start : HEADER + stop])
-        self._group.barrier()
+            flat[begin:end].copy_(storage.buffer[HEADER + start : HEADER + stop])
+
+    def is_kept(self, version: int) -> bool:
+        return self._kept is not None and self._kept[1] == version
+
+    def start_again(self) -> None:
+        assert self._kept is not None, "it is kept"
+        assert not self._is_read, "it is gathered already"
+        self._place = self._kept[0]
+        self._kept_units.num_shown += 1
+
+    @property
+    def _is_read(self) -> bool:
+        return self._slot is not None or self._place is not None
 
     def finish(self) -> None:
+        if self._place is not None:
+            self._memory.window.show(self._kept_units.file, self._place)
+            return
         assert self._slot is not None, "it was started"
         self._memory.window.show(self._slots.file(self._slot))
 
-    def serve(self, storage: ShardStorage, number: int) -> None:
-        self.start(storage, number, async_op=False)
-        self.release()
+    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
+        self.start(storage, number, async_op=False, version=version)
+        self._let_go()
 
     def blank(self) -> None:
         self._memory.window.show_zeros()
         self._is_blank = True
 
     def release(self) -> None:
-        if self._slot is not None or self._is_blank:
+        if self._is_read or self._is_blank:
             self._memory.window.hide()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._slot is not None:
             self._slots.give_back(self._slot)
-        self._slot, self._is_blank = None, False
+        if self._place is not None:
+            self._kept_units.num_shown -= 1
+        self._slot, self._place, self._is_blank = None, None, False

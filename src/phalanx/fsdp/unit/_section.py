@@ -41,15 +41,20 @@ class UnitPlace:
         return pool_of(self.group)
 
 
-def gather_maker(
-    place: UnitPlace, length: int, dtype: torch.dtype, *, maps: bool
-) -> Callable[[Group, UnitLayout], Gather]:
-    """Return what makes gathers into one flat vector: by mapping where the ranks share memory, else by copying."""
+FlatMemory = MappedMemory | GatheredMemory
+
+
+def flat_memory(place: UnitPlace, length: int, dtype: torch.dtype, *, maps: bool) -> FlatMemory:
+    """Return where a flat vector is gathered: by mapping where the ranks share memory, else by copying."""
     if maps and place.group.backend == "shm" and place.device.type == "cpu" and length:
-        mapped = MappedMemory(length, dtype)
-        return lambda group, layout: MappedGather(group, layout, mapped)
-    memory = GatheredMemory(length, dtype, place.device)
-    return lambda group, layout: CopyGather(group, layout, memory, place.pool)
+        return MappedMemory(length, dtype)
+    return GatheredMemory(length, dtype, place.device)
+
+
+def gather_into(memory: FlatMemory, group: Group, layout: UnitLayout, pool: BufferPool) -> Gather:
+    if isinstance(memory, MappedMemory):
+        return MappedGather(group, layout, memory)
+    return CopyGather(group, layout, memory, pool)
 
 
 class Section:
@@ -68,6 +73,7 @@ class Section:
         self.storage: ShardStorage | None = None
         self.comm: AllGather | None = None
         self.gather: Gather | None = None
+        self._memory: FlatMemory | None = None
         self._block: tuple[Gather, ShardStorage] | None = None
         self._reduction: tuple[tuple[int, ...], GradientReduction] | None = None
         self._plans: dict[tuple[int, ...], ReducePlan] = {}
@@ -87,6 +93,8 @@ class Section:
         """
         self.number, self.place, self.layout, self.storage = number, place, layout, storage
         self.spans = []
+        if self.gather is not None:
+            self.gather.release()
         self.gather = self._block = self._reduction = None
         self._make_reduction = make_reduction
 
@@ -130,22 +138,44 @@ class Section:
     def prepare_gather(self, arrived: Callable[[int], Callable[[Tensor], None]]) -> Gather:
         """Make the gathered parameters, once; ``arrived(i)`` is told of gradients of parameter i."""
         if self.comm is not None and isinstance(self.gather, MappedGather):
-            self.gather = None  # users want to see the bytes that are sent
+            self.gather = self._memory = None  # users want to see the bytes that are sent
         if self.gather is None:
             place = self.place
-            make = gather_maker(place, self.layout.length, self.gather_dtype, maps=self.comm is None)
-            self.gather = make(place.group, self.layout)
+            memory, is_new = self._flat_memory()
+            self.gather = gather_into(memory, place.group, self.layout, place.pool)
             if place.block is not None:
                 layout = cells(self.layout.length, [[rank] for rank in range(place.block.size)])
                 storage = ShardStorage(place.block, part_length(layout), self.gather_dtype, place.device)
-                self._block = (make(place.block, layout), storage)
-            for index, (parameter, (start, _)) in enumerate(zip(self.parameters, self.extents, strict=True)):
-                parameter.make_whole(self.gather.flat, start)
-                if parameter.leaf.is_floating_point() or parameter.leaf.is_complex():
-                    parameter.leaf.requires_grad_(True).register_post_accumulate_grad_hook(arrived(index))
-                    parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
+                self._block = (gather_into(memory, place.block, layout, place.pool), storage)
+            if is_new:
+                self._make_wholes(memory, arrived)
         if isinstance(self.gather, CopyGather):
             self.gather.comm = self.comm
+        return self.gather
+
+    def _flat_memory(self) -> tuple[FlatMemory, bool]:
+        """Return where to gather, and whether that is new: in another group the parameters can stay what they are."""
+        maps = self.comm is None and self.place.group.backend == "shm"
+        if self._memory is not None and isinstance(self._memory, MappedMemory) == maps:
+            return self._memory, False
+        self._memory = flat_memory(self.place, self.layout.length, self.gather_dtype, maps=self.comm is None)
+        return self._memory, True
+
+    def _make_wholes(self, memory: FlatMemory, arrived: Callable[[int], Callable[[Tensor], None]]) -> None:
+        for index, (parameter, (start, _)) in enumerate(zip(self.parameters, self.extents, strict=True)):
+            parameter.make_whole(memory.flat, start)
+            if parameter.leaf.is_floating_point() or parameter.leaf.is_complex():
+                parameter.leaf.requires_grad_(True).register_post_accumulate_grad_hook(arrived(index))
+                parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
+
+    def is_kept(self, version: int) -> bool:
+        """Return whether it can be gathered again without the other ranks."""
+        return self.gather is not None and self.comm is None and self.gather.is_kept(version)
+
+    def start_again(self) -> Gather:
+        """Begin to gather what is kept."""
+        assert self.gather is not None, "it was gathered before"
+        self.gather.start_again()
         return self.gather
 
     def keep_part(self) -> None:

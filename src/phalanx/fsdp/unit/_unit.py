@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,11 @@ class Unit:
                 return
             self.release()  # somebody wrote to the shards: optimizer, load_state_dict
         self.bring_home()
+        version = None if self.driver is None else self.driver.version
+        if version is not None and all(section.is_kept(version) for section in self.sections):
+            self._under_way += [section.start_again() for section in self.sections]
+            self.state = UnitState.ON_ITS_WAY
+            return
         if self.driver is not None:
             self.driver.gathers(self)
         of_block = self._kept_by_block and self._versions() == self._shard_versions
@@ -126,7 +132,8 @@ class Unit:
             for section in self.sections:
                 self._prepare(section)
                 gather, storage = section.source(of_block=of_block)
-                gather.start(storage, self._block_number if of_block else self.number, async_op=async_op)
+                number = self._block_number if of_block else self.number
+                gather.start(storage, number, async_op=async_op, version=version)
                 self._under_way.append(gather)
         self.state = UnitState.ON_ITS_WAY
 
@@ -136,11 +143,12 @@ class Unit:
 
     def serve(self) -> None:
         """Do this rank's part of a gather that it does not need itself."""
+        version = None if self.driver is None else self.driver.version
         with self._named("gathering"):
             for section in self.sections:
                 self._prepare(section)
                 gather, storage = section.source(of_block=False)
-                gather.serve(storage, self.number)
+                gather.serve(storage, self.number, version)
 
     def prefetch(self) -> None:
         """Begin to gather, where that goes on by itself while this rank computes."""
@@ -224,16 +232,26 @@ class Unit:
     # ---- gradients
 
     def _on_gradient(self, section: Section, index: int) -> Callable[[Tensor], None]:
+        """Return what takes the gradient of a parameter in.
+
+        It holds the unit weakly: the collector does not look into what torch keeps of such a hook, so the whole
+        parameter, which the unit has, would keep the unit for good. A graph that may still run keeps the unit itself.
+        """
+        unit, there = ref(self), ref(section)
+
         def arrived(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None, "autograd has just accumulated it"
+            owner, place = unit(), there()
+            if owner is None or place is None:
+                return  # nobody is left who could ask for it
             if grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"rank {self.group.rank}: the gradient of {section.parameters[index].name!r} in {self} has layout "
+                    f"rank {owner.group.rank}: the gradient of {place.parameters[index].name!r} in {owner} has layout "
                     f"{grad.layout}; expected a dense one: use Embedding(sparse=False)"
                 )
             with torch.no_grad():
-                section.add_gradient(index, grad.detach())
+                place.add_gradient(index, grad.detach())
 
         return arrived
 

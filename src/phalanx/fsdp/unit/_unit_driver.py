@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 class UnitDriver(Protocol):
     """Hears of what a unit is about to do; raises where that cannot be."""
 
+    @property
+    def version(self) -> int | None:
+        """Counts the changes of the units' values, alike on all ranks; None: they may change at any time."""
+
     def gathers(self, unit: Unit) -> None: ...
 
     def reduces(self, unit: Unit) -> None: ...

@@ -36,7 +36,16 @@ class Gather(ABC):
     """The flat vector; its memory is there between ``finish`` and ``release``."""
 
     @abstractmethod
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None: ...
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
+        """Begin. ``version`` counts the changes of values, alike on all ranks; None: nobody does."""
+
+    def is_kept(self, version: int) -> bool:
+        """Return whether what was gathered last is still there, and of this version; alike on all ranks."""
+        return False
+
+    def start_again(self) -> None:
+        """Begin with what is kept, without the other ranks."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing")
 
     @abstractmethod
     def finish(self) -> None: ...
@@ -45,7 +54,7 @@ class Gather(ABC):
     def release(self) -> None: ...
 
     @abstractmethod
-    def serve(self, storage: ShardStorage, number: int) -> None:
+    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
         """Do this rank's part of a gather whose result only others use."""
 
     @abstractmethod
@@ -66,7 +75,7 @@ class CopyGather(Gather):
         self._pending: tuple[Any, Tensor, Tensor | None, int] | None = None
         self.comm: AllGather | None = None
 
-    def start(self, storage: ShardStorage, number: int, *, async_op: bool) -> None:
+    def start(self, storage: ShardStorage, number: int, *, async_op: bool, version: int | None = None) -> None:
         assert self._pending is None, "a gather is under way"
         group = self._group
         sent, borrowed = self._sent(storage)
@@ -106,7 +115,7 @@ class CopyGather(Gather):
         )
         self._give_back(received, borrowed)
 
-    def serve(self, storage: ShardStorage, number: int) -> None:
+    def serve(self, storage: ShardStorage, number: int, version: int | None = None) -> None:
         self.start(storage, number, async_op=False)
         self._give_back(*self._received())
 

@@ -134,6 +134,15 @@ class BufferPool:
 _pools: WeakKeyDictionary[Group, BufferPool] = WeakKeyDictionary()
 
 
+def hand_on(old: Group, new: Group) -> None:
+    """Give the buffers that nobody uses of one group to the one that takes its place: they are there, new ones would
+    have to be cleared and mapped."""
+    found = _pools.get(old)
+    if found is not None and new not in _pools and old.backend == new.backend:
+        _pools[new] = found
+        del _pools[old]
+
+
 def pool_of(group: Group) -> BufferPool:
     """Return the buffers of all units of a group, which are gathered and reduced in turn."""
     found = _pools.get(group)

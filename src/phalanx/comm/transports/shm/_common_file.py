@@ -84,11 +84,11 @@ class FixedWindow:
         """Return the window as a tensor; the addresses live as long as a tensor on them."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count)
 
-    def show(self, file: CommonFile | None = None) -> None:
-        """Show ``file``, or, without one, fresh memory of this process."""
+    def show(self, file: CommonFile | None = None, offset: int = 0) -> None:
+        """Show ``file`` from a byte on that begins a page, or, without one, fresh memory of this process."""
         allowed, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
         fd = -1 if file is None else file.fd
-        _checked(_mmap(self._address, self._nbytes, allowed, flags | (_ANONYMOUS if file is None else 0), fd, 0))
+        _checked(_mmap(self._address, self._nbytes, allowed, flags | (_ANONYMOUS if file is None else 0), fd, offset))
 
     def show_zeros(self) -> None:
         """Show memory of this process alone, all zeros."""
