@@ -20,6 +20,7 @@ LIGHTNING = Framework(
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_loops",
         "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
+        "lightning.pytorch.plugins.precision.precision:Precision.pre_backward",
         "lightning.fabric.utilities.rank_zero:rank_zero_only.rank",
     ),
 )
