@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from benchmarks._results import busy_with_others, record
 
-SLOTS, BATCH, WIDTH, SEED = 4, 16, 512, 0
+SLOTS, BATCH, WIDTH, SEED = 4, 16, 256, 0
 WARM_UP = 50
 GOAL = 1.3
 Mark = Callable[[], None]

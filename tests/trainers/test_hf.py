@@ -34,7 +34,7 @@ def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kill", ["0:4:batch_start", "0:9:epoch_end", "0:9:validation", "0:17:reduced",
-                                  "0:3:reduced,0:7:batch_end,0:9:validation,0:12:reduced"])  # fmt: skip
+                                  "0:3:reduced,0:6:batch_end,0:9:validation,0:12:reduced"])  # fmt: skip
 @pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
 def test_the_first_worker_dies_anywhere(runs, features, kill):
     alone = runs(SCRIPT, f"--features={features}")
