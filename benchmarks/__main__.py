@@ -34,6 +34,7 @@ QUICK = {
     "shard": [],
     "watch": ["--steps", "6000", "--jobs", "1", "--seconds", "5", "--fed", "20000"],
     "stragglers": ["--rounds", "2", "--cost-rounds", "10", "--sharded-rounds", "1"],
+    "trainers": ["--steps", "120", "--rounds", "1", "--workers", "0"],
     "streaming": ["--samples", "6000", "--shards", "60", "--rounds", "1"],
 }
 

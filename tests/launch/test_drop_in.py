@@ -70,6 +70,23 @@ assert len(told) == count == len(set(told))
     assert done.returncode == 0, done.stderr
 
 
+def test_parts_that_are_not_asked_for_stay_torchs() -> None:
+    code = """
+from phalanx import _drop_in
+told = []
+_drop_in.install(_drop_in.parse_parts("ddp,sampler"), told.append)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+kinds = [DistributedDataParallel, DistributedSampler, DTensor, fully_shard]
+assert [kind.__module__.partition(".")[0] for kind in kinds] == ["phalanx", "phalanx", "torch", "torch"], kinds
+assert len(told) == 2, told
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.fast
 def test_which_parts_are_meant() -> None:
     assert parse_parts("all") == tuple(PARTS)

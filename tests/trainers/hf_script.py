@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from killing import Killings, run_script
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
@@ -69,7 +70,8 @@ def data(length=104):
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                        num_attention_heads=2, num_key_value_heads=2))  # fmt: skip
+                                        num_attention_heads=2, num_key_value_heads=2,
+                                        attention_dropout=0.1))  # fmt: skip
 
 
 def digest(model: nn.Module) -> str:
@@ -150,20 +152,40 @@ def plain(epochs: int) -> str:
     for step in job.steps(epochs=epochs):
         for micro in step:
             items = int((micro.batch["labels"][..., 1:] != -100).sum())
-            micro.backward(model(**micro.batch, num_items_in_batch=items).loss, weight=items)
+            loss = model(**micro.batch, num_items_in_batch=items, use_cache=False).loss  # as Trainer sets it
+            micro.backward(loss, weight=items)
         step.commit(max_grad_norm=1.0)
     job.close()
     return digest(model)
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data(8))
+
+
 def refusals(directory: Path) -> dict[str, str]:
     """What is refused, by what it is, and the message."""
-    cases = {"accumulate": {"gradient_accumulation_steps": 2}, "find": {"auto_find_batch_size": True}}
+    cases = {
+        "accumulate": ({"gradient_accumulation_steps": 2}, {}, {}),
+        "find": ({"auto_find_batch_size": True}, {}, {}),
+        "sampler": ({"train_sampling_strategy": "group_by_length"}, {}, {}),
+        "iterable": ({}, {"train_dataset": Stream()}, {}),
+        "metrics": ({}, {"evaluate": "shared", "compute_metrics": lambda found: {}}, {}),
+        "deepspeed": ({}, {}, {"is_deepspeed_enabled": True}),  # neither can be had on this machine
+        "fsdp": ({}, {}, {"is_fsdp_enabled": True}),
+        "second": ({}, {}, {"job": "the one of a first train()"}),
+    }
     found = {}
-    for name, options in cases.items():
-        args = TrainingArguments(output_dir=str(directory / "refused"), use_cpu=True, report_to=[], **options)
+    for name, (options, keywords, attributes) in cases.items():
+        args = TrainingArguments(
+            output_dir=str(directory / "refused"), use_cpu=True, report_to=[], max_steps=1, **options
+        )
+        trainer = ElasticTrainer(model=make_model(), args=args, **{"train_dataset": data(), **keywords})
+        for attribute, value in attributes.items():
+            setattr(trainer, attribute, value)
         try:
-            ElasticTrainer(model=make_model(), args=args, train_dataset=data()).train()
+            trainer.train()
             found[name] = "not refused"
         except ValueError as error:
             found[name] = str(error)

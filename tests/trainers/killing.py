@@ -1,4 +1,4 @@
-"""Lets a worker of a test kill itself at a named place, once in the whole job."""
+"""Lets the workers of a test do something to their job at a named place, each once in the whole job."""
 
 from __future__ import annotations
 
@@ -8,27 +8,68 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Job, Outcome, Step
+from phalanx.launch.cli._scale import scale
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What the worker of a rank does when it comes to a place in a step: die, leave politely, or ask for a size."""
+
+    rank: int
+    step: int
+    place: str
+    action: str = "kill"
+
+    @classmethod
+    def parse(cls, text: str) -> Deed:
+        rank, step, place, *action = text.split(":")
+        return cls(int(rank), int(step), place, *action)
+
+    def size_after(self, size: int) -> int:
+        """How many workers there are when it is done and the dead are replaced."""
+        if self.action.startswith("scale="):
+            return int(self.action.removeprefix("scale="))
+        return size - 1 if self.action == "leave" else size
+
+    def do(self) -> None:
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action == "leave":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            scale(os.environ["PHALANX_STORE"], os.environ["PHALANX_JOB"], self.size_after(0))
 
 
 class Killings:
-    """``rank:step:place`` each: the worker of that rank dies when it comes there.
+    """``rank:step:place`` each, with ``:leave`` or ``:scale=N`` for another deed than a kill.
 
-    As long as one of them is to come, the workers wait in each step for the replacement of the one before, so that
-    nothing depends on how long it takes to start.
+    As long as one of them is to come, and after one that adds workers, the workers wait in each step for those that
+    are to come, so that nothing depends on how long one takes to start.
     """
 
     def __init__(self, directory: Path, given: str, size: int, adopt: str = "") -> None:
         self._directory = directory
-        self._wanted = [one.split(":") for one in given.split(",") if one]
+        self._wanted = [Deed.parse(one) for one in given.split(",") if one]
         self._size = size
         self._adopt = tuple(int(number) for number in adopt.split(":") if number)
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"killed-{number}"
+        return self._directory / f"done-{number}"
+
+    def _awaited(self) -> int:
+        """The number of workers to wait for."""
+        done = [deed for number, deed in enumerate(self._wanted) if self._path(number).exists()]
+        if len(done) == len(self._wanted) and not any(deed.action.startswith("scale") for deed in done):
+            return 0
+        size = self._size
+        for deed in done:
+            size = deed.size_after(size)
+        return size
 
     def wait(self, job: Job) -> None:
         """At the beginning of a step: until the group is whole, or will be at the next boundary.
@@ -40,7 +81,7 @@ class Killings:
             self._playing = play(lose_result_at(job.rank, 0, name="all_gather"))  # kept: it would end when collected
             self._playing.__enter__()
         deadline = time.monotonic() + 120
-        while job.world_size < self._size and not all(self._path(n).exists() for n in range(len(self._wanted))):
+        while job.world_size < self._awaited():
             regrouping = job.regrouping
             if regrouping.coordinator.signals.wish or regrouping.is_broken:
                 return
@@ -53,13 +94,15 @@ class Killings:
             (self._directory / "adopted").touch()
 
     def at(self, place: str, job: Job, step: int) -> None:
-        for number, (wanted_rank, wanted_step, wanted_place) in enumerate(self._wanted):
-            if (int(wanted_rank), int(wanted_step), wanted_place) == (job.rank, step, place):
+        for number, deed in enumerate(self._wanted):
+            if (deed.rank, deed.step, deed.place) == (job.rank, step, place):
+                if deed.action in ("kill", "leave") and job.world_size == 1:
+                    continue  # on a slow machine the one before is not replaced yet, and nobody would be left
                 try:
                     os.close(os.open(self._path(number), os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                os.kill(os.getpid(), signal.SIGKILL)
+                deed.do()
 
 
 def run_script(
@@ -72,7 +115,7 @@ def run_script(
     parser.add_argument("directory", type=Path)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--kill", default="")
-    parser.add_argument("--size", type=int, default=1, help="workers to wait for while a kill is to come")
+    parser.add_argument("--size", type=int, default=1, help="workers to wait for while a deed is to come")
     parser.add_argument("--adopt", default="", help="rank:step: that worker misses the end of the step")
     parser.add_argument("--features", default="")
     parser.add_argument("--resume", default="")

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import phalanx.lightning  # noqa: F401  # registers the strategy
 from phalanx.elastic import Job, RunOptions
@@ -59,6 +59,7 @@ class Watch(Callback):
 
     def __init__(self, killings: Killings) -> None:
         self.seen: list[list] = []
+        self.num_backward = [0, 0]
         self.killings = killings
 
     def _at(self, place, trainer):
@@ -69,6 +70,13 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.killings.wait(trainer.strategy.job)
         self._at("batch_start", trainer)
+
+    def on_before_backward(self, trainer, module, loss):
+        assert loss.grad_fn is not None
+        self.num_backward[0] += 1
+
+    def on_after_backward(self, trainer, module):
+        self.num_backward[1] += 1
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self._at("reduced", trainer)
@@ -142,6 +150,8 @@ def fit(arguments, directory: Path) -> None:
     train = DataLoader(data(), batch_size=BATCH, shuffle=True)
     valid = DataLoader(data(40), batch_size=16)
     trainer.fit(model, train, valid, ckpt_path=arguments.resume or None)
+    assert callbacks[0].num_backward[0] == callbacks[0].num_backward[1], "both hooks, for each slot that was computed"
+    assert callbacks[0].num_backward[0] or "PHALANX_WORKER_ID" in os.environ
     name = os.environ.get("PHALANX_WORKER_ID", "alone").replace("/", "_")
     loops = trainer.fit_loop.state_dict()
     loops.pop("state_dict", None)
@@ -180,6 +190,26 @@ class Manual(Model):
         self.automatic_optimization = False
 
 
+class OwnBackward(Model):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward()
+
+
+class OwnTransfer(Model):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+class OwnClosure(Model):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=lambda: optimizer_closure())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data(8))
+
+
 class Several(Model):
     def __init__(self, make):
         super().__init__(set())
@@ -203,6 +233,11 @@ def refusals() -> dict[str, str]:
         "several": ({}, Several(lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2), loader),
         "lbfgs": ({}, Several(lambda m: torch.optim.LBFGS(m.parameters())), loader),
         "sampler": ({}, Model(set()), weighted),
+        "iterable": ({}, Model(set()), DataLoader(Stream(), batch_size=BATCH)),
+        "interval": ({"val_check_interval": "00:00:01:00"}, Model(set()), loader),
+        "backward": ({}, OwnBackward(set()), loader),
+        "transfer": ({}, OwnTransfer(set()), loader),
+        "closure": ({}, OwnClosure(set()), loader),
     }
     found = {}
     for name, (options, model, train) in cases.items():
@@ -210,9 +245,21 @@ def refusals() -> dict[str, str]:
             pl.Trainer(strategy="phalanx", accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
                        enable_progress_bar=False, **options).fit(model, train)  # fmt: skip
             found[name] = "not refused"
-        except (ValueError, RuntimeError) as error:  # several optimizers are refused by Lightning itself
+        except ValueError as error:
             found[name] = str(error)
+    found["second fit"] = second_fit(loader)
     return found
+
+
+def second_fit(loader) -> str:
+    trainer = pl.Trainer(strategy="phalanx", accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.fit(Model(set()), loader)
+    try:
+        trainer.fit(Model(set()), loader)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
 
 
 if __name__ == "__main__":

@@ -10,13 +10,23 @@ from trainer_runs import assert_equal_everywhere
 pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = "hf_script.py"
+DISTURBED = [
+    "--kill=1:1:batch_start:scale=3,0:3:reduced,1:9:validation,0:14:batch_end,1:16:batch_start:leave",
+    "--adopt=1:6",
+]
+STORIES = {
+    "scale and leaves": "--kill=0:2:batch_start:scale=3,0:5:reduced:leave,0:9:validation:leave,0:12:batch_end",
+    "leaves at ends": "--kill=0:8:batch_end:leave,0:9:epoch_end:scale=3,0:17:batch_start:leave",
+    "adoption": "--adopt=1:8",
+    "adoption of the last": "--adopt=0:17",
+}
 
 
-def test_kills_adoption_and_joins_leave_every_worker_as_one_process(runs):
+def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs):
     alone = runs(SCRIPT, "--plain")
     (expected,) = alone.results().values()
     assert (alone.directory / "plain").read_text() == expected["digest"]
-    run = runs(SCRIPT, "--features=bar", "--kill=0:3:reduced,1:9:validation,0:14:batch_end", "--adopt=1:6", workers=3)
+    run = runs(SCRIPT, "--features=bar", *DISTURBED, workers=2)
     assert_equal_everywhere(run, alone)
     assert len(run.results()) >= 2
     assert (run.directory / "adopted").exists()
@@ -24,17 +34,39 @@ def test_kills_adoption_and_joins_leave_every_worker_as_one_process(runs):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kill", ["0:4:batch_start", "0:9:epoch_end", "0:9:validation", "0:17:reduced",
-                                  "0:3:reduced,0:7:batch_end,0:9:validation,0:12:reduced"])  # fmt: skip
+                                  "0:3:reduced,0:6:batch_end,0:9:validation,0:12:reduced"])  # fmt: skip
 @pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
 def test_the_first_worker_dies_anywhere(runs, features, kill):
     alone = runs(SCRIPT, f"--features={features}")
     assert_equal_everywhere(runs(SCRIPT, f"--features={features}", f"--kill={kill}", workers=2), alone)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
+def test_the_number_of_workers_changes_anywhere(runs, features, story):
+    alone = runs(SCRIPT, f"--features={features}")
+    run = runs(SCRIPT, f"--features={features}", STORIES[story], workers=2)
+    assert_equal_everywhere(run, alone)
+    if story.startswith("adoption"):
+        (expected,) = alone.results().values()
+        is_reached = expected["step"] > int(STORIES[story].rpartition(":")[2])  # not stopped before
+        assert (run.directory / "adopted").exists() == is_reached
+
+
 def test_what_a_job_cannot_do_is_refused_with_the_alternative(runs):
     refused = json.loads((runs(SCRIPT, "--plain").directory / "refused.json").read_text())
-    assert "use num_slots" in refused["accumulate"]
-    assert "set the batch size" in refused["find"]
+    for name, part in {
+        "accumulate": "use num_slots",
+        "find": "set the batch size",
+        "sampler": "expected shuffle=True or shuffle=False",
+        "iterable": "use phalanx.data.ShardedDataset",
+        "metrics": "use evaluate='everywhere'",
+        "deepspeed": "use phalanx.fsdp.fully_shard with phalanx.elastic.Job",
+        "fsdp": "use phalanx.fsdp.fully_shard with phalanx.elastic.Job",
+        "second": "train once per process",
+    }.items():
+        assert part in refused[name], name
 
 
 @pytest.mark.soak

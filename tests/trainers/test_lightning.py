@@ -11,16 +11,26 @@ pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = "lightning_script.py"
 FEATURES = "--features=checkpoint,bar"
-DISTURBED = ["--kill=0:3:reduced,1:9:validation,0:14:batch_end", "--adopt=1:6"]
+DISTURBED = [
+    "--kill=1:1:batch_start:scale=3,0:3:reduced,1:9:validation,0:14:batch_end,1:16:batch_start:leave",
+    "--adopt=1:6",
+]
+STORIES = {
+    "scale and leaves": "--kill=0:2:batch_start:scale=3,0:5:reduced:leave,0:9:validation:leave,0:12:batch_end",
+    "leaves at ends": "--kill=0:8:batch_end:leave,0:9:epoch_end:scale=3,0:17:batch_start:leave",
+    "adoption": "--adopt=1:8",
+    "adoption of the last": "--adopt=0:17",
+}
 
 
-def test_kills_adoption_and_joins_leave_every_worker_as_one_process(runs):
-    """Rank 0 dies between sum and commit, another in validation, the writer before it has logged its step; one worker
-    takes a step over from the others. Also: one process is what a plain loop over the job's steps is."""
+def test_kills_adoption_joins_and_leaves_leave_every_worker_as_one_process(runs):
+    """A worker is added; rank 0 dies between sum and commit, another in validation, the writer before it has logged its
+    step; one worker takes a step over from the others; one leaves. Also: one process is what a plain loop over the
+    job's steps is."""
     alone = runs(SCRIPT, FEATURES, "--plain")
     (expected,) = alone.results().values()
     assert (alone.directory / "plain").read_text() == expected["digest"]
-    run = runs(SCRIPT, FEATURES, *DISTURBED, workers=3)
+    run = runs(SCRIPT, FEATURES, *DISTURBED, workers=2)
     assert_equal_everywhere(run, alone)
     assert len(run.results()) >= 2
     assert (run.directory / "adopted").exists()
@@ -32,7 +42,7 @@ def test_kills_adoption_and_joins_leave_every_worker_as_one_process(runs):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kill", ["0:4:batch_start", "0:9:epoch_end", "0:9:validation", "0:17:reduced",
-                                  "0:18:train_end", "0:3:reduced,0:7:batch_end,0:9:validation"])  # fmt: skip
+                                  "0:18:train_end", "0:3:reduced,0:6:batch_end,0:9:validation"])  # fmt: skip
 @pytest.mark.parametrize("features", ["checkpoint,ema,tb", "plateau,early,fp16", "shared"])
 def test_the_first_worker_dies_anywhere(runs, features, kill):
     flags = [f"--features={features}", "--epochs=2"]
@@ -40,6 +50,21 @@ def test_the_first_worker_dies_anywhere(runs, features, kill):
     run = runs(SCRIPT, *flags, f"--kill={kill}", workers=2)
     assert_equal_everywhere(run, alone)
     assert run.rows() == alone.rows()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("features", ["checkpoint,ema,tb,bar", "plateau,early,fp16", "shared"])
+def test_the_number_of_workers_changes_anywhere(runs, features, story):
+    flags = [f"--features={features}", "--epochs=2"]
+    alone = runs(SCRIPT, *flags)
+    run = runs(SCRIPT, *flags, STORIES[story], workers=2)
+    assert_equal_everywhere(run, alone)
+    assert run.rows() == alone.rows()
+    if story.startswith("adoption"):
+        (expected,) = alone.results().values()
+        is_reached = expected["step"] > int(STORIES[story].rpartition(":")[2])  # not stopped before
+        assert (run.directory / "adopted").exists() == is_reached
 
 
 def test_what_a_job_cannot_do_is_refused_with_the_alternative(runs):
@@ -51,9 +76,15 @@ def test_what_a_job_cannot_do_is_refused_with_the_alternative(runs):
         "reload": "the job keeps one dataset",
         "time": "use max_steps or max_epochs",
         "manual": "write the loop with phalanx.elastic.Job",
-        "several": "multiple optimizers is only supported with manual optimization",
+        "several": "one optimizer with several parameter groups, or write the loop with phalanx.elastic.Job",
         "lbfgs": "does not take LBFGS",
         "sampler": "WeightedRandomSampler; expected shuffle=True",
+        "iterable": "use phalanx.data.ShardedDataset",
+        "interval": "use a number of steps",
+        "backward": "change them in on_before_optimizer_step",
+        "transfer": "do it in the loader's collate_fn",
+        "closure": "Pass on the one that Lightning gave",
+        "second fit": "call fit once per process",
     }.items():
         assert part in refused[name], name
 

@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PRELOAD = {
     "lightning_script.py": "lightning.pytorch,phalanx.lightning,torch._dynamo",
-    "hf_script.py": "transformers,torch._dynamo",
+    "hf_script.py": "transformers.trainer,transformers.models.llama.modeling_llama,accelerate,torch._dynamo",
 }
 
 

@@ -17,9 +17,11 @@ LIGHTNING = Framework(
         "lightning.pytorch.loops.optimization.automatic:ClosureResult",
         "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
+        "lightning.pytorch.loops.loop:_Loop.restarting",
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.restore_loops",
         "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
+        "lightning.pytorch.plugins.precision.precision:Precision.pre_backward",
         "lightning.fabric.utilities.rank_zero:rank_zero_only.rank",
     ),
 )

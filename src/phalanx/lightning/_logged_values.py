@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +29,18 @@ def encode_entry(fx: str, name: str, options: Mapping[str, Any]) -> str:
     >>> encode_entry("training_step", "loss", {"prog_bar": True, "enable_graph": False})
     '["training_step", "loss", {"prog_bar": true}]'
     """
-    return json.dumps([fx, name, {option: options[option] for option in KEPT if option in options}])
+    return _encoded(fx, name, tuple((option, options[option]) for option in KEPT if option in options))
+
+
+@lru_cache(maxsize=1024)
+def _encoded(fx: str, name: str, options: tuple[tuple[str, Any], ...]) -> str:
+    return json.dumps([fx, name, dict(options)])
+
+
+@lru_cache(maxsize=1024)
+def _decoded(key: str) -> tuple[str, str, dict[str, Any]]:
+    fx, name, options = json.loads(key)
+    return fx, name, options
 
 
 @contextmanager
@@ -66,5 +78,5 @@ def entry_of(fx: str, name: str, value: Any, batch_size: int, options: Mapping[s
 def replay(results: Any, logs: Mapping[str, float], num_samples: int) -> None:
     """Log the means of a step."""
     for key, mean in logs.items():
-        fx, name, options = json.loads(key)
+        fx, name, options = _decoded(key)
         results.log(fx, name, torch.tensor(mean), batch_size=num_samples, **options)

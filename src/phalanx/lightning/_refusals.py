@@ -67,12 +67,17 @@ OVERRIDES = {
 def check_optimizers(optimizers: list[Any]) -> None:
     """Raise ``ValueError`` for optimizers that a step cannot drive."""
     if len(optimizers) != 1:
-        raise ValueError(
-            f"strategy 'phalanx' does not take {len(optimizers)} optimizers: a step is one update. Put all parameters "
-            "into one optimizer with several parameter groups"
-        )
+        raise several_optimizers(str(len(optimizers)))
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise ValueError(
             "strategy 'phalanx' does not take LBFGS: it computes the gradient several times in a step. Use an "
             "optimizer that needs it once"
         )
+
+
+def several_optimizers(count: str) -> ValueError:
+    """Return the refusal of another number of optimizers than one."""
+    return ValueError(
+        f"strategy 'phalanx' does not take {count} optimizers: a step is one update. Put all parameters into one "
+        "optimizer with several parameter groups, or write the loop with phalanx.elastic.Job"
+    )

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -117,6 +118,14 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
             return SharedBatches(dataloader) if is_shared and trainer.state.fn == "fit" else dataloader
         self._loader = StepLoader(LoaderPlan.of(dataloader), self.num_slots, self._next_number)
         return self._loader
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:  # Lightning would have them optimized by hand, which a job cannot do either
+            if "multiple optimizers" in str(error):
+                raise _refusals.several_optimizers("several") from error
+            raise
 
     def setup(self, trainer: Any) -> None:
         if trainer.training:
@@ -226,6 +235,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._micro is not None, "a slot is computed"
+        Precision.pre_backward(self.precision_plugin, closure_loss, self.lightning_module)  # hooks; the job scales
         self._micro.backward(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 

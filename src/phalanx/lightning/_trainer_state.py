@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.loops.loop import _Loop
 
 PROGRESS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 LEFT_OUT = ("optimizer_states", "hparams_name", "hparams_type", "hyper_parameters", "datamodule_hyper_parameters",
@@ -22,6 +23,7 @@ class TrainerState:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._is_restarting = False
         self.is_taken = False
         """Whether this worker has taken it over from another."""
 
@@ -37,6 +39,7 @@ class TrainerState:
             "results": _dump_results(trainer.fit_loop.epoch_loop._results),
             "first_iteration": connector._first_loop_iter,
             "should_stop": trainer.should_stop,
+            "is_restarting": trainer.fit_loop.restarting,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,18 +56,21 @@ class TrainerState:
         trainer._logger_connector._first_loop_iter = state["first_iteration"]  # else the first log resets the results
         trainer.should_stop = state["should_stop"]
         trainer.num_sanity_val_steps = 0  # it would reset all of this
+        self._is_restarting = bool(state["is_restarting"])
         self.is_taken = True
 
     def go_on_at_next_batch(self) -> None:
         """Have the epoch's loop fetch a batch first. As after a checkpoint, it would look for an unfinished validation,
-        but whoever made the state was past that."""
-        loop = self._trainer.fit_loop.epoch_loop
+        but whoever made the state was past that. Until its epoch ends it would also take itself for resumed from a
+        file, and leave out the schedulers at that end; it is what whoever made the state was."""
+        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         if not self.is_taken:
             return
 
         def reset() -> None:
             del loop.reset
             loop.reset()
+            _Loop.restarting.fset(fit_loop, self._is_restarting)  # its own setter has another opinion
             loop.restarting = False
 
         loop.reset = reset

@@ -58,6 +58,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self._steps: Iterator[Step] | None = None
         self._step: Step | None = None
         self._micro: Micro | None = None
+        self._items: Any = None
         self.control: Any = None
         super().__init__(*args, **kwargs)
         self._set_writer(is_writer=_is_first())
@@ -179,29 +180,39 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         step = self._current
         for micro in step:
             self._micro, batch = micro, micro.batch
-            items = self._get_num_items_in_batch([batch], self.args.device)
+            self._items = self._get_num_items_in_batch([batch], self.args.device)
             self.current_gradient_accumulation_steps = 1
-            micro.log("flos", float(super().floating_point_ops(batch)), weight=1.0)
-            seen, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen, 0
-            super()._track_num_input_tokens(batch)
-            micro.log("tokens", float(self.state.num_input_tokens_seen), weight=1.0)
-            self.state.num_input_tokens_seen = seen
-            super().training_step(model, batch, items)
+            self._count(micro)
+            super().training_step(model, batch, self._items)
         self._micro = None
         return step.unscale() or step.outcome is Outcome.ADOPTED
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         assert self._micro is not None, "a slot is computed"
-        items = self._get_num_items_in_batch([self._micro.batch], self.args.device)
-        self._micro.backward(loss, None if items is None else float(items))
+        self._micro.backward(loss, None if self._items is None else float(self._items))
+
+    def _count(self, micro: Micro) -> None:
+        """Log what the trainer counts of a batch, and nothing else: logs are told to all workers."""
+        flos = super().floating_point_ops(micro.batch)
+        if flos:
+            micro.log("flos", float(flos), weight=1.0)
+        if self.args.include_num_input_tokens_seen != "no":
+            seen, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen, 0
+            super()._track_num_input_tokens(micro.batch)
+            micro.log("tokens", float(self.state.num_input_tokens_seen), weight=1.0)
+            self.state.num_input_tokens_seen = seen
 
     def _total(self, name: str) -> float:
         """Return the sum over the slots of what each has logged."""
         job, step = self.job, self._current
         assert job is not None, "the job has begun"
-        sampler = job.schedule.sampler
-        num_slots = sum(bool(len(sampler.indices(step.number, slot))) for slot in range(self.num_slots))
-        return step.logs.get(name, 0.0) * num_slots
+        if name not in step.logs:
+            return 0.0
+        num_slots = self.num_slots
+        if step.num_samples < num_slots * job.slot_batch_size:  # the end of an epoch: some may be empty
+            sampler = job.schedule.sampler
+            num_slots = sum(bool(len(sampler.indices(step.number, slot))) for slot in range(num_slots))
+        return step.logs[name] * num_slots
 
     def floating_point_ops(self, inputs: Any) -> int:
         return round(self._total("flos"))

@@ -35,6 +35,7 @@ from phalanx.elastic.checkpoint._saves import (
     write_manifest,
     write_sealed,
 )
+from phalanx.elastic.checkpoint._staging import Staging
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json, copy_encoded
 from phalanx.elastic.checkpoint._tensor_files import SUFFIX, FileRecord, TensorRange, check_tiles, write_tensor_file
@@ -67,13 +68,23 @@ class CellSnapshot:
 
     @classmethod
     def take(
-        cls, step: int, state: State, ranges: Iterable[TensorRange], *, number: int, count: int, key: str
+        cls,
+        step: int,
+        state: State,
+        ranges: Iterable[TensorRange],
+        *,
+        number: int,
+        count: int,
+        key: str,
+        staging: Staging | None = None,
     ) -> CellSnapshot:
         """Copy what this worker writes. Small tensors of the state are worker 0's to write."""
         tree, tensors = copy_encoded(state) if number == 0 else ({}, [])
+        ranges = list(ranges)
+        values = (staging or Staging()).copy([one.values for one in ranges])
         copies = tuple(
-            TensorRange(one.name, one.shape, one.begin, one.end, one.values.detach().to("cpu", copy=True))
-            for one in ranges
+            TensorRange(one.name, one.shape, one.begin, one.end, value)
+            for one, value in zip(ranges, values, strict=True)
         )
         return cls(step=step, number=number, count=count, key=key, ranges=copies, tree=tree, tensors=tuple(tensors))
 

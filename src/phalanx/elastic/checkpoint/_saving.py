@@ -17,6 +17,7 @@ from phalanx.elastic.checkpoint._cell_saves import CellSnapshot, Exchange, agree
 from phalanx.elastic.checkpoint._save_folder import find_save, good_save, is_readable, save_names
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import Manifest, NoReadableSave, check_save, name_of, step_of
+from phalanx.elastic.checkpoint._staging import Staging
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import copy_encoded
 from phalanx.elastic.checkpoint._tensor_files import TensorRange
@@ -40,13 +41,14 @@ class Saving:
         self._problems: list[str] = []
         self._searched = False
         self._last_saved: int | None = None
+        self._staging = Staging()
 
     def is_due(self, step: int) -> bool:
         return self.options is not None and self.options.every is not None and step % self.options.every == 0
 
     def submit(self, step: int, state: State, clean_since: int | None = None) -> None:
         """Copy the state now, write it in the background. ``clean_since``: see ``write_save``."""
-        self._live_writer().submit((step, *copy_encoded(state)), clean_since)
+        self._live_writer().submit((step, *copy_encoded(state, self._staging)), clean_since)
 
     def submit_cells(
         self,
@@ -64,7 +66,7 @@ class Saving:
         ``state`` is all of the job's (as ``Job.state_dict`` has it), with tensors on the meta device for those whose
         values are in ranges; worker 0's counts. See ``CellSnapshot`` for ``key``.
         """
-        snapshot = CellSnapshot.take(step, state, ranges, number=number, count=count, key=key)
+        snapshot = CellSnapshot.take(step, state, ranges, number=number, count=count, key=key, staging=self._staging)
         self._live_writer().submit(snapshot, clean_since)
 
     def give_up(self) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.elastic.checkpoint._staging import Staging
+
 Json = Any
 """What ``json.dumps`` takes; too deep a recursion for the type checker."""
 
@@ -83,12 +85,15 @@ def encode(value: Any, name: str = "state") -> tuple[Json, list[Tensor]]:
     return encoder.encode(value, name), encoder.tensors
 
 
-def copy_encoded(value: Any) -> tuple[Json, list[Tensor]]:
+def copy_encoded(value: Any, staging: Staging | None = None) -> tuple[Json, list[Tensor]]:
     """``encode``, with copies in main memory in the place of the tensors: what happens to those later is not seen.
 
-    Tensors on the meta device stay there: they say that their values are elsewhere.
+    Tensors on the meta device stay there: they say that their values are elsewhere. Without ``staging`` each copy
+    has memory of its own.
     """
     tree, tensors = encode(value)
+    if staging is not None:
+        return tree, staging.copy(tensors)
     copies = [
         t if t.is_meta else t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in tensors
     ]
