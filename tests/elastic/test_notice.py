@@ -120,3 +120,35 @@ def test_which_signals_ask_a_worker_to_leave_is_a_choice():
             assert heard == [signal.SIGUSR1], "a second one is not polite any more"
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def processes_under(pid: int) -> list[int]:
+    """A process and all that come from it, as a scheduler counts those of a step."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").glob("*/children"):
+            found += [int(word) for word in task.read_text().split()]
+    return found
+
+
+def test_a_survivor_below_the_minimum_that_is_given_notice_saves_and_ends(start):
+    """Slurm signals every process of a step. The worker, which waits for a generation that does not come, leaves
+    without a place, with its state; its agent used to wait on for others, until it was killed."""
+    first, second = (
+        Node(flags=("--notice=slurm", f"--rdzv-conf=is_host={told},lease=4")) for told in ("true", "false")
+    )
+    cluster = start(
+        1, nodes=(first, second), nnodes="2", rdzv_backend="c10d", rdzv_id="few",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+    )  # fmt: skip
+    cluster.wait_workers(2)
+    cluster.wait_step(HOLD)
+    cluster.agents[1].kill()
+    cluster.wait_until(lambda: "waiting for 1 more node" in cluster.text(), "the survivor's waiting")
+    for pid in reversed(processes_under(cluster.process.pid)):  # the agent last: by then the others could be dead
+        os.kill(pid, signal.SIGUSR1)
+    assert cluster.process.wait(150) == 128 + signal.SIGUSR1, cluster.text()[-4000:]
+    (left,) = [event["step"] for event in cluster.events("left")]
+    assert left in (HOLD, HOLD + 1), "the step in which the other was killed is committed by both or by none"
+    assert max(event["step"] for event in cluster.events("saved")) == left
+    assert "Traceback" not in cluster.text()

@@ -6,18 +6,22 @@ Owns where the store is (``c10d`` and ``static``: the agent of ``host0``; ``etcd
 
 from __future__ import annotations
 
+import json
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from tests.elastic.cluster import Cluster, Node
 from tests.hosts.box import Box, Host
 
 from phalanx.events._writer import read_lines
+from phalanx.launch.rendezvous._etcd_process import find_program
 
 SCRIPT = Path(__file__).parent / "host_script.py"
 LEASE = 15.0
@@ -43,6 +47,7 @@ class HostJob(Cluster):
         lease: float = LEASE,
         hold: int | None = None,
         script_flag: str = "",
+        settings: Mapping[str, str] | None = None,
         **options: str,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,13 +59,18 @@ class HostJob(Cluster):
         networks.mkdir()
         for host in box.hosts:
             (networks / host.name).write_text(host.workers.path)
-        settings = {"lease": f"{lease:g}", "secret_file": str(secret), "join_timeout": "200", "last_call_timeout": "60"}
+        told = {
+            "lease": f"{lease:g}",
+            "secret_file": str(secret),
+            "join_timeout": "200",
+            "last_call_timeout": "60",
+        } | dict(settings or {})
         self._of_job = (
             f"--nnodes={nodes}",
             f"--rdzv-backend={backend}",
             f"--rdzv-endpoint={store}",
             "--rdzv-id=hosts",
-            f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
+            f"--rdzv-conf={','.join(f'{key}={value}' for key, value in told.items())}",
         )
         is_split = any(len(host.places) > 1 for host in box.hosts)
         where = f" --netns={networks}" if is_split else ""
@@ -144,6 +154,52 @@ def etcd_on(hosts: Sequence[Host], directory: Path) -> Iterator[str]:
         for member in members:
             member.kill()
             member.wait(60)
+
+
+class OwnEtcd:
+    """Looks at the etcd that the agents of a job run among themselves, from one of its hosts, with etcd's own tool."""
+
+    def __init__(self, job: HostJob) -> None:
+        self._job = job
+
+    def leader(self, seen_from: Host) -> Host:
+        """Return the host whose member leads; ``AssertionError`` when there is none just now."""
+        told = self._ask(seen_from, "endpoint", "status", "--cluster")
+        leaders = [each["Endpoint"] for each in told
+                   if each["Status"]["leader"] == each["Status"]["header"]["member_id"]]  # fmt: skip
+        assert len(leaders) == 1, told
+        return self._host_at(leaders[0])
+
+    def voters(self, seen_from: Host) -> set[str]:
+        """Return the names of the hosts whose members have a vote; empty as long as nobody answers."""
+        try:
+            found = self._ask(seen_from, "member", "list")["members"]
+        except (AssertionError, ValueError):
+            return set()
+        urls = [url for each in found if not each.get("isLearner") for url in each.get("clientURLs", [])]
+        return {self._host_at(url).name for url in urls}
+
+    def lead(self, host: Host) -> None:
+        """Have a host's member lead."""
+        told = self._ask(host, "endpoint", "status", "--cluster")
+        (to,) = [each["Status"]["header"]["member_id"] for each in told if self._host_at(each["Endpoint"]) is host]
+        host.call(*self._words(self.leader(host), "move-leader", f"{to:x}"))
+
+    def _ask(self, seen_from: Host, *words: str) -> Any:
+        return json.loads(seen_from.call(*self._words(None, *words, "--write-out=json")))
+
+    def _words(self, only: Host | None, *words: str) -> list[str]:
+        url = urlsplit((self._job.directory / "store").read_text())
+        files = dict(parse_qsl(url.query))
+        endpoints = [each for each in url.netloc.split(",") if only is None or each.startswith(only.address)]
+        tool = str(Path(find_program()).with_name("etcdctl"))
+        where = ",".join(f"https://{each}" for each in endpoints)
+        keys = (f"--cacert={files['ca']}", f"--cert={files['cert']}", f"--key={files['key']}")
+        return [tool, f"--endpoints={where}", *keys, *words]
+
+    def _host_at(self, url: str) -> Host:
+        (found,) = [host for host in self._job.box.hosts if f"//{host.address}:" in url]
+        return found
 
 
 def undisturbed(directory: Path, num_steps: int, *flags: str) -> str:

@@ -12,6 +12,8 @@ in the key, so that nothing of an earlier one is ever read. Under ``rdzv/`` lies
 ``closed``           ``Closing``: the job is over, how it ended, and when
 ``runs``             how often a job of this id was run anew; see ``phalanx.launch.rendezvous._runs``
 ``proof``            empty, signed by the agent that made the job's secret: which of several it is
+``etcd/offer/<id>``  where a node would run a member of the job's own etcd; see ``launch.rendezvous._etcd_keeper``
+``etcd/asked/<id>``  which member of it a node is asked to run
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
 ==================== ========================================================================================
@@ -166,6 +168,14 @@ RUNS = "rdzv/runs"
 
 def node_key(node_id: str) -> str:
     return f"{NODES}{node_id}"
+
+
+def etcd_offer_key(node_id: str) -> str:
+    return f"rdzv/etcd/offer/{node_id}"
+
+
+def etcd_request_key(node_id: str) -> str:
+    return f"rdzv/etcd/asked/{node_id}"
 
 
 def bell_key(number: int) -> str:

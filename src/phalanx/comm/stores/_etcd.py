@@ -165,6 +165,14 @@ class EtcdStore(Store):
     def namespace(self, prefix: str) -> Store:
         return NamespacedStore(self, prefix)
 
+    def hurry(self) -> None:
+        """Have this client and its clones wait no more for a cluster that does not answer: it is about to end."""
+        self._gateway.hurry()
+
+    def gateway(self) -> Gateway:
+        """Return one more client of the same cluster, for what is no business of a store: its members."""
+        return self._gateway.another()
+
     def clone(self) -> EtcdStore:
         return self._another(self._root)
 

@@ -4,7 +4,8 @@ Owns the reading of ``etcd://`` and ``etcds://`` addresses. A password never bec
 
 ``etcds://[user[:password]@]host:port[,host:port...][?ca=FILE&cert=FILE&key=FILE&password_file=FILE]``: TLS; the
 servers' certificates are verified against ``ca`` (default: the authorities that the system trusts), ``cert`` and
-``key`` are this client's own. ``etcd://`` is the same without encryption. Without a password in the address it is
+``key`` are this client's own. ``etcd://`` is the same without encryption. ``follow=1``: members come and go, as in
+a job's own cluster; the list is asked for again. Without a password in the address it is
 read from ``password_file`` or from ``PHALANX_ETCD_PASSWORD``.
 """
 
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 ENV_PASSWORD = "PHALANX_ETCD_PASSWORD"
 _FILES = ("ca", "cert", "key", "password_file")
+_OPTIONS = (*_FILES, "follow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Access:
     key: str = ""
     user: str = ""
     password: str = field(default="", repr=False)
+    follow: bool = False
+    """Members come and go: the client is to ask who they are, now and then, and to believe the addresses they give."""
 
     @property
     def scheme(self) -> str:
@@ -58,19 +62,19 @@ def parse_etcd_url(url: str, environ: Mapping[str, str] | None = None) -> tuple[
     """Return the endpoints and the access that an address stands for; ``ValueError`` says what is wrong with it.
 
     >>> parse_etcd_url("etcds://ann:pw@a:1,b:2?ca=/ca.pem", {})
-    (['a:1', 'b:2'], Access(encrypted=True, ca='/ca.pem', cert='', key='', user='ann'))
+    (['a:1', 'b:2'], Access(encrypted=True, ca='/ca.pem', cert='', key='', user='ann', follow=False))
     """
     env = os.environ if environ is None else environ
     parts = urlsplit(url)
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    unknown = [name for name in options if name not in _FILES]
+    unknown = [name for name in options if name not in _OPTIONS]
     if unknown or parts.path.strip("/") or parts.fragment:
         shown = unknown[0] if unknown else parts.path or parts.fragment
         raise ValueError(
             f"etcd address: {shown!r} is not understood; expected {parts.scheme}://host:port[,host:port...] and "
-            f"after a question mark any of {', '.join(_FILES)}"
+            f"after a question mark any of {', '.join(_OPTIONS)}"
         )
     encrypted = parts.scheme == "etcds"
     if not encrypted and any(options.get(name) for name in ("ca", "cert", "key")):
@@ -84,6 +88,7 @@ def parse_etcd_url(url: str, environ: Mapping[str, str] | None = None) -> tuple[
         key=options.get("key", ""),
         user=unquote(user),
         password=unquote(password) if login.partition(":")[2] else password or env.get(ENV_PASSWORD, ""),
+        follow=options.get("follow", "") == "1",
     )
 
 

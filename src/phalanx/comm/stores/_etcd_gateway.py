@@ -5,12 +5,14 @@ restarts, has lost its leader, or is silent) goes to the next one, until the clu
 seconds: then ``StoreLost``. From then on, until it answers again, every request is tried once with each member. So a
 request may reach etcd twice: callers send only what may be repeated (see ``_etcd`` for how ``add`` and
 ``compare_and_set`` are made so).
+Where the address says ``follow``, members come and go, and who they are is asked every ``FOLLOW`` seconds of use.
 Rejected: giving up as soon as every member refuses connections. That is what a member looks like that restarts.
 """
 
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -22,9 +24,16 @@ from phalanx.errors import StoreError, StoreLost
 if TYPE_CHECKING:
     import httpx
 
+log = logging.getLogger(__name__)
+
 PATIENCE = 20.0
 """Seconds that a cluster may be away: the election of a new leader, the restart of its only member. More than the
 default lease of a node, so that a job is not given up before a node of it would be."""
+
+FOLLOW = 20.0
+"""Seconds of use after which a client asks who the members of a cluster are that it follows."""
+FOLLOW_EARLY = 2.0
+"""The same as long as fewer than three are known: the cluster may just be growing."""
 
 _RETRY_CODES = {4, 8, 10, 14}  # deadline exceeded, resource exhausted, aborted, unavailable
 NOT_FOUND = 5
@@ -56,16 +65,52 @@ class Outage:
         self._since = None
 
 
+class KnownMembers:
+    """Says where a cluster is; shared by all clients of it in a family. ``address`` stays what the first of them was
+    told."""
+
+    def __init__(self, endpoints: Sequence[str], *, encrypted: bool) -> None:
+        self.endpoints = tuple(endpoints)
+        self.address = f"{'etcds' if encrypted else 'etcd'}://" + ",".join(endpoints)
+        self._asked_at = time.monotonic()
+        self.is_ending = False
+        """Whether the cluster is about to end, so that nobody need wait for its answers."""
+
+    def is_due(self) -> bool:
+        """Return whether it is time to ask who the members are; whoever asks is to do so now."""
+        now = time.monotonic()
+        if now < self._asked_at + (FOLLOW if len(self.endpoints) > 2 else FOLLOW_EARLY):
+            return False
+        self._asked_at = now
+        return True
+
+    def take(self, answer: dict[str, Any]) -> None:
+        """Take a list of members as etcd tells it: those with a vote, at the first address that each gives out."""
+        found = [
+            str(member["clientURLs"][0]).partition("://")[2]
+            for member in answer.get("members", [])
+            if member.get("clientURLs") and not member.get("isLearner")
+        ]
+        if found:  # else nobody has begun to serve clients yet
+            self.endpoints = tuple(found)
+
+
 class Gateway:
     """A client of the cluster at ``endpoints`` (``host:port`` each). Thread-safe."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access | None = None, outage: Outage | None = None) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        access: Access | None = None,
+        outage: Outage | None = None,
+        known: KnownMembers | None = None,
+    ) -> None:
         import httpx  # optional: only those who use etcd need it
 
         self.outage = outage or Outage()
-        self.endpoints = tuple(endpoints)
         self.access = access or Access()
-        self.address = f"{'etcds' if self.access.encrypted else 'etcd'}://" + ",".join(endpoints)
+        self._known = known or KnownMembers(endpoints, encrypted=self.access.encrypted)
+        self.address = self._known.address
         self._token = ""
         self._current = 0
         self._lock = threading.Lock()
@@ -81,8 +126,26 @@ class Gateway:
             raise StoreLost(f"store {self.address} was closed by this client", address=self.address)
         return self._client
 
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where the members are, as far as is known."""
+        return self._known.endpoints
+
+    @property
+    def patience(self) -> float:
+        """How long a request waits for a cluster that does not answer."""
+        return 0.0 if self._known.is_ending else PATIENCE
+
+    def hurry(self) -> None:
+        """Have nobody in this family wait any more: the cluster is about to end, and that is no loss."""
+        self._known.is_ending = True
+
     def url(self, path: str) -> str:
-        return f"{self.access.scheme}://{self.endpoints[self._current]}{path}"
+        return self._origin() + path
+
+    def _origin(self) -> str:
+        endpoints = self.endpoints  # once: another thread may learn of others
+        return f"{self.access.scheme}://{endpoints[self._current % len(endpoints)]}"
 
     def headers(self) -> dict[str, str]:
         """Return what shows who asks; logs in if that has not been done."""
@@ -103,10 +166,11 @@ class Gateway:
 
     def another(self) -> Gateway:
         """Return one more client of the same cluster."""
-        return Gateway(self.endpoints, self.access, self.outage)
+        return Gateway(self.endpoints, self.access, self.outage, self._known)
 
     def call(self, path: str, body: dict[str, Any], *, patience: float | None = None) -> dict[str, Any]:
         """Send one request that may be repeated, and return the answer. ``patience``: ``PATIENCE`` unless given."""
+        self.follow()
         attempts = Attempts(self, patience)
         try:
             return self._post(path, body, attempts, self.headers())
@@ -145,10 +209,23 @@ class Gateway:
                     raise error_here
                 attempts.failed(url, error_here)
 
+    def follow(self) -> None:
+        """Ask who the members are, when that is due; whoever cannot be asked now is asked later."""
+        if not (self.access.follow and self._known.is_due()):
+            return
+        try:
+            self._known.take(self._post("/v3/cluster/member/list", {}, Attempts(self, 0.0), self.headers()))
+        except StoreError as error:
+            log.debug("%s: cannot ask who the members are: %s", self.address, error)
+
+    def learn(self, answer: dict[str, Any]) -> None:
+        """Take who the members are from an answer that somebody got for another reason, for the whole family."""
+        self._known.take(answer)
+
     def next_endpoint(self, after: str) -> None:
         """Move on, unless another thread did so already."""
         with self._lock:
-            if after.startswith(f"{self.access.scheme}://{self.endpoints[self._current]}/"):
+            if after.startswith(self._origin() + "/"):
                 self._current = (self._current + 1) % len(self.endpoints)
 
     def close(self) -> None:
@@ -162,7 +239,7 @@ class Attempts:
 
     def __init__(self, gateway: Gateway, patience: float | None = None) -> None:
         self._gateway = gateway
-        self._patience = PATIENCE if patience is None else patience
+        self._patience = patience
         self._since: float | None = None  # others may be answered meanwhile: this request has its own limit too
         self._count = 0
 
@@ -172,7 +249,8 @@ class Attempts:
         self._count += 1
         outage = self._gateway.outage.began()
         self._since = outage if self._since is None else min(outage, self._since)
-        is_over = time.monotonic() >= self._since + self._patience
+        patience = self._gateway.patience if self._patience is None else self._patience
+        is_over = time.monotonic() >= self._since + patience
         if is_over and self._count >= len(self._gateway.endpoints):
             message = f"lost the store {address}: {type(error).__name__}: {error}"
             raise StoreLost(message, address=address) from error

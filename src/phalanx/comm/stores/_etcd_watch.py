@@ -83,6 +83,7 @@ class EtcdWatch(Watch):
 
         attempts = Attempts(self._gateway)
         while not self._closed.is_set():
+            self._gateway.follow()
             url = self._gateway.url("/v3/watch")
             started = self._next
             try:

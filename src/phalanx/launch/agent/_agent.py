@@ -19,23 +19,12 @@ import time
 from dataclasses import replace
 
 from phalanx.errors import StoreLost
+from phalanx.launch.agent import _sources as happened
 from phalanx.launch.agent._departure import Departure
 from phalanx.launch.agent._generation import Generation, PortTaken
 from phalanx.launch.agent._observer import Observer
 from phalanx.launch.agent._run_results import Results
-from phalanx.launch.agent._sources import (
-    AllDone,
-    Ended,
-    Event,
-    Exited,
-    Formed,
-    JoinFailed,
-    Noticed,
-    Parted,
-    Requested,
-    Signalled,
-    Sources,
-)
+from phalanx.launch.agent._sources import Event, Sources
 from phalanx.launch.agent._worker_ids import WorkerIds
 from phalanx.launch.config._config import LaunchConfig
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
@@ -87,15 +76,12 @@ class Agent:
         self._observer = observer
         self._heals = config.on_failure == "heal"
         self._is_joining = False
-        self._size = config.nproc_per_node
-        """How many workers this node starts with when all start anew."""
+        self._size = config.nproc_per_node  # with which this node starts when all start anew
         self._worker_ids = WorkerIds(f"{socket.gethostname()}.{secrets.token_hex(3)}", config.nproc_per_node)
-        self._running_on = -1
-        """The generation before, when its workers were to leave it at a step boundary."""
+        self._running_on = -1  # the generation before, when its workers were to leave it at a step boundary
         self._results = Results()
         self._wish = -1
-        self._has_told_anew = False
-        """Whether it was said that all workers start anew because they cannot regroup."""
+        self._has_told_anew = False  # that all workers start anew because they cannot regroup
         self._hang = HangWatch(config, pool)
         self._result: RunResult | None = None
 
@@ -126,25 +112,27 @@ class Agent:
         return self.current
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Exited):
+        if isinstance(event, happened.Exited):
             self._on_exit(event.worker)
-        elif isinstance(event, Formed):
+        elif isinstance(event, happened.Formed | happened.JoinFailed) and self.departure.has_withdrawn:
+            return  # what it waited for is not for this node any more
+        elif isinstance(event, happened.Formed):
             self._on_formed(event.info)
-        elif isinstance(event, JoinFailed):
+        elif isinstance(event, happened.JoinFailed):
             self._on_join_failed(event.error)
-        elif isinstance(event, Signalled):
+        elif isinstance(event, happened.Signalled):
             self._on_signal(event.signum)
-        elif isinstance(event, Noticed):
+        elif isinstance(event, happened.Noticed):
             self._on_notice(event.notice)
         elif self._is_joining or self.current is None or event.generation != self.current.number:
             return  # about a generation that this node has left already
-        elif isinstance(event, Ended):
+        elif isinstance(event, happened.Ended):
             self._on_end(event.end)
-        elif isinstance(event, Requested):
+        elif isinstance(event, happened.Requested):
             self._on_request(event)
-        elif isinstance(event, Parted):
+        elif isinstance(event, happened.Parted):
             self._on_parted(event)
-        elif isinstance(event, AllDone):
+        elif isinstance(event, happened.AllDone):
             self._on_all_done(event)
 
     # -- forming a generation ------------------------------------------------------------------------------------
@@ -217,7 +205,9 @@ class Agent:
 
     def _on_exit(self, worker: WorkerHandle) -> None:
         self._observer.worker_exited(worker)
-        if not self._is_joining and not worker.is_judged and worker.id in self._worker_ids.ids:
+        if self._is_joining:
+            self._leave_if_deserted()
+        elif not worker.is_judged and worker.id in self._worker_ids.ids:
             self._judge_exit(worker)
 
     def _judge_exit(self, worker: WorkerHandle) -> None:
@@ -323,7 +313,7 @@ class Agent:
         self._join()  # first, so that nobody waits for the workers that are stopped now
         self._stop_all()
 
-    def _on_parted(self, event: Parted) -> None:
+    def _on_parted(self, event: happened.Parted) -> None:
         """Deal with workers that lost contact while nobody died: who is to blame is replaced, the others regroup."""
         if not self._heals:
             return  # they cannot regroup: what they raise ends them, and that is dealt with
@@ -356,10 +346,20 @@ class Agent:
             if self.current is None:
                 raise RendezvousGracefulExitError(f"notice was given before this node took part ({notice.reason})")
             self._ask_to_leave_if_noticed()
+            if self._is_joining:
+                self._leave_if_deserted()
 
     def _ask_to_leave_if_noticed(self) -> None:
         if self.departure.is_due(is_finishing=self._generation.channel.is_finishing):
             self._pool.ask_to_leave(self._worker_ids.ids)
+
+    def _leave_if_deserted(self) -> None:
+        """Give up the place that this node waits for: its workers, who were asked to leave, have gone without one."""
+        known = [self._pool.workers.get(worker_id) for worker_id in self._worker_ids.ids]
+        if self.current is not None and self.departure.is_deserted(known):
+            self._worker_ids.ids.clear()
+            self._is_joining = False
+            self._leave_job()
 
     def _leave_job(self) -> None:
         """No worker is left here: the others need not wait for this node, but maybe need the store that it serves."""
@@ -416,11 +416,11 @@ class Agent:
         self.is_in_exit_barrier = True
         self._generation.say_done("done")
         if self._generation.info.world_size == 1:
-            self._on_all_done(AllDone(self._generation.number, ""))
+            self._on_all_done(happened.AllDone(self._generation.number, ""))
         else:
             self._sources.wait_all_done(self._generation.info, self.config.exit_barrier_timeout)
 
-    def _on_all_done(self, event: AllDone) -> None:
+    def _on_all_done(self, event: happened.AllDone) -> None:
         if event.is_late and self._generation.is_serving:
             log.warning("this node serves a store that others need, and stays until they are done")
             self._sources.wait_all_done(self._generation.info, FOR_OTHERS)
@@ -451,10 +451,10 @@ class Agent:
 
     # -- requests through the store, hangs -----------------------------------------------------------------------
 
-    def _on_request(self, request: Requested) -> None:
+    def _on_request(self, request: happened.Requested) -> None:
         if request.stop:
             self._observer.asked("stop", request.stop)
-            self._sources.post(Signalled(signal.SIGTERM))
+            self._sources.post(happened.Signalled(signal.SIGTERM))
         if request.stacks:
             self._hang.answer(self._generation.info, request.stacks)
         self._results.note_setbacks(request.setbacks, self._generation.number, self._observer)

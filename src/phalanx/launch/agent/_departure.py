@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.failures._process_failure import ProcessFailure
@@ -28,6 +28,7 @@ class Departure:
 
     def __init__(self) -> None:
         self.notice: Notice | None = None
+        self.has_withdrawn = False
         self._codes: dict[str, int] = {}
         """How workers that were asked to leave have ended, by their ids."""
 
@@ -55,6 +56,21 @@ class Departure:
         code = worker.process.exit_code
         if self.notice is not None and code is not None:
             self._codes[worker.id] = code
+
+    def is_deserted(self, workers: Sequence[WorkerHandle | None]) -> bool:
+        """Return whether a node that waits for a generation was given notice and has no worker left to wait with. Then
+        it withdraws: when all nodes are given notice, and too few are left, no generation comes.
+
+        >>> Departure().is_deserted([])
+        False
+        """
+        if self.notice is None or any(worker is not None and worker.is_running for worker in workers):
+            return False
+        for worker in workers:
+            if worker is not None:
+                self.note(worker)
+        self.has_withdrawn = True
+        return True
 
     def conclude(self, result: RunResult, signum: signal.Signals | None) -> RunResult:
         """Return the result of a node that was given notice, by ``signum`` if by a signal.

@@ -83,7 +83,7 @@ class NodeAgent:
                 home = folder.path if folder else tempfile.gettempdir()
                 timers = timer_server_from(os.environ, self._handler.get_run_id(), home, self._on_timer)
                 env = ({ENV_TIMER_FILE: timers.path} if timers else {}) | self._gloo_interface()
-                self.pool.open(folder.path if folder else "", env | self._start_watch(folder))
+                self.pool.open(folder.path if folder else "", env | self._start_watch(folder), self._notices.signals)
                 self._start_health_check()
                 self._notices.start()
                 result = self.agent.departure.conclude(self.agent.run(), self._notices.signum)

@@ -17,11 +17,15 @@ from phalanx.launch.config._flag import flags_of
 from phalanx.launch.config._worker_spec import Entrypoint, Script
 from phalanx.launch.rendezvous._allocation import AUTO, SCHEDULERS, NodeAllocation, find_allocation
 from phalanx.launch.rendezvous._settings import check_settings
+from phalanx.launch.system._listen_address import LOOPBACK
 from phalanx.launch.telemetry._logs import DefaultLogsSpecs, LogsSpecs, Std
 from phalanx.launch.workers._start import LOCAL_RANK_MACRO
 
 HEAL_RESTARTS = 100
 """Default of --max-restarts under heal, where replacing one worker costs the others next to nothing."""
+
+OWN_ETCD = 3
+"""On how many nodes a job has an etcd of its own when it was given none: it survives the loss of one of them."""
 
 FLAG_OF_SETTING = {
     "backend": "--rdzv-backend",
@@ -38,8 +42,11 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
     """Build the configuration that the flags describe. ``ValueError`` in one line when they contradict each other."""
     allocation = _allocation(args)
     min_nodes, max_nodes = parse_nodes(args.nnodes)
+    is_own = args.rdzv_backend == "etcd" and not args.rdzv_endpoint
     backend, endpoint = _rendezvous(args, max_nodes)
     configs = parse_settings(args.rdzv_conf)
+    if is_own and not args.standalone:
+        configs.setdefault("embedded", str(OWN_ETCD))
     if allocation is not None:
         configs.setdefault("is_host", str(allocation.serves).lower())
     try:
@@ -106,8 +113,10 @@ def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:
     endpoint = args.rdzv_endpoint
     if not endpoint and backend == "static":
         endpoint = f"{args.master_addr}:{args.master_port or 29500}"
-    if not endpoint and max_nodes == 1 and backend == "c10d":
+    if not endpoint and max_nodes == 1 and backend in ("c10d", "etcd"):
         endpoint = "localhost:0"
+    if not endpoint and backend == "etcd" and args.master_addr not in LOOPBACK:  # where the etcd of its own begins
+        endpoint = f"{args.master_addr}:{args.master_port or 29400}"
     if not endpoint:
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint host:port, the same on every node")
     return backend, endpoint

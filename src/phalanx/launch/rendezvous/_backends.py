@@ -1,14 +1,14 @@
 """Makes the handlers of the built-in backends: from parameters to a handler on the right store.
 
 Owns who serves and who connects, addresses, and the reading of configuration. ``c10d`` and ``static`` keep
-their store in the agent whose machine the endpoint names; ``etcd`` and ``file`` use one that outlives all
-agents.
+their store in the agent whose machine the endpoint names; ``file`` uses one that outlives all agents; ``etcd`` is
+``_etcd_backend``'s.
 
 Configuration keys (``--rdzv-conf``), as torch's users write them: ``join_timeout`` (or ``timeout``),
 ``last_call_timeout``, ``close_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``, ``is_host``,
 ``store_type=file``, ``rank``; and our own: ``lease`` (how long a vanished node may go unnoticed),
-``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``; for etcd ``protocol``, ``ca_cert``, ``ssl_cert``,
-``ssl_cert_key`` (torch's words), ``user`` and ``password_file``.
+``rejoin_timeout``, ``admit_delay``, ``topology``, ``secret_file``; for etcd ``embedded``, ``protocol``, ``ca_cert``,
+``ssl_cert``, ``ssl_cert_key`` (torch's words), ``user`` and ``password_file``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.comm import _background as background
 from phalanx.comm import stores
-from phalanx.comm.stores._etcd_access import etcd_url
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
@@ -38,6 +38,9 @@ from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import advertised_address
 from phalanx.launch.system._listen_address import LOOPBACK, bind_address
 from phalanx.protocol import NODES, PRESENT, PROOF, NodeRecord, job_prefix, timeouts
+
+if TYPE_CHECKING:
+    from phalanx.launch.rendezvous._etcd_keeper import EtcdKeeper
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class OpenStore:
     url: str
     is_host: bool = False
     outlives_agents: bool = False
+    keeper: EtcdKeeper | None = None
+    """Who runs it, when the agents do so among themselves."""
 
 
 def create_c10d_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
@@ -97,44 +102,26 @@ def create_static_handler(params: RendezvousParameters) -> StoreRendezvousHandle
     return make_handler(params, opened, loopback=host in ("localhost", "127.0.0.1"), fixed_rank=rank)
 
 
-def create_etcd_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
-    """Rendezvous on an etcd v3 cluster; the endpoint may list several members, comma-separated, or be an address."""
-    protocol = str(params.get("protocol", "http"))
-    if protocol not in ("http", "https"):
-        raise ValueError(f"rendezvous configuration protocol={protocol!r}; expected http or https")
-    url = etcd_url(
-        params.endpoint,
-        encrypted=protocol == "https",
-        user=str(params.get("user", "")),
-        ca=str(params.get("ca_cert", "")),
-        cert=str(params.get("ssl_cert", "")),
-        key=str(params.get("ssl_cert_key", "")),
-        password_file=str(params.get("password_file", "")),
-    )
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
-
-
-def create_etcd_v2_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
-    """Make the handler for who asks, in torch's words, for etcd by its old interface: etcd has dropped that one."""
-    log.warning("the rendezvous backend etcd-v2 is served by etcd's v3 interface; all nodes of the job must be ours")
-    return create_etcd_handler(params)
-
-
 def create_file_handler(params: RendezvousParameters) -> StoreRendezvousHandler:
     """Rendezvous in a directory that all nodes share."""
     directory = Path(params.endpoint.removeprefix("file://")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = directory.as_uri()
-    return make_handler(params, OpenStore(store=_connect(url, params), url=url, outlives_agents=True))
+    return make_handler(params, OpenStore(store=connect(url, params), url=url, outlives_agents=True))
 
 
 def make_handler(
-    params: RendezvousParameters, opened: OpenStore, *, loopback: bool = False, fixed_rank: int = -1
+    params: RendezvousParameters,
+    opened: OpenStore,
+    *,
+    loopback: bool = False,
+    fixed_rank: int = -1,
+    node: NodeRecord | None = None,
 ) -> StoreRendezvousHandler:
     """Return the handler of this node on a store that is open already. ``loopback``: all nodes are on this
-    machine."""
-    secret_file = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
-    secret, options = read_secret(path=secret_file or None), options_of(params)
+    machine. ``node``: its record, if it was made before."""
+    secret_file, secret = secret_of(params)
+    options = options_of(params)
     own: OwnSecret | None = None
     if secret is None and params.max_nodes == 1 and opened.is_host:
         own = OwnSecret(params.run_id)
@@ -150,6 +137,8 @@ def make_handler(
             params.run_id,
             opened.store.address,
         )
+    if params.max_nodes > 1:
+        log.warning("%s", store_line(opened))
     job = params.run_id
     if opened.outlives_agents:
         job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
@@ -158,7 +147,7 @@ def make_handler(
         params.run_id,
         opened.store.namespace(job_prefix(job)),
         rules_of(params),
-        describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
+        node or describe_node(params, loopback=loopback, fixed_rank=fixed_rank),
         options=options,
         signer=Signer(job, secret),
         store_url=opened.url,
@@ -167,7 +156,28 @@ def make_handler(
         secret_file=secret_file,
         own_secret=own,
         job=job,
+        keeper=opened.keeper,
     )
+
+
+def store_line(opened: OpenStore) -> str:
+    """Say which store a job of several nodes uses, and what its loss would mean.
+
+    >>> store_line(OpenStore(store=stores.MemoryStore(), url="tcp://node0:29400"))
+    'the job\'s store is at tcp://node0:29400, on one node: the loss of that node ends the job'
+    """
+    where = opened.url.partition("?")[0]
+    if opened.keeper is not None:
+        return f"the job's store is an etcd of its own, {opened.keeper.describe()}"
+    if opened.outlives_agents:
+        return f"the job's store is at {where}, outside of the job: it survives the loss of any node of the job"
+    return f"the job's store is at {where}, on one node: the loss of that node ends the job"
+
+
+def secret_of(params: RendezvousParameters) -> tuple[str, bytes | None]:
+    """Return the file of the job's secret, if the configuration names one, and the secret, if there is any."""
+    path = os.path.abspath(str(params.get("secret_file"))) if params.get("secret_file") else ""
+    return path, read_secret(path=path or None)
 
 
 def secret_here(store: Store, job: str) -> bytes | None:
@@ -272,16 +282,16 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
-def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
+def open_tcp(host: str, port: int, *, serve: bool, timeout: float, mark: str = _SERVED) -> OpenStore:
     """Serve at ``host:port``, or connect. Of several agents that want to serve, one wins and the others
-    connect."""
+    connect. ``mark``: the key by which a store is known to be one for this purpose."""
     if serve:
         try:
             store = stores.TCPStore.serve(bind_address(host), port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousConnectionError(f"cannot serve a store at {host}:{port}: {error}") from error
-            if not _is_served(host, port):
+            if not _is_served(host, port, mark):
                 holder = _linux.listener_on(port) or "another process"
                 raise RendezvousConnectionError(
                     f"port {port} of {host}, where this node should serve the rendezvous, is taken by {holder}, which "
@@ -289,7 +299,7 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
                 ) from error
         else:
             port = int(store.address.rsplit(":", 1)[1])
-            store.set(_SERVED, b"{}")
+            store.set(mark, b"{}")
             return OpenStore(store=store, url=_tcp_url(host, port), is_host=True)
     if port == 0:
         raise ValueError(f"rendezvous endpoint {host}:0; only the machine that serves may leave the port open")
@@ -298,7 +308,7 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
     try:
         with saying(line):
             store = stores.TCPStore(host, port, timeout=timeout)
-            store.wait([_SERVED], timeout)
+            store.wait([mark], timeout)
     except StoreTimeout as error:
         raise RendezvousConnectionError(
             f"{host}:{port} answers, but no agent of this release serves a rendezvous there: {error}"
@@ -311,14 +321,14 @@ def open_tcp(host: str, port: int, *, serve: bool, timeout: float) -> OpenStore:
     return OpenStore(store=store, url=url)
 
 
-def _is_served(host: str, port: int) -> bool:
+def _is_served(host: str, port: int, mark: str) -> bool:
     """Ask whether an agent serves a rendezvous there, in a thread that is left behind if need be: torch's
     client waits without a limit for the greeting of a server that accepts and says nothing."""
     found = threading.Event()
 
     def ask() -> None:
         with stores.TCPStore(host, port, timeout=_SERVED_PATIENCE) as store:
-            store.wait([_SERVED], _SERVED_PATIENCE)
+            store.wait([mark], _SERVED_PATIENCE)
             found.set()
 
     def failed(error: BaseException) -> None:
@@ -332,7 +342,7 @@ def _tcp_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _connect(url: str, params: RendezvousParameters) -> Store:
+def connect(url: str, params: RendezvousParameters) -> Store:
     try:
         return stores.connect(url, params.get_as_float("read_timeout", timeouts.REACH_STORE))
     except StoreError as error:

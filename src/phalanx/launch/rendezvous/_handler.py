@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phalanx.comm._background import Background
 from phalanx.comm.stores._interface import Store
@@ -58,6 +59,9 @@ from phalanx.protocol import (
     timeouts,
 )
 
+if TYPE_CHECKING:
+    from phalanx.launch.rendezvous._etcd_keeper import EtcdKeeper
+
 log = logging.getLogger(__name__)
 
 
@@ -91,6 +95,7 @@ class StoreRendezvousHandler(GenerationHandler):
         own_secret: OwnSecret | None = None,
         master: tuple[str, int] | None = None,
         job: str = "",
+        keeper: EtcdKeeper | None = None,
     ) -> None:
         self._backend = backend
         self._run_id = run_id
@@ -101,6 +106,7 @@ class StoreRendezvousHandler(GenerationHandler):
         self._options = options
         self._store_url = store_url
         self._is_host = is_host
+        self._keeper = keeper
         self._close_store = close_store
         self._secret_file = secret_file
         self._own_secret = own_secret
@@ -125,7 +131,7 @@ class StoreRendezvousHandler(GenerationHandler):
 
     @property
     def store_url(self) -> str:
-        return self._store_url
+        return self._store_url if self._keeper is None else self._keeper.url(self._store_url)
 
     @property
     def job(self) -> str:
@@ -133,7 +139,7 @@ class StoreRendezvousHandler(GenerationHandler):
 
     @property
     def is_host(self) -> bool:
-        return self._is_host
+        return self._is_host or (self._keeper is not None and self._keeper.is_sole)
 
     @property
     def join_timeout(self) -> float:
@@ -204,18 +210,19 @@ class StoreRendezvousHandler(GenerationHandler):
             self._changed.wait(max(0.1, min(self._options.join_timeout, due_after(num_lines)) - waited))
 
     def _say_for_whom(self) -> None:
-        participant = self._participant
+        participant, keeper = self._participant, self._keeper
         log.warning(
             "%s",
             waiting_line(
                 self._backend,
-                self._store_url,
+                self._store_url if keeper is None else f"etcd://{keeper.endpoint}",
                 self._run_id,
                 participant.rules,
                 present=self._present(),
                 fixed_rank=participant.node.fixed_rank,
                 is_spare=participant.is_spare,
                 is_first=participant.facts.latest is None,
+                settings="" if keeper is None else f"embedded={keeper.size}",
             ),
         )
 
@@ -400,6 +407,8 @@ class StoreRendezvousHandler(GenerationHandler):
         if self._thread is not None:
             self._thread.join(timeout=60.0)
         self._release_port()
+        if self._keeper is not None:
+            self._keeper.close()
         self._agent_store.close()
         if self._close_store is not None:
             self._close_store()
@@ -410,7 +419,10 @@ class StoreRendezvousHandler(GenerationHandler):
     def _leave(self) -> bool:
         try:
             self._participant.leave()
-            if self._is_host and self._read_closed() is not None:
+            is_closed = self._read_closed() is not None
+            if self._keeper is not None and not self._keeper.part() and is_closed:
+                self._keeper.wait_until_alone(self._options.close_timeout)
+            elif self._is_host and is_closed:
                 self._wait_for_others()
         except StoreLost as error:
             log.warning("node %s could not say that it leaves: %s", self.node_id, error)

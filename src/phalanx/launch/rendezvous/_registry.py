@@ -8,11 +8,10 @@ from importlib.metadata import entry_points
 
 from phalanx.launch.rendezvous._backends import (
     create_c10d_handler,
-    create_etcd_handler,
-    create_etcd_v2_handler,
     create_file_handler,
     create_static_handler,
 )
+from phalanx.launch.rendezvous._etcd_backend import create_etcd_handler, create_etcd_v2_handler
 from phalanx.launch.rendezvous._interface import RendezvousHandler, RendezvousParameters
 from phalanx.launch.rendezvous._settings import check_settings
 

@@ -13,7 +13,7 @@ BUILT_IN_BACKENDS = ("c10d", "etcd", "etcd-v2", "file", "static")
 
 SETTINGS = frozenset(
     {
-        "admit_delay", "ca_cert", "close_timeout", "is_host", "join_timeout", "keep_alive_interval",
+        "admit_delay", "ca_cert", "close_timeout", "embedded", "is_host", "join_timeout", "keep_alive_interval",
         "keep_alive_max_attempt", "last_call_timeout", "lease", "password_file", "protocol", "rank", "read_timeout",
         "rejoin_timeout", "secret_file", "ssl_cert", "ssl_cert_key", "store_type", "timeout", "topology", "user",
     }

@@ -32,8 +32,9 @@ def due_after(num_lines: int, delays: Sequence[float] = DELAYS) -> float:
     return delays[-1] * (num_lines - len(delays) + 2)
 
 
-def how_to_start(backend: str, url: str, run_id: str, rules: Rules, fixed_rank: int = -1) -> str:
-    """Return the command with which another node joins this job. ``fixed_rank``: of the one that says so.
+def how_to_start(backend: str, url: str, run_id: str, rules: Rules, fixed_rank: int = -1, settings: str = "") -> str:
+    """Return the command with which another node joins this job. ``fixed_rank``: of the one that says so;
+    ``settings``: what all nodes have to be told.
 
     >>> how_to_start("c10d", "tcp://node0:29400", "job7", Rules(min_nodes=2, max_nodes=4))
     'phalanx run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id job7 ...'
@@ -46,7 +47,9 @@ def how_to_start(backend: str, url: str, run_id: str, rules: Rules, fixed_rank: 
         host, _, port = place.rpartition(":")
         rank = str(1 - fixed_rank) if rules.max_nodes == 2 else "RANK"
         return f"phalanx run --nnodes {nodes} --node-rank {rank} --master-addr {host} --master-port {port} ..."
-    return f"phalanx run --nnodes {nodes} --rdzv-backend {backend} --rdzv-endpoint {place} --rdzv-id {run_id} ..."
+    told = f" --rdzv-conf {settings}" if settings else ""
+    where = f"--rdzv-backend {backend} --rdzv-endpoint {place} --rdzv-id {run_id}{told}"
+    return f"phalanx run --nnodes {nodes} {where} ..."
 
 
 def waiting_line(
@@ -59,6 +62,7 @@ def waiting_line(
     fixed_rank: int = -1,
     is_spare: bool = False,
     is_first: bool = True,
+    settings: str = "",
 ) -> str:
     """Return what a node that waits for a generation says. ``present``: the ids of all nodes that are there."""
     if is_spare:
@@ -69,7 +73,7 @@ def waiting_line(
         return (
             f"waiting for {missing} more node{'s' if missing > 1 else ''} at {place} ({len(present)} of "
             f"{rules.min_nodes} there: {', '.join(sorted(present)[:8])}); start there: "
-            f"{how_to_start(backend, url, run_id, rules, fixed_rank)}{_reach(backend, place)}"
+            f"{how_to_start(backend, url, run_id, rules, fixed_rank, settings)}{_reach(backend, place)}"
         )
     if is_first:
         return (

@@ -60,8 +60,11 @@ def run_parked(orders: socket.socket, functions: FunctionTable) -> NoReturn:
 def become_worker(order: Mapping[str, Any], fd_of: Mapping[str, int]) -> None:
     """Take on the worker's environment: what a fresh interpreter would have been started with."""
     signal.signal(_linux.stack_signal(), signal.SIG_IGN)  # its default would kill what is no Python
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+    usual = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+    for signum in usual:
         signal.signal(signum, signal.SIG_DFL)
+    for number in order.get("ignored", ()):  # notices to the agent, which asks this process to leave in its own way
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(order["env"])
     for name, target in (("stdout", 1), ("stderr", 2)):

@@ -63,6 +63,7 @@ class WorkerPool:
         self._hurry = threading.Event()
         self._scratch = ""
         self._env: dict[str, str] = {}
+        self._ignored: list[int] = []
         self._started_at = -SETTLED
 
     def show_on(self, terminal: Terminal) -> None:
@@ -86,10 +87,14 @@ class WorkerPool:
         ):
             self._parked.append(self._zygotes.park())
 
-    def open(self, scratch: str = "", env: Mapping[str, str] | None = None) -> None:
+    def open(
+        self, scratch: str = "", env: Mapping[str, str] | None = None, ignored: Sequence[signal.Signals] = ()
+    ) -> None:
         """Start listening. From now on this process has threads. ``scratch``: a folder for what workers leave;
-        ``env``: variables for all of them."""
+        ``env``: variables for all of them; ``ignored``: signals that are not meant for them."""
         self._scratch = scratch
+        asks = parse_signals(self.config.leave_signal)
+        self._ignored = [int(signum) for signum in ignored if signum not in (*asks, signal.SIGTERM)]
         self._env = dict(env or {})
         self._zygotes.start(self._on_exit)
         self._pump.start()
@@ -144,6 +149,7 @@ class WorkerPool:
         env = {**env, ENV_POSITION_FILE: position}
         order, fds = (start if is_warm else start.cold()).order(env, rank, stacks, self._scratch)
         order["cpus"] = self._cpus_of(assignment)
+        order["ignored"] = self._ignored
         prefix = self._prefix(assignment)
         fds |= self._stream("stdout", 1, dest.stdouts, dest.tee_stdouts, dest.filtered_stdout, worker, prefix)
         fds |= self._stream("stderr", 2, dest.stderrs, dest.tee_stderrs, dest.filtered_stderr, worker, prefix)

@@ -84,7 +84,8 @@ def serve(
     # The kernel sends it when the thread that started this process ends; only the process counts. From others it is no
     # order: whoever ends a whole job sends it to the agent too, which gives the workers the time to leave.
     signal.signal(signal.SIGTERM, lambda *_: server.end() if os.getppid() != parent else None)
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    # Slurm sends the signal before a time limit to every process of a step. It is the agent's to act upon.
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     if not _linux.die_with_parent(signal.SIGTERM, parent):
         server.end()

@@ -1,0 +1,150 @@
+"""Which nodes run a member of a job's own etcd: the rules, one by one and under many losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.launch.rendezvous._etcd_members import (
+    Change,
+    Member,
+    Offer,
+    acting_node,
+    initial_cluster,
+    next_change,
+    read_members,
+    wanted_voters,
+)
+
+pytestmark = pytest.mark.fast
+
+
+def offers(names: str) -> list[Offer]:
+    return [Offer(node=name, peer=f"https://{name}:2", client=f"https://{name}:1") for name in names]
+
+
+def voters(names: str) -> list[Member]:
+    return [Member(id=f"id{name}", node=name, peer=f"https://{name}:2", client=f"https://{name}:1") for name in names]
+
+
+def test_a_cluster_grows_when_three_nodes_are_there_one_learner_at_a_time():
+    assert next_change(voters("a"), offers("a"), 3) is None
+    assert next_change(voters("a"), offers("ab"), 3) is None, "of two members either's loss would end the store"
+    change = next_change(voters("a"), offers("abc"), 3)
+    assert change is not None
+    assert change.add == offers("b")[0]
+    learner = replace(voters("b")[0], is_learner=True, node="")
+    change = next_change([*voters("a"), learner], offers("abc"), 3)
+    assert change == Change(promote=learner)
+    change = next_change(voters("ab"), offers("abc"), 3)
+    assert change is not None
+    assert change.add == offers("c")[0]
+    assert next_change(voters("abc"), offers("abcd"), 3) is None
+
+
+def test_a_lost_member_is_taken_out_and_replaced_on_another_node():
+    change = next_change(voters("abc"), offers("bcd"), 3)
+    assert change is not None
+    assert change.remove == voters("a")[0]
+    change = next_change(voters("bc"), offers("bcd"), 3)
+    assert change is not None
+    assert change.add == offers("d")[0]
+
+
+def test_without_another_node_two_members_become_one():
+    change = next_change(voters("abc"), offers("bc"), 3)
+    assert change is not None
+    assert change.remove == voters("a")[0]
+    change = next_change(voters("bc"), offers("bc"), 3)
+    assert change is not None
+    assert change.remove == voters("c")[0], "the one that came last"
+    assert next_change(voters("b"), offers("bc"), 3) is None
+
+
+def test_without_a_majority_nothing_is_changed():
+    assert next_change(voters("abc"), offers("cd"), 3) is None
+
+
+def test_a_learner_that_is_lost_or_cannot_start_is_taken_out():
+    learner = replace(voters("b")[0], is_learner=True, node="")
+    change = next_change([*voters("a"), learner], offers("ac"), 3)
+    assert change is not None
+    assert change.remove == learner
+    change = next_change([*voters("a"), learner], offers("abcd"), 3, unfit={"b"})
+    assert change is not None
+    assert change.remove == learner
+    change = next_change(voters("a"), offers("abcd"), 3, unfit={"b"})
+    assert change is not None
+    assert change.add == offers("c")[0]
+
+
+def test_the_first_living_voter_acts():
+    assert acting_node(voters("abc"), offers("cba")) == "c", "in the order in which they came"
+    assert acting_node([*voters("b"), replace(voters("a")[0], is_learner=True)], offers("ab")) == "b"
+    assert acting_node(voters("a"), offers("b")) == ""
+
+
+def test_members_are_read_as_etcd_lists_them():
+    told = {
+        "members": [
+            {"ID": "17", "name": "a", "peerURLs": ["https://a:2"], "clientURLs": ["https://a:1"]},
+            {"ID": "18", "peerURLs": ["https://b:2"], "isLearner": True},
+        ]
+    }
+    found = read_members(told)
+    assert found == [replace(voters("a")[0], id="17"), Member(id="18", node="", peer="https://b:2", is_learner=True)]
+    assert initial_cluster(found, offers("b")[0]) == "a=https://a:2,b=https://b:2"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from("+-cps"), max_size=60), st.sampled_from([1, 3, 5]), st.randoms(use_true_random=False))
+def test_no_change_ever_costs_the_majority(happenings, size, chance):
+    """Nodes come (+) and are lost (-), at most so many between two changes (c) as the cluster is made to survive."""
+    living, members, count, spare = offers("0"), voters("0"), 1, 0
+    for happening in happenings:
+        if happening == "+":
+            name = str(count)
+            count += 1
+            living.append(Offer(node=name, peer=f"https://{name}:2", client=""))
+            continue
+        alive = {offer.peer for offer in living}
+        votes = [member for member in members if not member.is_learner]
+        safe = (len(votes) - 1) // 2 - sum(member.peer not in alive for member in votes)
+        if happening == "-":
+            lost = chance.choice(living)
+            if any(member.peer == lost.peer for member in votes) and safe <= 0:
+                continue  # more than it is made for
+            living.remove(lost)
+            continue
+        change = next_change(members, living, size)
+        if change is None:
+            continue
+        if change.add is not None:
+            members.append(Member(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
+            spare += 1
+        elif change.promote is not None:
+            place = members.index(change.promote)
+            members[place] = replace(change.promote, is_learner=False)
+        elif change.remove is not None:
+            members.remove(change.remove)
+        votes = [member for member in members if not member.is_learner]
+        alive = {offer.peer for offer in living}
+        num_alive = sum(member.peer in alive for member in votes)
+        assert num_alive > len(votes) // 2, (change, members, living)
+        assert len(members) - len(votes) <= 1, "etcd takes one learner at a time"
+    for _ in range(40):  # and it comes to rest as it should be
+        change = next_change(members, living, size)
+        if change is None:
+            break
+        if change.add is not None:
+            members.append(Member(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
+            spare += 1
+        elif change.promote is not None:
+            members[members.index(change.promote)] = replace(change.promote, is_learner=False)
+        elif change.remove is not None:
+            members.remove(change.remove)
+    assert change is None
+    assert len(members) == wanted_voters(len(living), size)
