@@ -55,6 +55,7 @@ class World:
         self.hold = 3600.0
         self.make_dataset = Rows
         self.prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+        self.before_steps: Callable[[Job], None] = lambda job: None
         self.data = DataOptions()
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator)
@@ -116,6 +117,7 @@ class World:
             state={"mean": (mean := Mean(model))},
         )
         try:
+            self.before_steps(job)
             for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
                     micro.backward(F.cross_entropy(model(micro.inputs), micro.targets))
