@@ -27,24 +27,33 @@ ROWS = [("all_reduce", 16)] * 3  # one number for each of four rows: the largest
 def test_the_block_around_the_compiled_function() -> None:
     def body(mesh: Any) -> None:
         logits, target = spread(mesh, values(4, 10), Shard(1)), torch.tensor([1, 5, -100, 0])
-        cut = spread(mesh, target, Replicate(), grad=False)
-        weight = spread(mesh, torch.linspace(1, 2, 10), Shard(0), grad=False)
-        losses = nn.CrossEntropyLoss(reduction="none")
         with loss_parallel():
             assert check(lambda x: F.cross_entropy(x, target), [logits]) == ROWS
-            check(lambda x: losses(x * 2, cut).sin(), [logits])
-            check(lambda x: F.cross_entropy(x, target=target, weight=weight, reduction="sum"), [logits])
-            first = torch.zeros(4, dtype=torch.int64)
-            check(lambda x: F.cross_entropy(x, first), [spread(mesh, values(4, 1), Shard(1))])  # a rank has no class
-            check(lambda x: F.cross_entropy(x, cut.abs() % 10, label_smoothing=0.1), [logits])  # as it is outside
 
     on_mesh(body, 2, timeout=500.0)
 
 
-def test_the_block_in_the_compiled_function() -> None:
+@pytest.mark.soak  # ten more graphs
+def test_what_cross_entropy_may_be_asked_for() -> None:
+    def body(mesh: Any) -> None:
+        logits, first = spread(mesh, values(4, 10), Shard(1)), torch.zeros(4, dtype=torch.int64)
+        target = spread(mesh, torch.tensor([1, 5, -100, 0]), Replicate(), grad=False)
+        weight = spread(mesh, torch.linspace(1, 2, 10), Shard(0), grad=False)
+        losses = nn.CrossEntropyLoss(reduction="none")
+        with loss_parallel():
+            check(lambda x: losses(x * 2, target).sin(), [logits])
+            check(lambda x: F.cross_entropy(x, target=target, weight=weight, reduction="sum"), [logits])
+            check(lambda x: F.cross_entropy(x, first), [spread(mesh, values(4, 1), Shard(1))])  # a rank has no class
+            check(lambda x: F.cross_entropy(x, target.abs() % 10, label_smoothing=0.1), [logits])  # as it is outside
+
+    on_mesh(body, 2, timeout=500.0)
+
+
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.soak)])
+def test_the_block_in_the_compiled_function(shape: tuple[int, ...]) -> None:
     def body(mesh: Any) -> None:
         mesh.get_all_groups()
-        target = spread(mesh, torch.tensor([1, 5, 9, 0]), Replicate(), Replicate(), grad=False)
+        target = spread(mesh, torch.tensor([1, 5, 9, 0]), *[Replicate()] * mesh.ndim, grad=False)
 
         def loss(x: Any) -> Any:
             x = x * 2
@@ -52,10 +61,9 @@ def test_the_block_in_the_compiled_function() -> None:
                 found = F.cross_entropy(x, target)
             return found + F.cross_entropy(x, target)  # gathers: it is outside
 
-        check(loss, [spread(mesh, values(4, 10), Replicate(), Shard(1))])
-        check(loss, [spread(mesh, values(4, 10), Shard(0), Shard(1))])
+        check(loss, [spread(mesh, values(4, 10), *[Shard(0), Shard(1)][-mesh.ndim :])])
 
-    on_mesh(body, 2, 2, timeout=500.0)
+    on_mesh(body, *shape, timeout=500.0)
 
 
 def test_entering_and_leaving_the_block_is_guarded() -> None:

@@ -35,7 +35,7 @@ def warm_up(job: Job, loss_of: Callable[[Any], Tensor]) -> None:
     with _nothing_kept(job.model):
         batch = job.loading.fetcher[ticket]
         seed_everything(derive_seed(job.seed, "compute", ticket.step, ticket.slot, ticket.part))
-        loss_of(batch).backward()  # type: ignore[no-untyped-call]  # torch's
+        loss_of(batch).backward()
 
 
 @contextmanager
