@@ -57,6 +57,7 @@ class World:
         """Whether the test was given up: workers that still run end at their next batch, and disturb no other test."""
         self.make_dataset = Rows
         self.prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+        self.before_steps: Callable[[Job], None] = lambda job: None
         self.data = DataOptions()
         self._local = threading.local()
         monkeypatch.setattr(job_module, "make_coordinator", lambda group, comm_timeout: self._local.coordinator)
@@ -118,6 +119,7 @@ class World:
             state={"mean": (mean := Mean(model))},
         )
         try:
+            self.before_steps(job)
             for step in job.steps(max_steps=self.num_steps):
                 for micro in step:
                     self.check_time()

@@ -93,6 +93,7 @@ class TensorWorld(ShardedWorld):
         lane = "abcdef".index(self._local.coordinator.worker_id) % 2
         run = RunOptions(progress=False, verify=True, log_dir=self.directory, hold=self.hold, threads=1)
         job = make_job(mesh_at(lane, 2), run=run, copies=self.copies)
+        self.prepare(job.model)
         told = self.told[job.worker_id] = Told()
         self.here.job, self.here.step, self.here.told = job, -1, told
         try:

@@ -2,7 +2,9 @@
 
 ``python tests/tensor/coverage.py --compile`` compiles each call with ``aot_eager``. ``one graph``: it was traced whole,
 and results, layouts, strides and gradients have the bits of eager. ``broken``: it cannot be traced whole, and without
-``fullgraph`` it gives the same. ``refused``: eager raises, and so does it compiled; or it is one of ``NOT_COMPILED``.
+``fullgraph`` it gives the same. ``rounded by torch``: one graph whose results have the bits that torch.compile gives on
+plain tensors, and eager does not (``interpolate``). ``refused``: eager raises, and so does it compiled; or it is one of
+``NOT_COMPILED``.
 Anything else is wrong, and so is a rank that stops alone.
 """
 
@@ -25,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx import comm
 from phalanx.comm import Group, init_device_mesh
-from phalanx.tensor import DTensor
+from phalanx.tensor import DTensor, distribute_tensor
 
 # Operators that eager takes and that raise compiled, also without fullgraph, with the words of their error.
 NOT_COMPILED: dict[str, str] = {}
@@ -103,8 +105,24 @@ def _text(value: Any) -> str:
     return where + str(_local(value))[:120]
 
 
+def as_torch_rounds(call: Callable[..., Any], sample: Any, eager: Outcome, compiled: Outcome) -> bool:
+    """Whether results have the bits of torch.compile on plain tensors, which computes some operators unlike eager."""
+    traced = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=False)
+    plain = called(traced, sample, lambda: lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+    if plain.error is not None or len(plain.values) != len(compiled.values):
+        return False
+    cut = [_cut_as(value, like) for value, like in zip(plain.values, compiled.values, strict=True)]
+    return not difference(Outcome(cut, eager.gradients), compiled, values=True)
+
+
+def _cut_as(value: Any, like: Any) -> Any:
+    if not isinstance(like, DTensor) or like._spec.is_partial:
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def one_call(op: OpInfo, sample: Any, mesh: Any, placements: list[Any]) -> tuple[str, str]:
-    """(one graph | broken | refused | wrong, explanation) of one call under one combination of layouts."""
+    """(one graph | rounded by torch | broken | refused | wrong, explanation) of one call under some layouts."""
     function = op.op
 
     def lift() -> Callable[[Any], Any]:
@@ -123,6 +141,8 @@ def one_call(op: OpInfo, sample: Any, mesh: Any, placements: list[Any]) -> tuple
         return "refused", f"{eager.error!r:.200}"
     if whole.error is None:
         told = difference(eager, whole, values=compares)
+        if told and as_torch_rounds(call, sample, eager, whole):
+            return "rounded by torch", told
         return ("wrong", told) if told else ("one graph", "")
     parts = called(torch.compile(call, backend="aot_eager", dynamic=False), sample, lift)
     if parts.error is not None:

@@ -108,7 +108,7 @@ def test_layouts_shapes_and_meshes() -> None:
 
 
 def test_another_group_of_the_same_ranks() -> None:
-    """As after a regroup: the mesh is new, and what is sent goes over its group. Costs one graph."""
+    """A mesh that a program makes anew, over another group: what is sent goes over that. Costs one graph."""
 
     def body(mesh: Any) -> None:
         group = comm.current_group()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx import comm
 from phalanx.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, manual_seed
-from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from phalanx.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = [
     pytest.mark.timeout(580),
@@ -167,9 +167,6 @@ def test_what_models_do_besides() -> None:
         matrices = [spread(mesh, values(4, 6), Replicate()), spread(mesh, values(6, 4), Shard(1))]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             check(lambda x, w: x @ w, matrices)
-        target, logits = torch.tensor([1, 5, 9, 0]), spread(mesh, values(4, 10), Shard(1))
-        with loss_parallel():
-            check(lambda x: F.cross_entropy(x, target), [logits], fullgraph=False)
         with torch.inference_mode():
             x = spread(mesh, values(4, 6), Shard(0), grad=False)
             summed = torch.compile(lambda x: (x.sum(0) * 2).relu(), backend="aot_eager", fullgraph=True)
@@ -228,5 +225,33 @@ def test_dropout_draws_the_masks_of_eager() -> None:
         result = kept(given)
         result.sum().full_tensor().backward()
         assert torch.equal(whole(given.grad), whole(result)), "backward has the mask of forward"
+
+    on_mesh(body, 2, timeout=500.0)
+
+
+def test_a_rank_that_compiles_anew_meets_one_that_has_its_graph() -> None:
+    def body(mesh: Any) -> None:
+        torch.manual_seed(0)
+        model, made = parallelize_module(MLP(6, 10), mesh, PLAN), []
+        held, inputs = list(model.parameters()), [values(3, 6).requires_grad_()]
+        plain = torch._dynamo.lookup_backend("aot_eager")
+
+        def compiled() -> Any:
+            def backend(graph: Any, given: Any) -> Any:  # one of its own: Dynamo shares graphs of the same
+                made.append(mesh.get_rank())
+                return plain(graph, given)
+
+            return torch.compile(model, backend=backend, fullgraph=True)
+
+        expected, sent = run(model, inputs, held)
+        mine = compiled()
+        run(mine, inputs, held)
+        if mesh.get_rank() == 1:
+            mine = compiled()
+        found, also_sent = run(mine, inputs, held)
+        assert len(made) == mesh.get_rank() + 1
+        assert also_sent == sent
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
 
     on_mesh(body, 2, timeout=500.0)

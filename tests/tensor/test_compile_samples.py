@@ -26,3 +26,11 @@ def test_a_compiled_operator_gives_what_eager_does(name: str) -> None:
 
 def test_the_list_names_operators_that_exist() -> None:
     assert {op.name for op in op_db} >= {*SAMPLED, *LONGER, *NOT_COMPILED}
+
+
+@pytest.mark.soak
+def test_what_torch_rounds_otherwise_is_told_from_what_is_wrong() -> None:
+    op = next(op for op in op_db if (op.name, op.variant_test_name) == ("nn.functional.interpolate", "linear"))
+    counts = cover_compiled(op, 1, 2).counts
+    assert counts["rounded by torch"], counts
+    assert set(counts) <= {"one graph", "rounded by torch"}

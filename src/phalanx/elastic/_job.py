@@ -30,6 +30,7 @@ from phalanx.elastic._step import Outcome, Step
 from phalanx.elastic._telling import Telling
 from phalanx.elastic._tracking import Tracker, Tracking
 from phalanx.elastic._verify_slots import VerifySlots
+from phalanx.elastic._warm_up import warm_up
 from phalanx.elastic.checkpoint._saving import Saving
 from phalanx.elastic.checkpoint._state import Stateful, digest
 from phalanx.elastic.membership._coordinator import Coordinator
@@ -322,6 +323,17 @@ class Job(JobState):
         if self.regrouping.has_begun:
             raise RuntimeError(f"continue_at({step}) after the job has begun; call it before the first step")
         self.schedule.sampler.continue_at(step)
+
+    def warm_up(self, loss_of: Callable[[Any], torch.Tensor]) -> None:
+        """Compute one batch and forget it, before the loop: what torch.compile makes at the first call is made then.
+
+        ``loss_of(batch)`` returns the loss of a batch as the loop computes it. A worker that comes while others train
+        takes its seat when its loop begins: they go on until then. Weights, buffers, gradients and random numbers are
+        as before. ``RuntimeError`` after the job has begun, ``ValueError`` for a sharded model.
+
+        >>> job.warm_up(lambda batch: loss_fn(model(batch[0]), batch[1]))     # doctest: +SKIP
+        """
+        warm_up(self, loss_of)
 
     def begin(self, total_steps: int | None = None) -> None:
         """Join the other workers and take their state; ``steps`` does it."""

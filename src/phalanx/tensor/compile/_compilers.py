@@ -18,11 +18,11 @@ from phalanx.tensor.compile._fakes import faker, static_shapes
 from phalanx.tensor.compile._local_program import local_compiler
 from phalanx.tensor.core._dtensor import DTensor
 from phalanx.tensor.layout._placement import MaskPartial, Partial, Replicate, Shard, StridedShard
-from phalanx.tensor.parallel import _boundaries, _style, _weights
+from phalanx.tensor.parallel import _boundaries, _loss, _loss_block, _style, _weights
 from phalanx.tensor.random import _traced_draws
 from phalanx.tensor.redistribute import _traced
 
-INLINED = (_weights, _boundaries, _style, _mesh)  # what Dynamo reads, as it reads users' code
+INLINED = (_weights, _boundaries, _style, _loss_block, _mesh)  # what Dynamo reads, as it reads users' code
 _KIND = ("is_partial", "is_replicate", "is_shard")
 # What Dynamo may ask of a value that its graph holds; the answer is a part of the graph.
 READ: dict[type, tuple[str, ...]] = {
@@ -37,6 +37,7 @@ IN_GRAPH: tuple[Any, ...] = (
     _style.enter,
     _style.leave,
     DTensor.from_local,
+    _loss.cross_entropy,
 )  # what it leaves to us, as one node of its graph
 
 

@@ -1,10 +1,12 @@
 """Tracers and DTensors: torch.compile's is let in, others are refused, and so is what arrives below autograd.
 
-Owns ``is_compiling``, ``run_traced``, ``refuse_below`` and the table of handlers.
+Owns ``is_compiling``, ``run_traced``, ``breaking_the_graph``, ``refuse_below`` and the table of handlers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -44,8 +46,15 @@ def run_traced(above: Any, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name} on DTensors with a Python float that changes from call to call is not traced: compile with "
             f"dynamic=False (one graph for each number), or make it a tensor"
         )
-    try:
+    with breaking_the_graph(name):
         return (handlers.get(func) or above.find_handler(func))(func, args, kwargs)
+
+
+@contextmanager
+def breaking_the_graph(name: Any) -> Iterator[None]:
+    """Have torch.compile break its graph at what raises in the block, which is ``name`` traced."""
+    try:
+        yield
     except Exception as error:
         if type(error).__module__.startswith("torch.") or isinstance(error, NotImplementedError):
             raise

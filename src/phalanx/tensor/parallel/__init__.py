@@ -11,7 +11,7 @@ from phalanx.tensor.parallel._boundaries import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from phalanx.tensor.parallel._loss import loss_parallel
+from phalanx.tensor.parallel._loss_block import loss_parallel
 from phalanx.tensor.parallel._parallelize import parallelize_module
 from phalanx.tensor.parallel._style import ParallelStyle
 from phalanx.tensor.parallel._weights import ColwiseParallel, RowwiseParallel, SequenceParallel

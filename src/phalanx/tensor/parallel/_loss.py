@@ -1,7 +1,7 @@
 """Cross entropy of logits that are sharded by class, without gathering them.
 
-Owns ``loss_parallel``. Inside it, ``cross_entropy`` of such a DTensor runs in three small reductions over the axes
-that shard the classes, each of one number per row:
+Owns ``cross_entropy``, which ``loss_parallel`` puts in the place of torch's. It runs in three small reductions over the
+axes that shard the classes, each of one number per row:
 
 1. the largest logit (max), so that exponentials stay finite;
 2. the sum of exponentials (sum);
@@ -12,19 +12,17 @@ Backward needs no communication: each rank subtracts the one-hot target from its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from phalanx._torch_private import assert_async
 from phalanx.comm import Group
 from phalanx.tensor.core._copied_views import checked_local
 from phalanx.tensor.core._dtensor import DTensor, wrap
+from phalanx.tensor.core._tracing import breaking_the_graph
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.redistribute._log import listening, log_collectives
@@ -42,27 +40,18 @@ _NAMES = (
 )
 
 
-@contextmanager
-def loss_parallel() -> Iterator[None]:
-    """Inside the block, ``cross_entropy`` keeps logits sharded that are so along the classes.
+def cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    """``F.cross_entropy``, on shards of the classes where the logits are cut so. One node in a graph of torch.compile.
 
-    >>> with loss_parallel():   # doctest: +SKIP
-    ...     F.cross_entropy(logits, target).backward()
-
-    Other losses, class probabilities as target and label smoothing run as they do outside. Backward may be called
-    inside or outside of the block.
+    Other losses, class probabilities as target and label smoothing run as torch's does.
     """
-    with _LossParallel():
-        yield
-
-
-class _LossParallel(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.cross_entropy:
-            given = {**dict(zip(_NAMES, args, strict=False)), **(kwargs or {})}
-            if _applies(given):
-                return _cross_entropy(**given)
-        return func(*args, **(kwargs or {}))
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    if not _applies(given):
+        return F.cross_entropy(*args, **kwargs)
+    if not is_traced(given["input"]._local):
+        return _cross_entropy(**given)
+    with breaking_the_graph("cross_entropy"):
+        return _cross_entropy(**given)
 
 
 def _applies(given: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.tensor.parallel._loss import loss_parallel
+from phalanx.tensor.parallel._loss_block import loss_parallel
 
 __all__ = [
     "loss_parallel",
