@@ -109,6 +109,7 @@ def vanish(handler: StoreRendezvousHandler) -> None:
     handler._close_store()
 
 
+@pytest.mark.soak  # passed in 37 s; in other runs not done after 75 s or more, on a loaded machine: not explained yet
 @needs_etcd
 def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost(nodes, tmp_path):
     first = nodes.add()
