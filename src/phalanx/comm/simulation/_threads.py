@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.failure._mismatch import signature
-from phalanx.comm.simulation._scheduler import Scheduler
+from phalanx.comm.simulation._scheduler import Released, Scheduler
 from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
 from phalanx.comm.transports._tree_reduce import tree_reduce
 from phalanx.errors import CollectiveMismatch, PeerLost, PeerTimeout
@@ -254,7 +254,8 @@ class ThreadTransport(Transport):
         meeting.brought.clear()
 
     def _check_alive(self) -> None:
-        self._board.scheduler.check()
+        if self._board.scheduler.is_given_up:
+            raise Released
         if self._ended is None:
             self._ended = self._board.fault(self.rank)
             if self._ended is not None:  # meetings that can never be held keep nobody's tensors
