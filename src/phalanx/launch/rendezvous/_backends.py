@@ -164,7 +164,7 @@ def store_line(opened: OpenStore) -> str:
     """Say which store a job of several nodes uses, and what its loss would mean.
 
     >>> store_line(OpenStore(store=stores.MemoryStore(), url="tcp://node0:29400"))
-    'the job\'s store is at tcp://node0:29400, on one node: the loss of that node ends the job'
+    "the job's store is at tcp://node0:29400, on one node: the loss of that node ends the job"
     """
     where = opened.url.partition("?")[0]
     if opened.keeper is not None:
