@@ -61,6 +61,7 @@ def lose_a_host(tmp_path, *, names_endpoint: bool, leads: bool) -> float:
             job.close()
 
 
+@pytest.mark.soak  # 40 s; the embedded etcd is young and off by default
 def test_the_host_of_the_endpoint_and_of_the_leader_is_killed(tmp_path):
     lose_a_host(tmp_path, names_endpoint=True, leads=True)
 

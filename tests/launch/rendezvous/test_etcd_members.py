@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.launch.rendezvous._etcd_members import (
-    Change,
-    Member,
+    EtcdMember,
+    MemberChange,
     Offer,
     acting_node,
     initial_cluster,
@@ -26,8 +26,10 @@ def offers(names: str) -> list[Offer]:
     return [Offer(node=name, peer=f"https://{name}:2", client=f"https://{name}:1") for name in names]
 
 
-def voters(names: str) -> list[Member]:
-    return [Member(id=f"id{name}", node=name, peer=f"https://{name}:2", client=f"https://{name}:1") for name in names]
+def voters(names: str) -> list[EtcdMember]:
+    return [
+        EtcdMember(id=f"id{name}", node=name, peer=f"https://{name}:2", client=f"https://{name}:1") for name in names
+    ]
 
 
 def test_a_cluster_grows_when_three_nodes_are_there_one_learner_at_a_time():
@@ -38,7 +40,7 @@ def test_a_cluster_grows_when_three_nodes_are_there_one_learner_at_a_time():
     assert change.add == offers("b")[0]
     learner = replace(voters("b")[0], is_learner=True, node="")
     change = next_change([*voters("a"), learner], offers("abc"), 3)
-    assert change == Change(promote=learner)
+    assert change == MemberChange(promote=learner)
     change = next_change(voters("ab"), offers("abc"), 3)
     assert change is not None
     assert change.add == offers("c")[0]
@@ -95,7 +97,10 @@ def test_members_are_read_as_etcd_lists_them():
         ]
     }
     found = read_members(told)
-    assert found == [replace(voters("a")[0], id="17"), Member(id="18", node="", peer="https://b:2", is_learner=True)]
+    assert found == [
+        replace(voters("a")[0], id="17"),
+        EtcdMember(id="18", node="", peer="https://b:2", is_learner=True),
+    ]
     assert initial_cluster(found, offers("b")[0]) == "a=https://a:2,b=https://b:2"
 
 
@@ -123,7 +128,7 @@ def test_no_change_ever_costs_the_majority(happenings, size, chance):
         if change is None:
             continue
         if change.add is not None:
-            members.append(Member(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
+            members.append(EtcdMember(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
             spare += 1
         elif change.promote is not None:
             place = members.index(change.promote)
@@ -140,7 +145,7 @@ def test_no_change_ever_costs_the_majority(happenings, size, chance):
         if change is None:
             break
         if change.add is not None:
-            members.append(Member(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
+            members.append(EtcdMember(id=f"m{spare}", node="", peer=change.add.peer, is_learner=True))
             spare += 1
         elif change.promote is not None:
             members[members.index(change.promote)] = replace(change.promote, is_learner=False)

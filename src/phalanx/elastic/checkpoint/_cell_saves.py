@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from phalanx.elastic.checkpoint._save_folder import PARTIAL, SHARED, Known, publish, remove_leftovers, save_names
+from phalanx.elastic.checkpoint._save_memory import Staging
 from phalanx.elastic.checkpoint._saves import (
     Manifest,
     SaveError,
@@ -35,7 +36,6 @@ from phalanx.elastic.checkpoint._saves import (
     write_manifest,
     write_sealed,
 )
-from phalanx.elastic.checkpoint._staging import Staging
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import Json, copy_encoded
 from phalanx.elastic.checkpoint._tensor_files import SUFFIX, FileRecord, TensorRange, check_tiles, write_tensor_file

@@ -15,9 +15,9 @@ from phalanx.elastic._options import Saves
 from phalanx.elastic.checkpoint._bucket_saves import BucketSaves
 from phalanx.elastic.checkpoint._cell_saves import CellSnapshot, Exchange, agree_on_save
 from phalanx.elastic.checkpoint._save_folder import find_save, good_save, is_readable, save_names
+from phalanx.elastic.checkpoint._save_memory import Staging
 from phalanx.elastic.checkpoint._save_writer import SaveWriter
 from phalanx.elastic.checkpoint._saves import Manifest, NoReadableSave, check_save, name_of, step_of
-from phalanx.elastic.checkpoint._staging import Staging
 from phalanx.elastic.checkpoint._state import State
 from phalanx.elastic.checkpoint._state_codec import copy_encoded
 from phalanx.elastic.checkpoint._tensor_files import TensorRange

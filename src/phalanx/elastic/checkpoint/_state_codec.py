@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.elastic.checkpoint._staging import Staging
+from phalanx.elastic.checkpoint._save_memory import Staging
 
 Json = Any
 """What ``json.dumps`` takes; too deep a recursion for the type checker."""

@@ -97,11 +97,11 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
     node = describe_node(params, loopback=doors[0][0] in LOOPBACK)
     folder = open_agent_folder()
     process: MemberProcess | None = None
-    board: Doors | None = None
+    board: MemberBoard | None = None
     try:
         files = None if secret is None else write_certificates(Path(folder.path), secret, params.run_id, [node.addr])
         process = MemberProcess(node.id, node.addr, folder.path, files)
-        board = Doors(doors, signer)
+        board = MemberBoard(doors, signer)
         endpoints = _find(params, doors, board)
         if not endpoints:
             endpoints = [process.endpoint]
@@ -133,7 +133,7 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
         raise
 
 
-def _find(params: RendezvousParameters, doors: Sequence[tuple[str, int]], board: Doors) -> list[str]:
+def _find(params: RendezvousParameters, doors: Sequence[tuple[str, int]], board: MemberBoard) -> list[str]:
     """Return where the members of the job's etcd are; nowhere when it is for this node to begin it."""
     timeout = params.get_as_float("read_timeout", timeouts.REACH_STORE)
     is_host = params.get_as_bool("is_host")
@@ -165,7 +165,7 @@ def _url(endpoints: Sequence[str], files: CertificateFiles | None) -> str:
     return f"{url}{'&' if known else '?'}follow=1"
 
 
-def _put_away(process: MemberProcess | None, board: Doors | None, folder: OwnedFolder) -> None:
+def _put_away(process: MemberProcess | None, board: MemberBoard | None, folder: OwnedFolder) -> None:
     if process is not None:
         process.close()
     if board is not None:
@@ -173,7 +173,7 @@ def _put_away(process: MemberProcess | None, board: Doors | None, folder: OwnedF
     folder.remove()
 
 
-class Doors:
+class MemberBoard:
     """Writes where the members are to every door of a job, and reads it there. Not for several threads at once."""
 
     def __init__(self, doors: Sequence[tuple[str, int]], signer: Signer) -> None:

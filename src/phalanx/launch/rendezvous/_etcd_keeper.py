@@ -25,8 +25,8 @@ from phalanx.comm.stores._interface import Watch
 from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreError
 from phalanx.launch.rendezvous._etcd_members import (
-    Change,
-    Member,
+    EtcdMember,
+    MemberChange,
     Offer,
     acting_node,
     initial_cluster,
@@ -217,13 +217,13 @@ class EtcdKeeper:
         self._make(change, members, living)
         return _SOON
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[EtcdMember]:
         """Ask etcd who its members are; this agent's clients learn of it too."""
         answer = self._call("member/list", {"linearizable": True})
         self._gateway.learn(answer)
         return read_members(answer)
 
-    def _living(self, members: Sequence[Member]) -> list[Offer]:
+    def _living(self, members: Sequence[EtcdMember]) -> list[Offer]:
         """Return the offers of nodes that take part, as they came: of members, and of the first others."""
         found = self._store.items(NODES)
         records = [open_record(self._signer, key, value, NodeRecord) for key, value in found.items()]
@@ -238,11 +238,11 @@ class EtcdKeeper:
                 offers.append(Offer(node=node.id, peer=told["peer"], client=told["client"]))
         return offers
 
-    def _judge_learners(self, members: Sequence[Member]) -> None:
+    def _judge_learners(self, members: Sequence[EtcdMember]) -> None:
         now = time.monotonic()
         self._since = {member.id: self._since.get(member.id, now) for member in members if member.is_learner}
 
-    def _make(self, change: Change, members: Sequence[Member], living: Sequence[Offer]) -> None:
+    def _make(self, change: MemberChange, members: Sequence[EtcdMember], living: Sequence[Offer]) -> None:
         if change.add is not None:
             answer = self._call("member/add", {"peerURLs": [change.add.peer], "isLearner": True})
             self._ask(change.add, read_members(answer))
@@ -260,7 +260,7 @@ class EtcdKeeper:
             log.warning("the etcd member of node %s is taken out: %s", name, change.why)
             self._call("member/remove", {"ID": change.remove.id})
 
-    def _ask(self, offer: Offer, members: Sequence[Member]) -> None:
+    def _ask(self, offer: Offer, members: Sequence[EtcdMember]) -> None:
         """Ask a node to start the member that was announced; nothing is written if it has been asked before."""
         key = etcd_request_key(offer.node)
         new = next(member for member in members if member.peer == offer.peer)

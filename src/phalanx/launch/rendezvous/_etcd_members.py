@@ -24,7 +24,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class EtcdMember:
     """A member as etcd lists it. ``node`` is empty when it was added and has never been started."""
 
     id: str
@@ -35,24 +35,24 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class MemberChange:
     """One thing to do to the cluster: ``add`` an offer as a learner, ``promote`` or ``remove`` a member."""
 
     add: Offer | None = None
-    promote: Member | None = None
-    remove: Member | None = None
+    promote: EtcdMember | None = None
+    remove: EtcdMember | None = None
     why: str = ""
 
 
 def next_change(
-    members: Sequence[Member], living: Sequence[Offer], size: int, unfit: Collection[str] = ()
-) -> Change | None:
+    members: Sequence[EtcdMember], living: Sequence[Offer], size: int, unfit: Collection[str] = ()
+) -> MemberChange | None:
     """Return what to do next; None when all is as it should be.
 
     ``living`` is in the order in which the nodes came; ``unfit`` are nodes whose member could not be started.
 
     >>> offers = [Offer(node=n, peer=f"http://{n}:2", client=f"http://{n}:1") for n in "abc"]
-    >>> one = [Member(id="1", node="a", peer="http://a:2")]
+    >>> one = [EtcdMember(id="1", node="a", peer="http://a:2")]
     >>> next_change(one, offers, 3).add.node, next_change(one, offers[:2], 3)
     ('b', None)
     """
@@ -60,22 +60,22 @@ def next_change(
     voters = [member for member in members if not member.is_learner]
     for learner in (member for member in members if member.is_learner):
         if learner.peer not in by_peer:
-            return Change(remove=learner, why="its node was lost before it could vote")
+            return MemberChange(remove=learner, why="its node was lost before it could vote")
         if by_peer[learner.peer].node in unfit:
-            return Change(remove=learner, why="it could not be started")
-        return Change(promote=learner)
+            return MemberChange(remove=learner, why="it could not be started")
+        return MemberChange(promote=learner)
     lost = [voter for voter in voters if voter.peer not in by_peer]
     if lost and len(voters) - len(lost) > len(voters) // 2:
-        return Change(remove=lost[0], why="its node was lost")
+        return MemberChange(remove=lost[0], why="its node was lost")
     peers = {member.peer for member in members}
     free = [offer for offer in living if offer.peer not in peers and offer.node not in unfit]
     wanted = wanted_voters(len(voters) - len(lost) + len(free), size)
     if len(voters) < wanted and free:
-        return Change(add=free[0])
+        return MemberChange(add=free[0])
     if len(voters) > wanted and not lost:
         order = [offer.peer for offer in living]
         newest = max(voters, key=lambda voter: order.index(voter.peer))
-        return Change(remove=newest, why=f"{len(voters)} members survive no more losses than {wanted}")
+        return MemberChange(remove=newest, why=f"{len(voters)} members survive no more losses than {wanted}")
     return None
 
 
@@ -89,16 +89,16 @@ def wanted_voters(num_nodes: int, size: int) -> int:
     return most if most % 2 else most - 1
 
 
-def acting_node(members: Sequence[Member], living: Sequence[Offer]) -> str:
+def acting_node(members: Sequence[EtcdMember], living: Sequence[Offer]) -> str:
     """Return the node that makes the changes: the first living one with a vote; empty when there is none."""
     votes = {member.peer for member in members if not member.is_learner}
     return next((offer.node for offer in living if offer.peer in votes), "")
 
 
-def initial_cluster(members: Sequence[Member], offer: Offer) -> str:
+def initial_cluster(members: Sequence[EtcdMember], offer: Offer) -> str:
     """Return what a new member is told of the others, and of itself, in the words of ``--initial-cluster``.
 
-    >>> initial_cluster([Member(id="1", node="a", peer="http://a:2"), Member(id="2", node="", peer="http://b:2")],
+    >>> initial_cluster([EtcdMember(id="1", node="a", peer="http://a:2"), EtcdMember(id="2", node="", peer="http://b:2")],
     ...                 Offer(node="b", peer="http://b:2", client="http://b:1"))
     'a=http://a:2,b=http://b:2'
     """
@@ -106,10 +106,10 @@ def initial_cluster(members: Sequence[Member], offer: Offer) -> str:
     return ",".join(f"{name}={peer}" for peer, name in names.items())
 
 
-def read_members(answer: Mapping[str, Any]) -> list[Member]:
+def read_members(answer: Mapping[str, Any]) -> list[EtcdMember]:
     """Return the members of an answer of etcd (``/v3/cluster/member/list``, ``add``, ``remove``)."""
     return [
-        Member(
+        EtcdMember(
             id=str(found["ID"]),
             node=str(found.get("name", "")),
             peer=str((found.get("peerURLs") or [""])[0]),

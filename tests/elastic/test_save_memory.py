@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.elastic import Saves
+from phalanx.elastic.checkpoint._save_memory import Staging
 from phalanx.elastic.checkpoint._saving import Saving
-from phalanx.elastic.checkpoint._staging import Staging
 from phalanx.events._writer import EventLog
 
 pytestmark = pytest.mark.fast
