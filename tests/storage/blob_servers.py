@@ -231,17 +231,21 @@ class AzureServer(BlobServer):
         return Answer(200, text.encode())
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    """Says nothing, and takes a client that gave up for what it is."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def handle(self) -> None:
+        with suppress(ConnectionError, BrokenPipeError):  # a client that gave up
+            super().handle()
+
+
 def _handler_of(server: BlobServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-        def handle(self) -> None:
-            with suppress(ConnectionError, BrokenPipeError):  # a client that gave up
-                super().handle()
-
+    class Handler(QuietHandler):
         def serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             parts = urlsplit(self.path)

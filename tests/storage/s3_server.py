@@ -11,12 +11,12 @@ import http.client
 import logging
 import re
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+from blob_servers import QuietHandler
 from moto.server import ThreadedMotoServer
 
 DENIED = b"<Error><Code>%s</Code><Message>The server does not know you.</Message></Error>"
@@ -100,16 +100,7 @@ class S3Server:
 
 
 def _handler_of(server: S3Server) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-        def handle(self) -> None:
-            with suppress(ConnectionError, BrokenPipeError):  # a client that gave up
-                super().handle()
-
+    class Handler(QuietHandler):
         def pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             fault = server.fault_for(self.command, self.path)

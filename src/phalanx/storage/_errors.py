@@ -68,12 +68,17 @@ def _code_and_message(found: re.Match[str]) -> str:
 
 
 def remedy(scheme: str, kind: str, text: str) -> str:
-    """Return what a person can do about an error of the client library, by its class and its text."""
+    """Return what a person can do about an error of the client library, by its class and its text.
+
+    >>> remedy("s3", "GenericError", "Error performing GET http://127.0.0.1:45403/run/a in 1.401s: 500 Internal Error")
+    'If the service is in trouble, try again later'
+    """
+    text = re.sub(r"\b\w+://\S+", "", text)  # an address says nothing of why
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         return "Create the bucket first, or mend its name in the URL"
     refused = (
-        "403",
-        "401",
+        "403 Forbidden",
+        "401 Unauthorized",
         "AccessDenied",
         "InvalidAccessKeyId",
         "SignatureDoesNotMatch",

@@ -309,6 +309,15 @@ def test_a_node_that_waits_for_news_is_shut_down_at_once(job: Job) -> None:
         assert not handler._thread.is_alive(), f"the thread of a {job.backend} handler waits on"
 
 
+def test_who_joins_after_the_shutdown_is_refused_and_holds_no_port(job: Job) -> None:
+    handler = job.node(1, 1)
+    handler.next_rendezvous()
+    assert handler.shutdown()
+    with pytest.raises(RendezvousClosedError, match="was shut down"):
+        handler.next_rendezvous()
+    assert handler._held is None
+
+
 def test_too_few_nodes_is_a_timeout_that_says_who_is_there(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     handler = job.node(2, 2, join_timeout=2)
     with pytest.raises(RendezvousTimeoutError, match=r"1 node\(s\) are there, at least 2 are needed"):

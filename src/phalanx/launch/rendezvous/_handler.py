@@ -187,9 +187,9 @@ class StoreRendezvousHandler(GenerationHandler):
     def _join(self) -> tuple[Members, int]:
         participant, facts = self._participant, self._participant.facts
         wants = 0 if self._generation is None else self._generation + 1
+        self._raise_if_over()  # before a port is held: nobody would release it after shutdown
         port = self._hold_port() if self._port is None else self._port
         since, num_lines = time.monotonic(), 0
-        self._raise_if_over()
         participant.register(wants, port, time.monotonic())
         self._start_thread()
         with suppress(RecordError):  # the thread meets it as well, and deals with it

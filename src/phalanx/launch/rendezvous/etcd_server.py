@@ -14,20 +14,19 @@ from typing import IO
 from phalanx.comm import stores
 from phalanx.comm.stores._interface import Store
 from phalanx.errors import StoreError
+from phalanx.launch.rendezvous._etcd_process import ENV_BINARY, find_program
 
 __all__ = ["EtcdServer"]
 
 log = logging.getLogger(__name__)
 
-ENV_BINARY = "TORCHELASTIC_ETCD_BINARY_PATH"
-
 
 class EtcdServer:
-    """An etcd of one machine, on free ports of loopback; its program is ``TORCHELASTIC_ETCD_BINARY_PATH``, or ``etcd``
-    on the path. It ends with this process, if ``stop`` was forgotten."""
+    """An etcd of one machine, on free ports of loopback; its program is ``TORCHELASTIC_ETCD_BINARY_PATH``, that of the
+    extra ``etcd``, or ``etcd`` on the path. It ends with this process, if ``stop`` was forgotten."""
 
     def __init__(self, data_dir: str | None = None) -> None:
-        self._program = os.environ.get(ENV_BINARY) or "etcd"
+        self._program = os.environ.get(ENV_BINARY) or find_program() or "etcd"
         self._data_dir = data_dir or tempfile.mkdtemp(prefix="phalanx_etcd_")
         self._process: subprocess.Popen[bytes] | None = None
         self._port = -1
