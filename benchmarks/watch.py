@@ -2,12 +2,15 @@
 
 Three parts, all in CPU time, which other processes hardly change:
 
-*Worker.* Two simulated workers train a small model; runs of 50 steps with events and without take turns. What a step
-costs the first worker more (its clock, the bytes of its collectives, the event of the step) is the median of the
-differences between neighbours; only its own thread counts. (Of the line of times that it writes each second, which
-comes to less than 1 us for a step, only those show that half of the runs have.)
+*Worker.* One worker trains a small model; runs of 25 steps with events and without take turns. What a step costs the
+first worker more (its clock, the bytes of its collectives, the event of the step) is the median of the differences
+between neighbours; others write less. It is alone in its process, as workers are: two simulated ones would also pay
+for the interpreter lock that they share. (Of the line of times that it writes each second, which comes to less than
+1 us for a step, only those show that half of the runs have.)
 *Agent.* ``phalanx run`` with two workers and a step each 20 ms, with a page and without, in turns: what its agent uses
-of one core, and what it uses while somebody looks. A machine whose cores are all busy loses that much of a step too.
+of one core, and what it uses while somebody looks. That difference between two jobs is noisier than what it shall
+show, so the threads that only a page needs are measured by themselves too. A machine whose cores are all busy loses
+that much of a step.
 *Size.* The agent reads the lines of 256 workers and 100,000 steps, and makes the page of them; where there is a
 Chromium, that shows it.
 
@@ -54,6 +57,7 @@ WORKERS = 2
 STEP = 0.02
 """Seconds of a step to which the cost is compared."""
 FED_WORKERS = 256
+PAGE_THREADS = ("phalanx-http", "phalanx-events", "phalanx-load", "phalanx-address")
 LINE = 500
 """Steps that a worker tells in one line."""
 LOOKS_EVERY = 2.0
@@ -71,31 +75,29 @@ class Rows(torch.utils.data.Dataset[Any]):
 # -- a worker -----------------------------------------------------------------------------------------------------
 
 
-def train(steps: int, run: int, folder: str) -> list[list[float]]:
-    """CPU seconds of a step by rank, of its own thread: the mean of each run of steps, with events and without in turn.
+def train(steps: int, run: int, folder: str) -> list[float]:
+    """CPU seconds of a step: the mean of each run of steps, with events and without in turn.
 
     What a worker does for events is switched off for every other run, in the middle of the job: so that what the
-    machine does falls on both alike. All ranks switch at the same step, whose collectives keep them together.
+    machine does falls on both alike.
     """
-    means: list[list[float]] = [[] for _ in range(WORKERS)]
+    means: list[float] = []
     nobody = EventLog(None)
-    watching: list[Any] = []
 
     def work_on(group: Any) -> None:
-        job = small_job(num_slots=WORKERS, run=RunOptions(progress=False, group=group))
+        watching: Any = ()
+        job = small_job(num_slots=1, run=RunOptions(progress=False, group=group))
         told, before = job.events, 0.0
         for step in job.steps(max_steps=(2 * (steps // (2 * run)) + 2) * run):
             number, place = divmod(step.number, run)
             if place == 0:
                 now = time.thread_time()
                 if number > 2:  # the first runs warm up
-                    means[group.rank].append((now - before) / run)
-                if number == 1 and not watching:
-                    watching.append(_observe._observers)
+                    means.append((now - before) / run)
+                watching = watching or _observe._observers
                 job.events = job.clock._events = nobody if number % 2 else told
                 job.clock._first = step.number  # else the gap would be told, in a line of its own
-                if watching:
-                    _observe._observers = () if number % 2 else watching[0]
+                _observe._observers = () if number % 2 else watching
                 before = time.thread_time()
             for micro in step:
                 micro.backward(nn.functional.cross_entropy(job.model(micro.inputs), micro.targets))
@@ -104,7 +106,7 @@ def train(steps: int, run: int, folder: str) -> list[list[float]]:
 
     os.environ[ENV_EVENTS] = folder
     try:
-        simulate(WORKERS, timeout=900.0).run(work_on)
+        simulate(1, timeout=900.0).run(work_on)
     finally:
         del os.environ[ENV_EVENTS]
         _observe._observers = ()
@@ -117,13 +119,14 @@ def small_job(**options: Any) -> Job:
     return Job(model, torch.optim.SGD(model.parameters(), lr=0.1), Rows(), slot_batch_size=4, seed=0, **options)
 
 
-def worker_cost(steps: int, run: int) -> list[list[float]]:
-    """For the first worker and for another: what a step takes more with events, of each two neighbouring runs."""
+def worker_cost(steps: int, run: int) -> list[float]:
+    """What a step takes the first worker more with events, of each two neighbouring runs."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="phalanx-watch-") as folder:
         gc.collect()
         gc.freeze()
         means = train(steps, run, folder)
-    return [[on - off for on, off in zip(of[::2], of[1::2], strict=False)] for of in means]
+    return [on - off for on, off in zip(means[::2], means[1::2], strict=False)]
 
 
 def middle(values: list[float]) -> tuple[float, float, float]:
@@ -157,8 +160,18 @@ def work(ready: Path) -> None:
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of a process so far, over its threads (by the nanosecond: a tick of 10 ms would hide them)."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    """CPU seconds of a process so far, with its threads that have ended (a tick of 10 ms would hide it)."""
+    return time.clock_gettime((~pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
+
+
+def cpu_of_page(pid: int) -> float:
+    """CPU seconds so far of an agent's threads that only a page needs."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(
+        int((task / "schedstat").read_text().split()[0])
+        for task in tasks
+        if (task / "comm").read_text().strip() in PAGE_THREADS
+    ) / 1e9  # fmt: skip
 
 
 @contextmanager
@@ -190,11 +203,12 @@ def running(*flags: str) -> Iterator[tuple[int, str]]:
                 agent.wait()
 
 
-def used(pid: int, seconds: float) -> float:
-    """What a process uses of one core."""
-    begin, before = time.monotonic(), cpu_of(pid)
+def used(pid: int, seconds: float) -> tuple[float, float]:
+    """What a process uses of one core, and its threads that only a page needs."""
+    begin, before, page_before = time.monotonic(), cpu_of(pid), cpu_of_page(pid)
     time.sleep(seconds)
-    return (cpu_of(pid) - before) / (time.monotonic() - begin)
+    passed = time.monotonic() - begin
+    return (cpu_of(pid) - before) / passed, (cpu_of_page(pid) - page_before) / passed
 
 
 def look(host: str, path: str) -> http.client.HTTPResponse:
@@ -211,26 +225,28 @@ def follow(host: str, stopped: threading.Event) -> None:
     stream.close()
 
 
-def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float]]:
-    """What the agent uses of one core more with a page than without, in each round; and while somebody looks."""
-    shown, looked_at = [], []
+def agent_cost(rounds: int, seconds: float) -> tuple[list[float], list[float], list[float]]:
+    """What an agent uses of one core for a page, in each round: the threads of the page while nobody looks, and what
+    the whole agent uses more than one without a page, while nobody looks and while somebody does."""
+    threads, shown, looked_at = [], [], []
     for number in range(rounds):
         share = {}
         for is_on in ((True, False), (False, True))[number % 2]:
             with running(*(["--dashboard=0"] if is_on else [])) as (pid, output):
-                share[is_on] = used(pid, seconds)
+                share[is_on], page = used(pid, seconds)
                 if is_on:
+                    threads.append(page)
                     found = re.search(r"shown at http://([^/\s]+)/", output)
                     assert found, output
                     stopped = threading.Event()
                     person = threading.Thread(target=follow, args=(found[1], stopped))
                     person.start()
-                    seen = used(pid, seconds)
+                    seen, _ = used(pid, seconds)
                     stopped.set()
                     person.join()
         shown.append(share[True] - share[False])
         looked_at.append(seen - share[False])
-    return shown, looked_at
+    return threads, shown, looked_at
 
 
 # -- a large job --------------------------------------------------------------------------------------------------
@@ -291,7 +307,7 @@ def shown_in_browser(data: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=16_000, help="steps of a worker, with events and without")
-    parser.add_argument("--run", type=int, default=50, help="steps in each turn")
+    parser.add_argument("--run", type=int, default=25, help="steps in each turn")
     parser.add_argument("--jobs", type=int, default=3, help="turns of jobs with a page and without")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which an agent is measured")
     parser.add_argument("--fed", type=int, default=100_000, help="steps that the agent is told of")
@@ -308,20 +324,22 @@ def main() -> None:
 def tell_worker(steps: int, run: int) -> float:
     """Measure a worker; the seconds that a step takes the first one more."""
     more = worker_cost(steps, run)
-    for who, values in zip(("the first worker", "another worker"), more, strict=True):
-        value, low, high = (1e6 * one for one in middle(values))
-        print(f"a step of {who}, more with events: {value:.1f} us ({low:.1f} to {high:.1f})", flush=True)
-        record(f"a step of {who}, more", "us", value, low=low, high=high)
-    return max(0.0, statistics.median(more[0]))
+    value, low, high = (1e6 * one for one in middle(more))
+    print(f"a step of the first worker, more with events: {value:.1f} us ({low:.1f} to {high:.1f})", flush=True)
+    record("a step of the first worker, more", "us", value, low=low, high=high)
+    return max(0.0, statistics.median(more))
 
 
 def tell_agent(jobs: int, seconds: float, first: float) -> None:
     """Measure an agent; what it and the first worker take of a step of 20 ms together."""
-    for when, values in zip(("nobody looks", "somebody looks"), agent_cost(jobs, seconds), strict=True):
-        value, low, high = statistics.median(values), min(values), max(values)
-        print(f"the agent, while {when}: {100 * value:.2f}% of one core ({100 * low:.2f} to {100 * high:.2f})")
-        record(f"agent, while {when}", "% of a core", 100 * value, low=100 * low, high=100 * high)
-        share = 100 * (first / STEP + max(0.0, value))
+    what = ("page threads, while nobody looks", "agent, while nobody looks", "agent, while somebody looks")
+    costs = agent_cost(jobs, seconds)
+    for name, values in zip(what, costs, strict=True):
+        value, low, high = (100 * pick(values) for pick in (statistics.median, min, max))
+        print(f"{name}: {value:.2f}% of one core ({low:.2f} to {high:.2f})")
+        record(name, "% of a core", value, low=low, high=high)
+    for when, values in (("nobody looks", costs[0]), ("somebody looks", costs[2])):
+        share = 100 * (first / STEP + max(0.0, statistics.median(values)))
         print(f"of a step of {1e3 * STEP:.0f} ms on busy cores, while {when}: {share:.2f}%", flush=True)
         record(f"share of a step of 20 ms, while {when}", "%", share)
 

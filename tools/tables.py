@@ -339,14 +339,17 @@ def watch(found: Figures) -> Iterable[Sequence[str]]:
     yield "CPU time", "measured", "from, to"
     for title, name in (
         ("a step of the first worker, more with events", "a step of the first worker, more"),
-        ("a step of any other worker", "a step of another worker, more"),
-        ("the agent, with two workers and 50 steps a second", "agent, while nobody looks"),
+        (
+            "the agent's threads for the page, with two workers and 50 steps a second",
+            "page threads, while nobody looks",
+        ),
+        ("the whole agent, more than one without a page", "agent, while nobody looks"),
         ("the same, while somebody looks at the page", "agent, while somebody looks"),
         (
-            "first worker and agent together, of a step of 20 ms on busy cores",
+            "first worker and page threads together, of a step of 20 ms on busy cores",
             "share of a step of 20 ms, while nobody looks",
         ),
-        ("the same, while somebody looks", "share of a step of 20 ms, while somebody looks"),
+        ("first worker and agent together, while somebody looks", "share of a step of 20 ms, while somebody looks"),
         ("256 workers, 100,000 steps: the agent, for a step of a worker", "agent, a step of a worker"),
         ("the same: making the page", "page of 256 workers"),
         ("the same: its size", "size of the page"),

@@ -25,6 +25,19 @@ EXEMPT = {
 }
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_the_system_knows_a_thread_by_its_name() -> None:
+    found: list[str] = []
+
+    def body() -> None:
+        found.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text())
+
+    thread = Background(body, "phalanx-exit-barrier", on_failure=found.append)
+    thread.start()
+    thread.join(30)
+    assert found == ["phalanx-exit-ba\n"]  # Linux keeps 15 characters
+
+
 def test_a_body_that_fails_is_begun_again_and_then_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

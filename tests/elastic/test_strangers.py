@@ -43,6 +43,12 @@ def attack(cluster: Cluster, undisturbed: str, *, least: int) -> None:
 
 def test_garbage_in_a_tcp_store(tmp_path: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_JOB_SECRET", "hush")
+    attack(Cluster(tmp_path, 2, hold=30), undisturbed, least=60)
+
+
+@pytest.mark.soak
+def test_much_garbage_in_a_tcp_store(tmp_path: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "hush")
     attack(Cluster(tmp_path, 2, hold=30), undisturbed, least=300)
 
 

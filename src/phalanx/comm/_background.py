@@ -5,7 +5,8 @@ as long as its owner is made here: one that ends quietly leaves a job that looks
 
 Guarantees: an exception never ends the thread in silence. It is logged with its traceback and ``body`` is called again
 after a pause that doubles; after ``attempts`` failures, none of which lasted ``CALM`` seconds, or at once for an error
-in ``final``, ``on_failure`` is called with the error, in this thread, once. A ``body`` that returns is done.
+in ``final``, ``on_failure`` is called with the error, in this thread, once. A ``body`` that returns is done. The
+system knows each thread by its name, so that ``top -H`` says which one is busy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ FOREVER = sys.maxsize
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 CALM = 30.0
 """Seconds without a failure after which earlier ones are forgotten."""
+_LONGEST_NAME = 15
+"""Characters of a thread's name that Linux keeps."""
 
 
 class Background:
@@ -78,6 +83,7 @@ class Background:
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
+        _tell_system(self._name)
         try:
             error = self._repeat()
             if error is not None:
@@ -110,6 +116,12 @@ class Background:
                 time.sleep(pause)
             elif self._stop.wait(pause):
                 return None
+
+
+def _tell_system(name: str) -> None:
+    """Name the calling thread for ``top -H`` and ``/proc/PID/task/*/comm``, where the system allows it."""
+    with suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name[:_LONGEST_NAME])
 
 
 def start(
