@@ -110,6 +110,7 @@ def fit(arguments, directory: Path) -> None:
         num_slots=SLOTS, run=run, evaluate="shared" if "shared" in features else "everywhere",
     )  # fmt: skip
     watch.trainer = trainer
+    trainer._save_rng_state = lambda folder: watch._at("saving", trainer.state)  # weights are written, the rest is not
     output = trainer.train(resume_from_checkpoint=arguments.resume or None)
     name = os.environ.get("PHALANX_WORKER_ID", "alone").replace("/", "_")
     timed = ("runtime", "per_second")

@@ -42,6 +42,16 @@ def test_the_first_worker_dies_anywhere(runs, features, kill):
 
 
 @pytest.mark.soak
+def test_what_a_lost_writer_left_half_saved_is_saved_by_the_next(runs):
+    alone = runs(SCRIPT, "--features=early")
+    run = runs(SCRIPT, "--features=early", "--kill=0:9:saving", workers=2)
+    assert (run.directory / "done-0").exists(), "nobody was killed"
+    assert_equal_everywhere(run, alone)
+    names = {path.name for path in (run.directory / "out" / "checkpoint-9").iterdir()}
+    assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("features", ["checkpoint,tb", "plateau,early", "shared"])
 def test_the_number_of_workers_changes_anywhere(runs, features, story):

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer
 from transformers import trainer as trainer_module
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from phalanx.elastic import Callbacks, Job, Micro, Outcome, RunOptions, Step
 from phalanx.elastic._rng import derive_seed, seed_everything
@@ -27,6 +30,9 @@ from phalanx.integrations.step_loader import LoaderPlan, StepLoader, check_optio
 from phalanx.protocol import ENV_GENERATION, ENV_WORKER_ID
 from phalanx.transformers._refusals import NOT_HEALED, check_arguments
 from phalanx.transformers._trainer_state import LoopState
+
+BEST_CHECKPOINT = 600.0
+"""Seconds to wait for the writer's best checkpoint after the last step; it writes it while others may be ahead."""
 
 
 class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no types of it
@@ -59,6 +65,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self._step: Step | None = None
         self._micro: Micro | None = None
         self._items: Any = None
+        self._saved_at = -1
+        """The step of the last checkpoint, whoever wrote it."""
         self.control: Any = None
         super().__init__(*args, **kwargs)
         self._set_writer(is_writer=_is_first())
@@ -77,6 +85,43 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         for callback in self.callback_handler.callbacks if self.job.is_writer else ():
             if isinstance(callback, ProgressCallback) and callback.training_bar is None:
                 callback.on_train_begin(self.args, self.state, self.control)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save, if this worker writes.
+
+        Which checkpoint is the best follows from the steps, alike on all workers: the disk may not have it yet.
+        """
+        best = self.state.best_model_checkpoint
+        self._saved_at = self.state.global_step
+        super()._save_checkpoint(model, trial)
+        is_best = self.state.best_global_step == self.state.global_step
+        self.state.best_model_checkpoint = str(self._checkpoint) if is_best else best
+
+    @property
+    def _checkpoint(self) -> Path:
+        """Where the checkpoint of the current step is, or would be."""
+        return Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _save_in_place_of(self) -> None:
+        """Save again what a writer that was lost meanwhile did not finish: nobody has trained on since."""
+        assert self.job is not None, "the job has begun"
+        if self.job.is_writer and not _is_whole(self._checkpoint):
+            super()._save_checkpoint(self.model, None)
+
+    def _load_best_model(self) -> None:
+        if self.state.best_global_step == self.state.global_step:
+            return  # it is the one at hand
+        best = Path(self.state.best_model_checkpoint)
+        until = time.monotonic() + BEST_CHECKPOINT
+        while not _is_whole(best):
+            if time.monotonic() > until:
+                raise FileNotFoundError(
+                    f"worker {os.environ.get(ENV_WORKER_ID, '0')}: {best} is not there, or not whole, after "
+                    f"{BEST_CHECKPOINT:g} s, and load_best_model_at_end needs it; give an output_dir that all nodes "
+                    "share, or load the best checkpoint yourself after train()"
+                )
+            time.sleep(0.05)
+        super()._load_best_model()
 
     # -- the beginning and the end ----------------------------------------------------------------------------
 
@@ -155,9 +200,14 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     # -- one step ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> dict[str, int]:
+        return {"step": self._take_step().number}
+
+    def _take_step(self) -> Step:
         assert self._steps is not None, "the job has begun"
         self._step = next(self._steps)
-        return {"step": self._step.number}
+        if self._saved_at == self.state.global_step:
+            self._save_in_place_of()
+        return self._step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         return [next(epoch_iterator)], None
@@ -165,8 +215,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute this worker's slots of the step and sum the gradients, as often as it takes."""
         while not self._compute(model):
-            assert self._steps is not None, "the job has begun"
-            self._step = next(self._steps)  # the same one: it was dropped
+            self._take_step()  # the same one: it was dropped
         loss = self._current.loss
         return torch.tensor(float("nan") if loss is None else loss, device=self.args.device)
 
@@ -238,8 +287,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         scaler = self.accelerator.scaler
         before = None if scaler is None else scaler.get_scale()
         while self._current.outcome is not Outcome.ADOPTED and not self._current.commit():
-            assert self._steps is not None, "the job has begun"
-            self._step = next(self._steps)  # it was found not finite and is computed again
+            self._take_step()  # it was found not finite and is computed again
             self.training_step(self.model_wrapped, None)
             if self.args.max_grad_norm > 0:
                 self._clip_grad_norm(self.model_wrapped)
@@ -274,6 +322,11 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is there to its last file, which is the trainer's state."""
+    return (checkpoint / trainer_module.TRAINER_STATE_NAME).exists()
 
 
 def _is_first() -> bool:
