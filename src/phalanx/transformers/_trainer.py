@@ -326,7 +326,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # an extra: mypy sees no t
 
 def _is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint is there to its last file, which is the trainer's state."""
-    return (checkpoint / trainer_module.TRAINER_STATE_NAME).exists()
+    return bool((checkpoint / trainer_module.TRAINER_STATE_NAME).exists())
 
 
 def _is_first() -> bool:
