@@ -80,7 +80,7 @@ def fuzz_events(given_settings):
 
 
 test_an_event_is_read_or_refused = pytest.mark.fast(fuzz_events(quick))
-test_an_event_is_read_or_refused_many_times = pytest.mark.soak(fuzz_events(long))
+test_an_event_is_read_or_refused_many_times = pytest.mark.soak(pytest.mark.timeout(1800)(fuzz_events(long)))
 
 
 @pytest.mark.fast

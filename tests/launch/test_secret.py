@@ -19,6 +19,7 @@ from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handl
 from phalanx.launch.rendezvous import _own_secret as own_secret
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
 from phalanx.launch.system import _listen_address
+from phalanx.launch.system._folders import create_locked
 from phalanx.launch.system._listen_address import bind_address
 from phalanx.protocol import job_prefix
 
@@ -44,6 +45,14 @@ def test_the_file_of_a_secret_is_private_comes_back_and_goes_with_the_job(folder
     (folder / "a%2Fb.99999999.00.secret").write_bytes(b"of an agent that was killed")
     assert len(known_secrets("a/b")) == 2
     assert not (folder / "a%2Fb.99999999.00.secret").exists()
+    elsewhere = folder / "a%2Fb.99999999.01.secret"  # of an agent in a container of its own: no such pid here
+    lock = create_locked(str(elsewhere), b"theirs")
+    try:
+        assert b"theirs" in known_secrets("a/b")
+    finally:
+        os.close(lock)
+    assert b"theirs" not in known_secrets("a/b")
+    assert not elsewhere.exists()
     first.remove()
     second.remove()
     assert not folder.exists()

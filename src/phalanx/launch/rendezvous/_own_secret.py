@@ -3,7 +3,8 @@
 Owns the file that hands it to workers and to ``phalanx scale`` of the same user: one under ``/tmp/phalanx-UID``, with
 modes that keep everybody else out, gone with the job. The place does not depend on ``TMPDIR``, which may differ between
 the shell that runs a job and the one that scales it. The agent writes the file again when something has tidied it away:
-a worker that replaces another days later needs it too.
+a worker that replaces another days later needs it too. It is locked for as long as the agent lives, and whoever finds
+one without a lock removes it: by pid, agents in another container with the same ``/tmp`` would seem dead.
 
 Rejected: a secret for jobs on stores that outlive their agents (file, etcd): the same job, begun again elsewhere, could
 not read its own records.
@@ -18,6 +19,8 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote
 
+from phalanx.launch.system._folders import create_locked, is_locked
+
 _SUFFIX = ".secret"
 
 
@@ -27,23 +30,24 @@ class OwnSecret:
     def __init__(self, job: str) -> None:
         self.value = secrets.token_hex(32).encode()
         self._path = _folder() / f"{_name(job)}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}"
-        self._write()
+        self._lock = create_locked(str(self._path), self.value)
 
     def keep(self) -> str:
         """Return the path of the file, which is there."""
         if not self._path.exists():
+            self._let_go()
             self._path = _folder() / self._path.name
-            self._write()
+            self._lock = create_locked(str(self._path), self.value)
         return str(self._path)
 
-    def _write(self) -> None:
-        self._path.unlink(missing_ok=True)
-        number = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(number, "wb") as file:
-            file.write(self.value)
+    def _let_go(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
+        self._let_go()
         try:
             self._path.parent.rmdir()
         except OSError:
@@ -58,11 +62,9 @@ def known_secrets(job: str) -> list[bytes]:
         return []
     found = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
-        rest = path.name.removesuffix(_SUFFIX).rpartition(".")[0]
-        name, _, pid = rest.rpartition(".")
-        if not pid.isdecimal() or not _runs(int(pid)):
+        if not is_locked(str(path)):
             path.unlink(missing_ok=True)
-        elif name == _name(job):
+        elif path.name.removesuffix(_SUFFIX).rsplit(".", 2)[0] == _name(job):
             try:
                 found.append(path.read_bytes())
             except OSError:
@@ -96,13 +98,3 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's: it runs
-    return True

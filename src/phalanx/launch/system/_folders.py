@@ -31,10 +31,7 @@ class OwnedFolder:
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
         self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        new = os.path.join(self.path, f"{_OWNER}.new")
-        self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(new, os.path.join(self.path, _OWNER))  # locked before anybody can find it
+        self._lock = create_locked(os.path.join(self.path, _OWNER))
 
     def keep(self) -> None:
         """Leave the folder to whoever wants to look into it."""
@@ -123,8 +120,13 @@ def _folders(parent: str, prefix: str) -> list[str]:
 
 def _is_owned(path: str) -> bool:
     """Return whether its owner lives. A folder that is just being removed counts as owned: it is not ours to touch."""
+    return is_locked(os.path.join(path, _OWNER))
+
+
+def is_locked(path: str) -> bool:
+    """Return whether a process that made a file with ``create_locked`` lives; True as well where there is no file."""
     try:
-        fd = os.open(os.path.join(path, _OWNER), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return True
     try:
@@ -134,6 +136,21 @@ def _is_owned(path: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def create_locked(path: str, content: bytes = b"") -> int:
+    """Make a file, in the place of one that is there, locked before anybody can find it; the lock is the returned
+    descriptor's."""
+    new = f"{path}.new"
+    fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_TRUNC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(fd, content)
+        os.rename(new, path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _register(*, make: bool = True) -> str:
