@@ -70,6 +70,17 @@ def test_without_a_majority_nothing_is_changed():
     assert next_change(voters("abc"), offers("cd"), 3) is None
 
 
+def test_a_member_whose_node_leaves_votes_for_its_own_removal():
+    assert next_change(voters("ab"), offers("a"), 3) is None, "b is silent: there is no majority to take it out"
+    change = next_change(voters("ab"), offers("a"), 3, leaving={"b"})
+    assert change is not None
+    assert (change.remove, change.why) == (voters("b")[0], "its node leaves")
+    change = next_change(voters("abc"), offers("a"), 3, leaving={"b"})
+    assert change is not None
+    assert change.remove == voters("c")[0], "the silent one first"
+    assert next_change(voters("abcde"), offers("a"), 5, leaving={"b"}) is None, "two votes of five"
+
+
 def test_a_learner_that_is_lost_or_cannot_start_is_taken_out():
     learner = replace(voters("b")[0], is_learner=True, node="")
     change = next_change([*voters("a"), learner], offers("ac"), 3)

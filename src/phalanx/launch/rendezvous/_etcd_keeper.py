@@ -48,7 +48,7 @@ _SLICE = 0.1
 _CANDIDATES = 16
 _START_PATIENCE = 60.0
 """Seconds for a node to start a member and have it catch up."""
-_PART_PATIENCE = 10.0
+_PART_PATIENCE = 15.0
 """Seconds for the others to take a member out; etcd wants them to have been in contact for 5 s first."""
 
 
@@ -88,10 +88,13 @@ class EtcdKeeper:
 
     def start(self, *, offers: bool = True) -> None:
         """Begin; ``offers``: this node can run a member."""
-        offer = self._process.offer
         if offers:
-            self._write(etcd_offer_key(self._node), {"peer": offer.peer, "client": offer.client})
+            self._offer()
         self._thread.start()
+
+    def _offer(self, **more: str) -> None:
+        offer = self._process.offer
+        self._write(etcd_offer_key(self._node), {"peer": offer.peer, "client": offer.client, **more})
 
     def describe(self) -> str:
         """Say what the loss of nodes means for the store."""
@@ -186,7 +189,7 @@ class EtcdKeeper:
         """Do what is due, and return how long there is nothing else to do."""
         if not self._process.is_started:
             self._start_if_asked()
-            return 10 * _LOOK
+            return 0.0 if self._process.is_started else 10 * _LOOK  # it may be for this node to act now
         if self._process.has_ended and self._is_removed():
             log.warning("the etcd member of node %s was taken out of the cluster", self._node)
             self._process.stop()
@@ -232,7 +235,7 @@ class EtcdKeeper:
         if not self.acts:
             return _LOOK
         self._judge_learners(members)
-        change = next_change(members, living, self.size, self._unfit)
+        change = next_change(members, living, self.size, self._unfit, self._leaving_nodes(members, living))
         if change is None:
             return _LOOK
         self._make(change, members, living)
@@ -258,6 +261,14 @@ class EtcdKeeper:
             if isinstance(told.get("peer"), str) and isinstance(told.get("client"), str):
                 offers.append(Offer(node=node.id, peer=told["peer"], client=told["client"]))
         return offers
+
+    def _leaving_nodes(self, members: Sequence[EtcdMember], living: Sequence[Offer]) -> set[str]:
+        """Return the nodes that have said that they leave, and still have a member."""
+        staying = {offer.peer for offer in living}
+        nodes = [member.node for member in members if member.node and member.peer not in staying]
+        keys = [etcd_offer_key(node) for node in nodes]
+        told = zip(nodes, keys, self._store.get_many(keys) if keys else [], strict=True)
+        return {node for node, key, raw in told if self._read(key, raw).get("leaves")}
 
     def _judge_learners(self, members: Sequence[EtcdMember]) -> None:
         now = time.monotonic()
@@ -292,8 +303,12 @@ class EtcdKeeper:
     def _part(self) -> bool:
         """Wait until those that stay have taken this node's member out; False when nobody stays who has a vote."""
         deadline = time.monotonic() + _PART_PATIENCE
+        has_told = False
         while self._process.is_started and time.monotonic() < deadline:
             try:
+                if not has_told:
+                    self._offer(leaves="yes")
+                    has_told = True
                 members = self._members()
                 if self._process.offer.peer not in {member.peer for member in members}:
                     return True
