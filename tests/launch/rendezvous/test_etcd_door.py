@@ -33,9 +33,13 @@ class Street:
     def open_door(self, secret: bytes = b"secret") -> DoorBoard:
         server = stores.TCPStore.serve(*self.door)
         self.door = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        server.set(doors.DOOR, b"{}")
         board = self.board("a", secret)
         board.serve(server)
         return board
+
+    def keep(self, store: stores.TCPStore) -> None:
+        self._parts.callback(store.close)
 
     def board(self, node: str, secret: bytes = b"secret") -> DoorBoard:
         board = DoorBoard([self.door], Signer("job7", secret), node)
@@ -138,7 +142,11 @@ def test_only_the_acting_member_changes_what_its_cluster_says(street):
         assert board.wait_anywhere(reach=60.0, timeout=60.0) == seen
 
 
-def test_a_machine_without_a_door_is_named(street):
+@pytest.mark.parametrize("is_served", [False, True])
+def test_a_machine_without_a_door_is_named(street, is_served):
+    """One where nobody listens, or an agent without an etcd of its own."""
     street.open_door().close()
+    if is_served:
+        street.keep(stores.TCPStore.serve(*street.door))
     with pytest.raises(RendezvousConnectionError, match=r"nobody at 127.0.0.1:\d+ has said within 0.3 s"):
         street.board("b").wait_anywhere(reach=0.3, timeout=60.0)

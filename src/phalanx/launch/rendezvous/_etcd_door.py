@@ -203,9 +203,13 @@ class DoorBoard:
             if not _is_open(door):
                 return None
             try:
-                self._clients[door] = stores.TCPStore(*door, timeout=5.0)
+                store = stores.TCPStore(*door, timeout=5.0)
+                if store.get(DOOR) is None:  # somebody else's, such as that of an agent without an etcd of its own
+                    store.close()
+                    return None
             except StoreError:
                 return None
+            self._clients[door] = store
         return self._clients[door]
 
     def _ask(self, door: Door, client: Store) -> ClusterRecord | None:
