@@ -176,3 +176,20 @@ def test_a_noticed_node_below_the_minimum_ends_at_once_and_another_goes_on_with_
     verdict = cluster.finish()
     assert verdict.num_dropped == 0, "no step was computed twice"
     assert cluster.digests() == {undisturbed}
+
+
+@pytest.mark.soak
+def test_when_all_nodes_of_a_job_of_fixed_size_are_given_notice_it_saves_and_all_end(start):
+    """None of them waits for another in the place of one that has left first."""
+    nodes = [Node(flags=("--notice=slurm", f"--rdzv-conf=is_host={told}")) for told in ("true", "false")]
+    cluster = start(
+        1, nodes=nodes, nnodes="2", rdzv_backend="c10d", rdzv_id="all", rdzv_endpoint=f"127.0.0.1:{free_port()}"
+    )
+    cluster.wait_workers(2)
+    cluster.wait_step(HOLD)
+    for agent in cluster.agents:
+        os.kill(agent.pid, signal.SIGUSR1)
+    assert [agent.wait(150) for agent in cluster.agents] == [128 + signal.SIGUSR1] * 2, cluster.text()[-4000:]
+    steps = [event["step"] for event in cluster.events("left")]
+    assert len(steps) == 2
+    assert max(event["step"] for event in cluster.events("saved")) == max(steps)
