@@ -116,6 +116,7 @@ def vanish(handler: StoreRendezvousHandler) -> None:
     handler._close_store()
 
 
+@pytest.mark.soak  # four real members one after the other, 30 s; what is decided: test_etcd_founding, test_etcd_door
 @needs_etcd
 def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost(nodes, tmp_path):
     nodes.min_nodes = 2  # nobody begins a cluster alone, so that no word that comes late can do harm

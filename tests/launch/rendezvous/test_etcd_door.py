@@ -97,6 +97,13 @@ def test_a_stranger_is_not_counted_and_what_it_writes_is_no_record(street):
     assert first.wait_as_first(OFFER, min_nodes=1, timeout=60.0) is OFFER
 
 
+def test_a_node_with_another_secret_does_not_wait_long(street):
+    street.open_door()
+    street.board("b").tell(LIVES, acts=True, answers=lambda _: True)
+    with pytest.raises(RendezvousConnectionError, match=r"has said within 0.3 s.* and the same secret"):
+        street.board("x", b"another").wait_anywhere(reach=0.3, timeout=3600.0)
+
+
 def test_a_door_that_was_opened_anew_is_told_again(street):
     board = street.open_door()
     street.herald(LIVES)

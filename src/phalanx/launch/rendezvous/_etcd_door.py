@@ -59,6 +59,7 @@ class DoorBoard:
         self._node = node
         self._clients: dict[Door, Store] = {}
         self._served: Store | None = None
+        self._has_refused = False  # a record that was not signed with this job's secret: waiting long is no use
         self._place: tuple[Store, Lease, float] | None = None  # where this node has signed, and when it does so again
 
     def serve(self, store: Store) -> None:
@@ -97,7 +98,7 @@ class DoorBoard:
                     found = None if client is None else self._ask(door, client)
                     if found is not None:
                         return found
-                is_open = self._sign() or is_open
+                is_open = (self._sign() or is_open) and not self._has_refused
                 time.sleep(_LOOK)
         finally:
             self._strike_out()
@@ -108,7 +109,7 @@ class DoorBoard:
             )
         raise RendezvousConnectionError(
             f"nobody at {self._shown()} has said within {reach:g} s where the job's etcd is. Do the agents of those "
-            "machines run with the same --rdzv-conf embedded=N, and are the ports open?"
+            "machines run with the same --rdzv-conf embedded=N and the same secret, and are the ports open?"
         )
 
     def forget(self, record: ClusterRecord) -> None:
@@ -240,6 +241,7 @@ class DoorBoard:
             found = ClusterRecord(founder=str(told["founder"]), began=float(told["began"]), members=members)
         except (RecordError, ValueError, TypeError, KeyError) as error:
             self._signer.complain(_CLUSTER, f"refused a record: {error!r}")
+            self._has_refused = True
             return None
         return found if members else None
 
