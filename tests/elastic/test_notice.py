@@ -152,3 +152,44 @@ def test_a_survivor_below_the_minimum_that_is_given_notice_saves_and_ends(start)
     assert left in (HOLD, HOLD + 1), "the step in which the other was killed is committed by both or by none"
     assert max(event["step"] for event in cluster.events("saved")) == left
     assert "Traceback" not in cluster.text()
+
+
+@pytest.mark.soak  # 40 s; of the agent alone: tests/launch/test_ends.py
+def test_a_noticed_node_below_the_minimum_ends_at_once_and_another_goes_on_with_its_work(start, undisturbed, tmp_path):
+    """The others cannot go on without it, and its agent used to wait at the exit barrier until they were done."""
+    notice = tmp_path / "notice"
+    first, second = (Node(flags=(f"--rdzv-conf=is_host={told}",)) for told in ("true", "false"))
+    noticed = Node(flags=(*second.flags, f"--notice=file:{notice}"))
+    cluster = start(
+        1, nodes=(first, noticed), nnodes="2", rdzv_backend="c10d", rdzv_id="alone",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+    )  # fmt: skip
+    cluster.wait_workers(2)
+    cluster.wait_step(HOLD)
+    notice.write_text("the rack is switched off")
+    assert cluster.agents[1].wait(150) == 0, cluster.text()[-4000:]
+    cluster.agents.pop(1)
+    cluster.wait_until(lambda: "waiting for 1 more node" in cluster.text(), "the other's waiting")
+    cluster.add(second)
+    cluster.wait_workers(2)
+    cluster.release()
+    verdict = cluster.finish()
+    assert verdict.num_dropped == 0, "no step was computed twice"
+    assert cluster.digests() == {undisturbed}
+
+
+@pytest.mark.soak
+def test_when_all_nodes_of_a_job_of_fixed_size_are_given_notice_it_saves_and_all_end(start):
+    """None of them waits for another in the place of one that has left first."""
+    nodes = [Node(flags=("--notice=slurm", f"--rdzv-conf=is_host={told}")) for told in ("true", "false")]
+    cluster = start(
+        1, nodes=nodes, nnodes="2", rdzv_backend="c10d", rdzv_id="all", rdzv_endpoint=f"127.0.0.1:{free_port()}"
+    )
+    cluster.wait_workers(2)
+    cluster.wait_step(HOLD)
+    for agent in cluster.agents:
+        os.kill(agent.pid, signal.SIGUSR1)
+    assert [agent.wait(150) for agent in cluster.agents] == [128 + signal.SIGUSR1] * 2, cluster.text()[-4000:]
+    steps = [event["step"] for event in cluster.events("left")]
+    assert len(steps) == 2
+    assert max(event["step"] for event in cluster.events("saved")) == max(steps)

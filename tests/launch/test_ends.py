@@ -46,6 +46,25 @@ def test_a_node_whose_workers_end_after_another_node_has_left(
     launcher.wait_until_empty()
 
 
+def test_a_noticed_node_without_which_too_few_are_left_ends_and_another_takes_its_place(launcher, tmp_path, wait_for):
+    """Its agent used to wait until the others, which cannot go on without it, were done."""
+    words = ("--nnodes", 2, "--rdzv-backend", "file", "--rdzv-endpoint", tmp_path / "rendezvous", "--rdzv-id", "two",
+             "--on-failure", "heal")  # fmt: skip
+    notice = tmp_path / "notice"
+    other = launcher.run(*words, "until.py", tmp_path)
+    noticed = launcher.run(*words, f"--notice=file:{notice}", "until.py", tmp_path)
+    wait_for(lambda: len(lines(tmp_path / "starts")) == 2, "two workers", other)
+    notice.write_text("it is time")
+    assert noticed.wait() == 1, noticed.output
+    assert "this node was given notice (file: it is time)" in noticed.output
+    wait_for(lambda: "waiting for 1 more node" in other.output, "the other's waiting", other)
+    assert len(lines(tmp_path / "starts")) == 2, "nothing was started again on the noticed node"
+    third = launcher.run(*words, "until.py", tmp_path)
+    wait_for(lambda: len(lines(tmp_path / "starts")) == 4, "a generation with the third", other)
+    (tmp_path / "end").touch()
+    assert [agent.wait() for agent in (other, third)] == [0, 0], (other.output, third.output)
+
+
 @pytest.mark.parametrize("policy", ["restart", "heal"])
 def test_a_rendezvous_that_is_closed_in_the_middle_is_no_success(launcher, tmp_path, wait_for, policy):
     directory = tmp_path / "rendezvous"

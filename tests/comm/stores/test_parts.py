@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.stores import FileStore, MemoryStore, _torch_lease, connect, wrap_c10d_store
-from phalanx.comm.stores._etcd_gateway import range_end
+from phalanx.comm.stores._etcd_gateway import EtcdError, Gateway, range_end
 from phalanx.comm.stores._polling import LONGEST, SHORTEST, changes_between, pause_after
 from phalanx.comm.stores._stored_value import Writer, decode
 from phalanx.comm.stores._torch_lease import LOOK, LeaseTable, Reaper
@@ -135,6 +136,26 @@ def test_changes_and_pauses() -> None:
     assert pause_after(0) == SHORTEST
     assert pause_after(0.08) == pytest.approx(0.01)
     assert pause_after(100) == LONGEST
+
+
+@pytest.mark.parametrize("words", ["raft: stopped", "raft proposal dropped"])
+def test_a_member_that_was_taken_out_or_has_no_leader_is_passed_over(words: str) -> None:
+    """It says so without a code that tells it from an error of the request."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.port == 1:
+            return httpx.Response(500, json={"error": words, "code": 2})
+        if request.url.path == "/odd":
+            return httpx.Response(500, json={"error": "odd", "code": 2})
+        return httpx.Response(200, json={"said": "yes"})
+
+    gateway = Gateway(["a:1", "b:2"])
+    gateway.client().close()
+    gateway._client = httpx.Client(transport=httpx.MockTransport(answer))
+    assert gateway.call("/v3/kv/range", {}) == {"said": "yes"}
+    with pytest.raises(EtcdError, match="odd"):
+        gateway.call("/odd", {})
+    gateway.close()
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6))

@@ -118,6 +118,20 @@ def test_srun_says_all_that_phalanx_run_needs(monkeypatch):
         flags("--rdzv-backend", "slurm", "--standalone")
 
 
+def test_a_scheduler_and_an_etcd_of_the_jobs_own_go_together_and_no_other_backend_does(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    config = flags("--rdzv-backend", "slurm", "--rdzv-conf", "embedded=3")
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("etcd", f"gpu08:{port_of('slurm-17.0.0')}")
+    assert config.rdzv_configs == {"embedded": "3", "is_host": "false"}
+    assert flags("--rdzv-backend", "slurm", "--rdzv-conf", "embedded=0").rdzv_backend == "c10d"
+    where = ("--nnodes", "3", "--rdzv-endpoint", "node0:1", "--rdzv-conf", "embedded=3")
+    for backend in ("c10d", "static", "file"):
+        with pytest.raises(UsageError, match=f"embedded=3 and --rdzv-backend {backend}"):
+            flags("--rdzv-backend", backend, *where)
+    assert flags("--rdzv-backend", "etcd", *where).rdzv_backend == "etcd"
+
+
 def test_a_requeued_job_and_another_step_are_other_runs():
     found = [
         find_allocation("slurm", SLURM | more) for more in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_STEP_ID": "1"})

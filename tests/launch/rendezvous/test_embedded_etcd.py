@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from phalanx.comm.stores import connect
 from phalanx.errors import StoreError
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
-from phalanx.launch.rendezvous import _etcd_backend as backend
+from phalanx.launch.rendezvous import _etcd_door as doors
 from phalanx.launch.rendezvous._etcd_certificates import write_certificates
 from phalanx.launch.rendezvous._etcd_process import find_program
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
@@ -36,6 +37,7 @@ class Nodes:
     """Handlers of one job on loopback; the first door is at ``endpoint``."""
 
     def __init__(self, folder: Path) -> None:
+        self.min_nodes = 1
         self.endpoint = f"127.0.0.1:{free_port()}"
         secret = folder / "secret"
         secret.write_text("a secret of the job")
@@ -45,13 +47,18 @@ class Nodes:
 
     def add(self, **settings: object) -> StoreRendezvousHandler:
         told = {**self._settings, "embedded": "3", **settings}
-        params = RendezvousParameters("etcd", self.endpoint, "job7", 1, 8, **told)
+        params = RendezvousParameters("etcd", self.endpoint, "job7", self.min_nodes, 8, **told)
         handler = get_rendezvous_handler(params)
         assert isinstance(handler, StoreRendezvousHandler)
         self.handlers.append(handler)
         handler.set_local_size(1)
         threading.Thread(target=self._take_part, args=(handler,), daemon=True).start()
         return handler
+
+    def add_together(self, count: int) -> list[StoreRendezvousHandler]:
+        """Add nodes that wait for one another; the first one holds the door."""
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(lambda number: self.add(is_host=number == 0), range(count)))
 
     def _take_part(self, handler: StoreRendezvousHandler) -> None:
         """Join, and join again when nodes come or go, as an agent does."""
@@ -76,7 +83,7 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(backend, "GRACE", 0.5)
+    monkeypatch.setattr(doors, "GRACE", 0.2)  # no other cluster lives where a test begins one
     made = Nodes(tmp_path)
     yield made
     made.close()
@@ -109,14 +116,13 @@ def vanish(handler: StoreRendezvousHandler) -> None:
     handler._close_store()
 
 
-@pytest.mark.soak  # fails in some runs: a first node that returns may begin a cluster of its own; not explained yet
+@pytest.mark.soak  # four real members one after the other, 30 s; what is decided: test_etcd_founding, test_etcd_door
 @needs_etcd
 def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost(nodes, tmp_path):
-    first = nodes.add()
-    assert first.is_host, "one node has the only vote"
-    others = [nodes.add() for _ in range(2)]
-    three = {handler.node_id for handler in nodes.handlers}
-    wait_until(lambda: nodes.voters(first) == three, "three members")
+    nodes.min_nodes = 2  # nobody begins a cluster alone, so that no word that comes late can do harm
+    three = nodes.add_together(3)
+    first, *others = three
+    wait_until(lambda: nodes.voters(first) == {handler.node_id for handler in three}, "three members")
     wait_until(lambda: not first.is_host, "the first node's hearing of it")
 
     fourth = nodes.add()
@@ -141,7 +147,9 @@ def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost
 @pytest.mark.soak  # real members, 20 s
 @needs_etcd
 def test_a_node_that_leaves_is_taken_out_and_the_last_one_serves_alone(nodes):
-    first, second, third = (nodes.add() for _ in range(3))
+    first = nodes.add()
+    assert first.is_host, "one node has the only vote"
+    second, third = (nodes.add() for _ in range(2))
     wait_until(lambda: len(nodes.voters(first)) == 3, "three members")
     assert first.shutdown()
     wait_until(lambda: first.node_id not in nodes.voters(second), "its being taken out")

@@ -35,7 +35,9 @@ FOLLOW = 20.0
 FOLLOW_EARLY = 2.0
 """The same as long as fewer than three are known: the cluster may just be growing."""
 
-_RETRY_CODES = {4, 8, 10, 14}  # deadline exceeded, resource exhausted, aborted, unavailable
+_RETRY_CODES = {1, 4, 8, 10, 14}  # cancelled, deadline exceeded, resource exhausted, aborted, unavailable
+_RETRY_WORDS = ("raft: stopped", "raft proposal dropped")
+"""What a member says without a code of its own: it was taken out just now, or there is no leader at the moment."""
 NOT_FOUND = 5
 UNAUTHENTICATED = 16
 
@@ -204,7 +206,7 @@ class Gateway:
                     self.outage.end()
                     return answer
                 error_here = EtcdError(f"{self.address}: {answer.get('error')}", code=int(answer.get("code", 14)))
-                if error_here.code not in _RETRY_CODES:
+                if error_here.code not in _RETRY_CODES and not any(word in str(error_here) for word in _RETRY_WORDS):
                     self.outage.end()
                     raise error_here
                 attempts.failed(url, error_here)

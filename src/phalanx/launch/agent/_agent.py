@@ -170,9 +170,8 @@ class Agent:
 
     def _on_port_taken(self, reason: str) -> None:
         """Without a store of their own no worker could start: another port, or the end."""
-        is_chosen = self._handler.has_fixed_port
-        recovery = _policy.on_port_taken(self._situation(), reason=reason, is_chosen=is_chosen)
-        recovery = self._generation.propose(recovery)
+        chosen = self._handler.has_fixed_port
+        recovery = self._generation.propose(_policy.on_port_taken(self._situation(), reason=reason, is_chosen=chosen))
         self._generation.break_up(recovery, also=self._running_on)
         if recovery.action is Action.FAIL:
             self._handler.close_as("failed", recovery.reason)
@@ -221,7 +220,8 @@ class Agent:
             self.departure.note(worker)
             if self._generation.others_follow(self._pool.running):
                 return  # they leave at the same boundary: one regroup for all
-            recovery = _policy.on_leave(self._situation(), reason=f"worker {worker.id} left")
+            reason = f"worker {worker.id} left"
+            recovery = _policy.on_leave(self._situation(), reason=reason, is_noticed=self.departure.is_on)
             if recovery is not None:
                 self._end_generation(recovery, (worker.id,))
             else:
@@ -280,8 +280,7 @@ class Agent:
         elif end.kind == "wanted":
             self._want_regroup(end.reason)
         elif end.kind == "broken":
-            change = _policy.on_membership_change(self._situation(), reason=end.reason)
-            self._apply(self._generation.propose(change))
+            self._apply(self._generation.propose(_policy.on_membership_change(self._situation(), reason=end.reason)))
         else:
             self._on_lost(end.reason)
 
@@ -300,10 +299,11 @@ class Agent:
             if self._heals and not self._has_told_anew:
                 self._has_told_anew = True
                 log.warning(_policy.STARTS_ANEW)
+            workers = list(self._pool.workers.values())
             self._stop_all()
             self._results.values.clear()
-            self._worker_ids.renew(self._size)
-            self._join()
+            self._worker_ids.renew(self.departure.size_anew(self._size, workers))
+            self._join_or_leave()
 
     def _sit_out(self, reason: str) -> None:
         """Wait as a spare that is taken only if there are too few others: something is wrong here."""
@@ -334,10 +334,11 @@ class Agent:
             elif not worker.is_judged:  # it ended well in the same moment
                 self._take_success(worker)
             self._pool.forget(worker_id)
-        if self._worker_ids.ids:
-            self._join()
-        else:
-            self._leave_job()
+        self._join_or_leave()
+
+    def _join_or_leave(self) -> None:
+        go_on = self._join if self._worker_ids.ids else self._leave_job
+        go_on()
 
     def _on_notice(self, notice: Notice) -> None:
         """This machine will be taken away: its workers leave at their next step boundary, and then this node does."""
@@ -380,8 +381,7 @@ class Agent:
         return unheard
 
     def _fail(self, reason: str) -> None:
-        unheard = self._stop_all()
-        result = self._results.failed(self._generation, reason, unheard)
+        result = self._results.failed(self._generation, reason, self._stop_all())
         self._handler.close_as("failed", reason)
         self._finish(result)
 
@@ -471,8 +471,7 @@ class Agent:
 
     def _want_regroup(self, reason: str) -> None:
         """Form the next generation; workers that can go on with this one until their next step boundary."""
-        change = _policy.on_membership_change(self._situation(), reason=reason)
-        change = self._generation.propose(change)
+        change = self._generation.propose(_policy.on_membership_change(self._situation(), reason=reason))
         if change.starts_anew or change.action is Action.FAIL:
             self._end_as(change)
             return

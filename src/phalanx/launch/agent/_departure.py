@@ -32,6 +32,11 @@ class Departure:
         self._codes: dict[str, int] = {}
         """How workers that were asked to leave have ended, by their ids."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this node was given notice."""
+        return self.notice is not None
+
     def begin(self, notice: Notice) -> bool:
         """Take a notice; False when there was one already."""
         if self.notice is not None:
@@ -71,6 +76,17 @@ class Departure:
                 self.note(worker)
         self.has_withdrawn = True
         return True
+
+    def size_anew(self, size: int, ended: Sequence[WorkerHandle]) -> int:
+        """Return how many workers this node has when all start anew; after a notice none, and those that have ``ended``
+        for it were cut off by that.
+
+        >>> Departure().size_anew(2, [])
+        2
+        """
+        for worker in ended:
+            self.note(worker)
+        return size if self.notice is None else 0
 
     def conclude(self, result: RunResult, signum: signal.Signals | None) -> RunResult:
         """Return the result of a node that was given notice, by ``signum`` if by a signal.

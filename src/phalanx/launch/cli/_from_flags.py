@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.launch.cli._flags import UsageError
@@ -53,6 +54,11 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
         check_settings(configs, backend)
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from None
+    if max_nodes > 1 and backend in ("c10d", "static", "file") and _asks_for_own_etcd(configs):
+        raise UsageError(
+            f"--rdzv-conf embedded={configs['embedded']} and --rdzv-backend {backend}: an etcd of the job's own is had "
+            "with --rdzv-backend etcd, or with that of a scheduler"
+        )
     if backend == "static":
         configs["rank"] = args.node_rank
     max_restarts = args.max_restarts
@@ -97,11 +103,15 @@ def _allocation(args: argparse.Namespace) -> NodeAllocation | None:
     args.rdzv_id = args.rdzv_id or found.job
     if found.num_agents == 1 and not args.rdzv_endpoint:
         return None  # as without a scheduler: nobody else will come
-    args.rdzv_backend = "c10d"
+    args.rdzv_backend = "etcd" if _asks_for_own_etcd(parse_settings(args.rdzv_conf)) else "c10d"
     if args.rdzv_endpoint:
         return None
     args.rdzv_endpoint = found.endpoint
     return found
+
+
+def _asks_for_own_etcd(configs: Mapping[str, Any]) -> bool:
+    return str(configs.get("embedded", "0")) != "0"
 
 
 def _rendezvous(args: argparse.Namespace, max_nodes: int) -> tuple[str, str]:

@@ -178,9 +178,18 @@ def _for_now(now: Situation) -> str:
     return f" within {now.window:g} s (the next is free in {free:.0f} s)"
 
 
-def on_leave(now: Situation, *, reason: str) -> Recovery | None:
-    """Return a worker left politely. None when nobody is left to regroup: then the job has simply ended."""
-    if not _can_go_on(now):
+def on_leave(now: Situation, *, reason: str, is_noticed: bool = False) -> Recovery | None:
+    """Return a worker left politely. None when nobody is left to regroup: then the job has simply ended.
+
+    ``is_noticed``: this node was given notice, and has no time to wait until the others are done. If too few of them
+    are left to go on, they wait for another node in its place, as when it had been lost.
+
+    >>> two = Situation(heals=True, restarts=0, max_restarts=1, num_nodes=2, min_nodes=2, survivors=0)
+    >>> on_leave(two, reason="it left"), on_leave(two, reason="it left", is_noticed=True).action.value
+    (None, 'regroup')
+    """
+    has_others = now.num_nodes - now.num_left - 1 > 0
+    if not (_can_go_on(now) or (is_noticed and has_others)):
         return None
     return on_membership_change(now, reason=reason)
 

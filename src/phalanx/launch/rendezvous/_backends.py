@@ -29,6 +29,7 @@ from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._signing import Signer, read_secret
 from phalanx.errors import StoreError, StoreTimeout
 from phalanx.launch.rendezvous._decide import Rules
+from phalanx.launch.rendezvous._etcd_process import find_program
 from phalanx.launch.rendezvous._handler import HandlerOptions, StoreRendezvousHandler
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError, RendezvousParameters
 from phalanx.launch.rendezvous._own_secret import OwnSecret, known_secrets
@@ -138,7 +139,7 @@ def make_handler(
             opened.store.address,
         )
     if params.max_nodes > 1:
-        log.warning("%s", store_line(opened))
+        log.warning("%s", store_line(opened, could_be_own_etcd=params.max_nodes >= 3 and bool(find_program())))
     job = params.run_id
     if opened.outlives_agents:
         job = join_run(opened.store, params.run_id, secret, grace=options.close_timeout)
@@ -160,8 +161,9 @@ def make_handler(
     )
 
 
-def store_line(opened: OpenStore) -> str:
-    """Say which store a job of several nodes uses, and what its loss would mean.
+def store_line(opened: OpenStore, *, could_be_own_etcd: bool = False) -> str:
+    """Say which store a job of several nodes uses, and what its loss would mean. ``could_be_own_etcd``: it has three
+    nodes, and a program on this one, with which that loss could be survived.
 
     >>> store_line(OpenStore(store=stores.MemoryStore(), url="tcp://node0:29400"))
     "the job's store is at tcp://node0:29400, on one node: the loss of that node ends the job"
@@ -171,7 +173,8 @@ def store_line(opened: OpenStore) -> str:
         return f"the job's store is an etcd of its own, {opened.keeper.describe()}"
     if opened.outlives_agents:
         return f"the job's store is at {where}, outside of the job: it survives the loss of any node of the job"
-    return f"the job's store is at {where}, on one node: the loss of that node ends the job"
+    remedy = " (not with --rdzv-backend etcd --rdzv-conf embedded=3)" if could_be_own_etcd else ""
+    return f"the job's store is at {where}, on one node: the loss of that node ends the job{remedy}"
 
 
 def secret_of(params: RendezvousParameters) -> tuple[str, bytes | None]:

@@ -24,6 +24,7 @@ from phalanx.comm.stores._etcd_gateway import EtcdError
 from phalanx.comm.stores._interface import Watch
 from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreError
+from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
 from phalanx.launch.rendezvous._etcd_members import (
     EtcdMember,
     MemberChange,
@@ -47,15 +48,12 @@ _SLICE = 0.1
 _CANDIDATES = 16
 _START_PATIENCE = 60.0
 """Seconds for a node to start a member and have it catch up."""
-_PART_PATIENCE = 10.0
+_PART_PATIENCE = 15.0
 """Seconds for the others to take a member out; etcd wants them to have been in contact for 5 s first."""
-
-Publish = Callable[[Sequence[str]], None]
 
 
 class EtcdKeeper:
-    """Runs this node's part of the cluster that ``etcd`` is a client of. ``publish`` is told where the members are,
-    again and again, on the node that acts."""
+    """Runs this node's part of the cluster that ``etcd`` is a client of; ``close`` ends what else belongs to it."""
 
     def __init__(
         self,
@@ -66,7 +64,6 @@ class EtcdKeeper:
         *,
         size: int,
         endpoint: str,
-        publish: Publish,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._process = process
@@ -77,23 +74,27 @@ class EtcdKeeper:
         self.endpoint = endpoint
         """How the job's etcd is found, in the words of ``--rdzv-endpoint``."""
         self.size = size
-        self._publish = publish
         self._close_rest = close
         self._node = process.offer.node
         self._handled = b""  # the request that this node has followed
         self._unfit: set[str] = set()
         self._since: dict[str, float] = {}  # when this node first saw a learner
         self._num_voters = 1
+        self.acts = False
+        """Whether this node makes the changes, and so knows best who the members are."""
         self._leaving, self._parted = threading.Event(), threading.Event()
         self._has_parted = False
         self._thread = Background(self._run, "phalanx-etcd-keeper", on_failure=self._fail, attempts=FOREVER)
 
     def start(self, *, offers: bool = True) -> None:
         """Begin; ``offers``: this node can run a member."""
-        offer = self._process.offer
         if offers:
-            self._write(etcd_offer_key(self._node), {"peer": offer.peer, "client": offer.client})
+            self._offer()
         self._thread.start()
+
+    def _offer(self, **more: str) -> None:
+        offer = self._process.offer
+        self._write(etcd_offer_key(self._node), {"peer": offer.peer, "client": offer.client, **more})
 
     def describe(self) -> str:
         """Say what the loss of nodes means for the store."""
@@ -106,6 +107,16 @@ class EtcdKeeper:
     def is_sole(self) -> bool:
         """Whether the store ends with this node's member."""
         return self._process.is_started and self._num_voters <= 1
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this node has a member of the cluster."""
+        return self._process.is_started
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where the members are, as far as this node knows."""
+        return self._gateway.endpoints
 
     def url(self, template: str) -> str:
         """Return ``template``, an address of the cluster, with the members that are known now."""
@@ -130,6 +141,19 @@ class EtcdKeeper:
         self._gateway.close()
         self._etcd.close()
         self._close_rest()
+
+    def give_up(self, elder: ClusterRecord) -> None:
+        """End this node's member, and with it this cluster: the job has an elder one. All agents that use this one
+        lose their store, and can be started again."""
+        log.error(
+            "node %s gives its etcd up: an elder one of this job lives at %s, begun by node %s. This one was begun "
+            "while the two could not reach each other; start this node's agent again",
+            *(self._node, ", ".join(elder.members), elder.founder),
+        )
+        self._parted.set()
+        self._leaving.set()
+        self._etcd.hurry()
+        self._process.stop()
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -165,7 +189,7 @@ class EtcdKeeper:
         """Do what is due, and return how long there is nothing else to do."""
         if not self._process.is_started:
             self._start_if_asked()
-            return 10 * _LOOK
+            return 0.0 if self._process.is_started else 10 * _LOOK  # it may be for this node to act now
         if self._process.has_ended and self._is_removed():
             log.warning("the etcd member of node %s was taken out of the cluster", self._node)
             self._process.stop()
@@ -194,7 +218,7 @@ class EtcdKeeper:
         return self._process.offer.peer not in {member.peer for member in self._members()}
 
     def _restart_if_ended(self) -> None:
-        if self._process.has_ended:
+        if self._process.has_ended and not self._leaving.is_set():
             log.warning(
                 "the etcd member of node %s ended: %s; starting it again", self._node, self._process.last_words()
             )
@@ -207,11 +231,11 @@ class EtcdKeeper:
         members = self._members()
         living = self._living(members)
         self._num_voters = sum(not member.is_learner for member in members)
-        if acting_node(members, living) != self._node:
+        self.acts = acting_node(members, living) == self._node
+        if not self.acts:
             return _LOOK
-        self._publish([each.client.partition("://")[2] for each in members if each.client and not each.is_learner])
         self._judge_learners(members)
-        change = next_change(members, living, self.size, self._unfit)
+        change = next_change(members, living, self.size, self._unfit, self._leaving_nodes(members, living))
         if change is None:
             return _LOOK
         self._make(change, members, living)
@@ -237,6 +261,14 @@ class EtcdKeeper:
             if isinstance(told.get("peer"), str) and isinstance(told.get("client"), str):
                 offers.append(Offer(node=node.id, peer=told["peer"], client=told["client"]))
         return offers
+
+    def _leaving_nodes(self, members: Sequence[EtcdMember], living: Sequence[Offer]) -> set[str]:
+        """Return the nodes that have said that they leave, and still have a member."""
+        staying = {offer.peer for offer in living}
+        nodes = [member.node for member in members if member.node and member.peer not in staying]
+        keys = [etcd_offer_key(node) for node in nodes]
+        told = zip(nodes, keys, self._store.get_many(keys) if keys else [], strict=True)
+        return {node for node, key, raw in told if self._read(key, raw).get("leaves")}
 
     def _judge_learners(self, members: Sequence[EtcdMember]) -> None:
         now = time.monotonic()
@@ -271,8 +303,12 @@ class EtcdKeeper:
     def _part(self) -> bool:
         """Wait until those that stay have taken this node's member out; False when nobody stays who has a vote."""
         deadline = time.monotonic() + _PART_PATIENCE
+        has_told = False
         while self._process.is_started and time.monotonic() < deadline:
             try:
+                if not has_told:
+                    self._offer(leaves="yes")
+                    has_told = True
                 members = self._members()
                 if self._process.offer.peer not in {member.peer for member in members}:
                     return True

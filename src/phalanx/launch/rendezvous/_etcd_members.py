@@ -4,7 +4,8 @@ Owns the rules. A cluster begins with one member and grows, one learner at a tim
 would survive no further loss. With two nodes there is one voter: of two, either's loss would end the store. Who acts is
 the first living voter; changes may be made twice without harm, because etcd refuses the second.
 
-Assumptions: a node that is not among ``living`` is lost or leaves, and comes back as a new member.
+Assumptions: a node that is not among ``living`` is lost or leaves, and comes back as a new member. One that leaves
+keeps its member until it is taken out, so that its vote still counts for that.
 """
 
 from __future__ import annotations
@@ -45,11 +46,16 @@ class MemberChange:
 
 
 def next_change(
-    members: Sequence[EtcdMember], living: Sequence[Offer], size: int, unfit: Collection[str] = ()
+    members: Sequence[EtcdMember],
+    living: Sequence[Offer],
+    size: int,
+    unfit: Collection[str] = (),
+    leaving: Collection[str] = (),
 ) -> MemberChange | None:
     """Return what to do next; None when all is as it should be.
 
-    ``living`` is in the order in which the nodes came; ``unfit`` are nodes whose member could not be started.
+    ``living`` is in the order in which the nodes came; ``unfit`` are nodes whose member could not be started;
+    ``leaving`` those that have said that they leave and wait until their member is taken out.
 
     >>> offers = [Offer(node=n, peer=f"http://{n}:2", client=f"http://{n}:1") for n in "abc"]
     >>> one = [EtcdMember(id="1", node="a", peer="http://a:2")]
@@ -65,8 +71,10 @@ def next_change(
             return MemberChange(remove=learner, why="it could not be started")
         return MemberChange(promote=learner)
     lost = [voter for voter in voters if voter.peer not in by_peer]
-    if lost and len(voters) - len(lost) > len(voters) // 2:
-        return MemberChange(remove=lost[0], why="its node was lost")
+    num_silent = sum(voter.node not in leaving for voter in lost)
+    if lost and len(voters) - num_silent > len(voters) // 2:
+        gone = min(lost, key=lambda voter: voter.node in leaving)  # the silent first: those that leave still vote
+        return MemberChange(remove=gone, why="its node leaves" if gone.node in leaving else "its node was lost")
     peers = {member.peer for member in members}
     free = [offer for offer in living if offer.peer not in peers and offer.node not in unfit]
     wanted = wanted_voters(len(voters) - len(lost) + len(free), size)

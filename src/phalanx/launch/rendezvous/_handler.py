@@ -22,7 +22,7 @@ from phalanx.comm._background import Background
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.stores._sealed import SealedStore
 from phalanx.comm.stores._signing import Signer
-from phalanx.errors import StoreLost
+from phalanx.errors import StoreError, StoreLost
 from phalanx.launch.rendezvous._decide import Rules
 from phalanx.launch.rendezvous._interface import (
     GenerationEnd,
@@ -424,7 +424,7 @@ class StoreRendezvousHandler(GenerationHandler):
                 self._keeper.wait_until_alone(self._options.close_timeout)
             elif self._is_host and is_closed:
                 self._wait_for_others()
-        except StoreLost as error:
+        except StoreError as error:
             log.warning("node %s could not say that it leaves: %s", self.node_id, error)
             return False
         return self._failure is None
