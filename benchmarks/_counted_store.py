@@ -47,7 +47,8 @@ class Requests:
 
 
 class CountedStore(Store):
-    """``below``, with every call noted in ``requests``; clones and namespaces note in the same."""
+    """``below``, with every call noted in ``requests``, those of its namespaces too. What other threads ask by clones of
+    it, while their worker computes, is not."""
 
     def __init__(self, below: Store, requests: Requests, *, patient: bool = False) -> None:
         self._below = below
@@ -81,9 +82,12 @@ class CountedStore(Store):
         return self._below.compare_and_set(key, expected, value)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        values = self._below.wait(keys, max(timeout, PATIENCE) if self._patient else timeout)
-        self.requests.note("wait", keys, values)
-        return values
+        values: Sequence[bytes] = ()
+        try:
+            values = self._below.wait(keys, max(timeout, PATIENCE) if self._patient else timeout)
+            return list(values)
+        finally:  # also of one that was in vain
+            self.requests.note("wait", keys, values)
 
     def delete(self, key: str) -> bool:
         self.requests.note("delete", [key])
@@ -105,8 +109,8 @@ class CountedStore(Store):
     def namespace(self, prefix: str) -> Store:
         return NamespacedStore(self, prefix)
 
-    def clone(self) -> CountedStore:
-        return self._like(self._below.clone())
+    def clone(self) -> Store:
+        return self._below.clone()
 
     def as_c10d(self, prefix: str = "") -> Any:
         native = self._below.as_c10d(prefix)

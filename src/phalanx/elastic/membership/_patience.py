@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from phalanx.comm.stores import Store
+from phalanx.comm.stores._polling import slice_after
 from phalanx.elastic.membership._coordinator import RegroupTimeout
+from phalanx.errors import StoreTimeout
 from phalanx.protocol import LostContact, Ready, timeouts
 
 
@@ -41,7 +45,7 @@ class Absence:
 
 
 class Wait:
-    """Short sleeps that grow, up to a deadline; ``report`` is called now and then with a growing number."""
+    """Short waits that grow, up to a deadline; ``report`` is called now and then with a growing number."""
 
     def __init__(self, timeout: float, report: Callable[[int], None]) -> None:
         self.timeout = timeout
@@ -51,6 +55,18 @@ class Wait:
         self._count = 0
 
     def a_little(self, what: str) -> None:
+        """Sleep."""
+        self._look_at_the_clock(what)
+        time.sleep(self._sleep)
+        self._sleep = min(self._sleep * 1.2, 0.05)
+
+    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> None:
+        """Return when all ``keys`` are there, or it is time to look elsewhere; ``since`` is when that waiting began."""
+        self._look_at_the_clock(what)
+        with suppress(StoreTimeout):
+            store.wait(keys, slice_after(time.monotonic() - since))
+
+    def _look_at_the_clock(self, what: str) -> None:
         now = time.monotonic()
         if now - self._began > self.timeout:
             raise RegroupTimeout(f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?")
@@ -58,5 +74,3 @@ class Wait:
             self._count += 1
             self._reported = now
             self._report(-self._count)
-        time.sleep(self._sleep)
-        self._sleep = min(self._sleep * 1.2, 0.05)
