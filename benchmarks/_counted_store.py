@@ -47,8 +47,8 @@ class Requests:
 
 
 class CountedStore(Store):
-    """``below``, with every call noted in ``requests``, those of its namespaces too. What other threads ask by clones of
-    it, while their worker computes, is not."""
+    """``below``, with every call noted in ``requests``, those of its namespaces too. What other threads ask by clones
+    of it, while their worker computes, is not."""
 
     def __init__(self, below: Store, requests: Requests, *, patient: bool = False) -> None:
         self._below = below
