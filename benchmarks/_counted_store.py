@@ -50,14 +50,16 @@ class CountedStore(Store):
     """``below``, with every call noted in ``requests``, those of its namespaces too. What other threads ask by clones
     of it, while their worker computes, is not."""
 
-    def __init__(self, below: Store, requests: Requests, *, patient: bool = False) -> None:
+    def __init__(self, below: Store, requests: Requests, *, patient: bool = False, clones: bool = False) -> None:
+        """``clones``: count what is asked by those, too."""
         self._below = below
         self.requests = requests
         self._patient = patient
+        self._clones = clones
         self.address = below.address
 
     def _like(self, below: Store) -> CountedStore:
-        return CountedStore(below, self.requests, patient=self._patient)
+        return CountedStore(below, self.requests, patient=self._patient, clones=self._clones)
 
     def get(self, key: str) -> bytes | None:
         value = self._below.get(key)
@@ -110,7 +112,8 @@ class CountedStore(Store):
         return NamespacedStore(self, prefix)
 
     def clone(self) -> Store:
-        return self._below.clone()
+        below = self._below.clone()
+        return self._like(below) if self._clones else below
 
     def as_c10d(self, prefix: str = "") -> Any:
         native = self._below.as_c10d(prefix)

@@ -27,7 +27,7 @@ def test_requests_and_keys_of_a_worker_are_the_same_for_any_number_of_workers(wa
         assert first.total <= first_most, first.named
         for one in others:
             assert one.total <= others_most, one.named
-            assert one.num_keys <= 3 * others_most, f"it asks for a key of each of the others: {one.named}"
+            assert one.num_keys <= 2 * others_most, f"it asks for a key of each of the others: {one.named}"
 
 
 def test_all_bytes_of_a_worker_are_lists_of_members_which_it_reads_a_few_times(monkeypatch):

@@ -7,6 +7,7 @@ its ``compare_set`` answers with the value and takes empty text for "absent". To
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -161,14 +162,16 @@ def exchange_for_torch(native: TorchStore, rank: int, size: int) -> TorchStore:
 
 
 def _pack(values: Sequence[bytes]) -> bytes:
-    """
+    """Return the values as one: compressed, since all ranks read it from one host.
+
     >>> _unpack(_pack([b"one", b"", b"three"]))
     [b'one', b'', b'three']
     """
-    return b"".join(len(value).to_bytes(4, "little") + value for value in values)
+    return zlib.compress(b"".join(len(value).to_bytes(4, "little") + value for value in values), 1)
 
 
-def _unpack(data: bytes) -> list[bytes]:
+def _unpack(packed: bytes) -> list[bytes]:
+    data = zlib.decompress(packed)
     found, at = [], 0
     while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")

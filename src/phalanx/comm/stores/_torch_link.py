@@ -54,8 +54,8 @@ _TICK = "p/tick"
 _NEW_LINK = "new connection "
 _SERVER = "p/server"
 """Names the key that tells one server from another at the same address; that key's own name begins with it, too."""
-_HALVED_FROM = 8
-"""Up to so many keys of which some are missing are read one by one."""
+_ONE_BY_ONE = 4
+"""Up to so many keys, of which some are mostly missing, are read one by one."""
 _ATTEMPTS = 4
 """How often a call is tried when its connection ends again and again: whoever ends one may well end the next."""
 
@@ -144,13 +144,12 @@ class Link:
     def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return what there is. Torch's server answers for several keys at once only if all are there: of a longer list
         the halves are asked for, so that a few that are missing do not make it one request for each."""
-        if self._batched and len(keys) > 2:
+        if self._batched and len(keys) > _ONE_BY_ONE:
             found = self.read_if_all(keys)
             if found is not None:
                 return found
-            if len(keys) > _HALVED_FROM:
-                half = len(keys) // 2
-                return self.read_many(keys[:half]) + self.read_many(keys[half:])
+            half = len(keys) // 2
+            return self.read_many(keys[:half]) + self.read_many(keys[half:])
         return [self.read(key) for key in keys]
 
     def read_if_all(self, keys: Sequence[str]) -> list[bytes | None] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -120,9 +121,11 @@ def _exchange_identities(
             known = {rank: _identity(rank, load_json(data, _of(rank)), data) for rank, data in enumerate(records)}
         if spec.size > 1:
             listed = [{"v": 1, **known[rank].to_record()} for rank in range(spec.size)]
-            spec.store.set(_MEMBERS, json.dumps({"v": 1, "members": listed}, separators=(",", ":")).encode())
+            text = json.dumps({"v": 1, "members": listed}, separators=(",", ":"))
+            spec.store.set(_MEMBERS, zlib.compress(text.encode(), 1))  # all ranks read it from one host
     elif known is None:
-        (data,) = _await_records(spec, [_MEMBERS], own, interrupt)
+        (packed,) = _await_records(spec, [_MEMBERS], own, interrupt)
+        data = _unpacked(packed)
         rows = Fields(load_json(data, "list of ranks"), "list of ranks").items("members")
         if len(rows) != spec.size:
             raise ValueError(
@@ -134,6 +137,14 @@ def _exchange_identities(
 
 
 _MEMBERS = "members"
+
+
+def _unpacked(data: bytes) -> bytes:
+    """``ValueError`` when it was not packed by rank 0."""
+    try:
+        return zlib.decompress(data)
+    except zlib.error as error:
+        raise ValueError(f"the list of ranks is no list: {data[:80]!r}; run one release everywhere") from error
 
 
 def _await_records(

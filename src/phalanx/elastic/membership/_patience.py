@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from phalanx.comm.stores import Store
 from phalanx.comm.stores._polling import slice_after
@@ -60,11 +59,14 @@ class Wait:
         time.sleep(self._sleep)
         self._sleep = min(self._sleep * 1.2, 0.05)
 
-    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> None:
-        """Return when all ``keys`` are there, or it is time to look elsewhere; ``since`` is when that waiting began."""
+    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> bool:
+        """Wait until all ``keys`` are there, or it is time to look elsewhere (False); ``since``: when waiting began."""
         self._look_at_the_clock(what)
-        with suppress(StoreTimeout):
+        try:
             store.wait(keys, slice_after(time.monotonic() - since))
+            return True
+        except StoreTimeout:
+            return False
 
     def _look_at_the_clock(self, what: str) -> None:
         now = time.monotonic()

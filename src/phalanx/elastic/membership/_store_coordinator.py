@@ -209,40 +209,47 @@ class StoreCoordinator:
             Wait(self.timeout, report),
             Absence(self.worker_id, self.comm_timeout, self._reports.tell_agents),
         )
+        agreed: protocol.Members | None = None
+        is_there = True  # whether what was waited for last came in time
         while True:
-            done, evaluated, broken, following, members, record, own, said = self._store.get_many(
-                [
-                    self.keys.done,
-                    self.keys.evaluation(mine.evaluations),
-                    protocol.broken_key(generation),
-                    protocol.members_key(generation + 1),
-                    protocol.members_key(generation),
-                    self.keys.round(generation, round_),
-                    self.keys.ready(generation, self.worker_id),
-                    protocol.regroups_key(self.worker_id),
-                ]
-            )
-            if said is None:
+            keys = {
+                "done": self.keys.done,
+                "broken": protocol.broken_key(generation),
+                "round": self.keys.round(generation, round_),
+            }
+            # What is asked for only where it can matter: each key is a request to a store that is asked by all workers.
+            if agreed is None:
+                keys["members"] = protocol.members_key(generation)
+            if mine.evaluating:
+                keys["evaluated"] = self.keys.evaluation(mine.evaluations)
+            if time.monotonic() - came > timeouts.STALE_AFTER:
+                keys["following"] = protocol.members_key(generation + 1)
+            if not is_there:  # it takes long: somebody may have deleted what this worker has written
+                keys |= {"said": protocol.regroups_key(self.worker_id)}
+                keys |= {"own": self.keys.ready(generation, self.worker_id)} if declared else {}
+            read = dict(zip(keys, self._store.get_many(list(keys.values())), strict=True))
+            if read.get("said", PRESENT) is None:
                 self._say_that_it_regroups()
-            finish = parse_finish(done)
+            finish = parse_finish(read["done"])
             if finish is not None and mine.has_state and not mine.evaluating:
                 raise JobOver(finish, generation)
-            if mine.evaluating and evaluated is not None:
+            if (evaluated := read.get("evaluated")) is not None:
                 raise EvaluationKnown(Evaluation.from_json(evaluated).means)
-            found = Round.from_json(record) if record is not None else None
-            is_stale = following is not None and time.monotonic() - came > timeouts.STALE_AFTER
-            if broken is not None or is_stale or (found is not None and found.move_to is not None):
-                generation, round_, declared, came = generation + 1, 0, False, time.monotonic()
+            found = Round.from_json(record) if (record := read["round"]) is not None else None
+            is_over = read["broken"] is not None or read.get("following") is not None
+            if is_over or (found is not None and found.move_to is not None):
+                generation, round_, declared, came, agreed = generation + 1, 0, False, time.monotonic(), None
                 continue
             self.generation = generation
-            if members is None:
-                self._reports.tell_again(generation - 1)
-                awaited = [protocol.members_key(generation)]
-                wait.for_keys(self._store, awaited, f"the members of generation {generation}", came)
-                continue
-            agreed = protocol.Members.from_json(members)
+            if agreed is None:
+                if (members := read["members"]) is None:
+                    self._reports.tell_again(generation - 1)
+                    awaited = [protocol.members_key(generation)]
+                    is_there = wait.for_keys(self._store, awaited, f"the members of generation {generation}", came)
+                    continue
+                agreed = protocol.Members.from_json(members)
             if agreed.is_forgotten:  # long over, and its end forgotten too
-                generation, round_, declared = generation + 1, 0, False
+                generation, round_, declared, agreed = generation + 1, 0, False, None
                 continue
             ids = tuple(member.id for member in agreed.workers)
             if self.worker_id not in ids:
@@ -250,7 +257,7 @@ class StoreCoordinator:
                     f"worker {self.worker_id} is not among the members of generation {generation} of job "
                     f"{self.job!r}: {', '.join(ids)}"
                 )
-            if not declared or own is None:
+            if not declared or read.get("own", PRESENT) is None:
                 self._declare(generation, mine, ids)
                 declared = True
             if finish is not None and not mine.has_state:
@@ -272,7 +279,8 @@ class StoreCoordinator:
                     absent.look(generation, awaited_peers(ids, ready), mine)
                     awaited = self._convene(generation, self._awaited(ids, ready, came), ready)
                 if awaited:
-                    wait.for_keys(self._store, awaited, f"a place in generation {generation}, round {round_}", came)
+                    what = f"a place in generation {generation}, round {round_}"
+                    is_there = wait.for_keys(self._store, awaited, what, came)
 
     def _convene(self, generation: int, members: tuple[str, ...], ready: Mapping[str, Ready]) -> list[str]:
         """Write the first round of a generation, if it can be chosen; else return the keys to wait for until then."""
