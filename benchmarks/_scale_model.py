@@ -35,10 +35,16 @@ class Costs:
     """Of the store's host: 10 Gbit/s."""
 
 
-ID_BYTES, MEMBER_BYTES, IDENTITY_BYTES, ADDRESS_BYTES = 20, 75, 170, 150
-"""Of one worker in the lists that are read: of a round, of a generation, of a group, of gloo's addresses."""
-PAIR_BYTES = 4
-"""What gloo's address says of each pair, unless GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER is set."""
+ID_BYTES, MEMBER_BYTES = 20, 75
+"""Of one worker in the lists of a round and of a generation."""
+IDENTITY_BYTES, PACKED_IDENTITY_BYTES = 170, 42
+"""Of one worker as it writes who it is, and in the compressed list of all."""
+ADDRESS_BYTES, PACKED_ADDRESS_BYTES = 150, 30
+"""Of the same for gloo's addresses."""
+PAIR_BYTES, PACKED_PAIR_BYTES = 8, 0.02
+"""And what an address says of each other rank besides: the same row of numbers in all of them."""
+UNPACKED_PER_SECOND = 5e8
+"""Bytes that a worker takes out of a compressed list in a second."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,11 @@ Steps = Generator["Ask | float", float, None]
 class Simulated:
     """One regroup after a loss: from the moment the next generation is agreed on to the last worker in its group."""
 
-    def __init__(self, num_workers: int, costs: Costs, *, transport: str = "gloo", by_rank: bool = False) -> None:
-        """``transport``: ``gloo`` (a host each) or ``shm`` (no connections). ``by_rank``: no ``PAIR_BYTES``."""
+    def __init__(self, num_workers: int, costs: Costs, *, transport: str = "gloo") -> None:
+        """``transport``: ``gloo`` (a host each) or ``shm`` (one host, no connections)."""
         self.num_workers = num_workers
         self.costs = costs
         self.transport = transport
-        self.pair_bytes = 0 if by_rank else PAIR_BYTES
         self.num_requests = 0
         self.num_bytes = 0
         self._written: dict[str, float] = {}
@@ -117,11 +122,13 @@ class Simulated:
         yield from self._gather(rank, "ready", 60, n * ID_BYTES)
         yield from self._look(3, n * ID_BYTES)
         yield n * costs.member
-        yield from self._gather(rank, "identities", IDENTITY_BYTES, n * IDENTITY_BYTES)
+        yield from self._gather(rank, "identities", IDENTITY_BYTES, n * PACKED_IDENTITY_BYTES)
         yield n * costs.member
         if self.transport == "gloo":
-            each = ADDRESS_BYTES + n * self.pair_bytes
-            yield from self._gather(rank, "addresses", each, n * each)
+            each = ADDRESS_BYTES + n * PAIR_BYTES
+            packed = n * (PACKED_ADDRESS_BYTES + n * PACKED_PAIR_BYTES)
+            yield from self._gather(rank, "addresses", each, int(packed))
+            yield n * each / UNPACKED_PER_SECOND
             yield (n - 1) * costs.connect
         else:
             if rank == 0:
