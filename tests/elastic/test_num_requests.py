@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks._scale_model import Costs, Simulated
 from benchmarks._simulated_regroup import WAYS, Regroup, SimulatedJob
 
 from phalanx.protocol import timeouts
@@ -36,3 +37,10 @@ def test_all_bytes_of_a_worker_are_lists_of_members_which_it_reads_a_few_times(m
         per_member = (large[rank].num_bytes - small[rank].num_bytes) / 16
         assert per_member < 1200, "a list of lists: what each worker writes would grow with the number of workers"
     assert large[2].num_bytes - small[2].num_bytes < 16 * 400
+
+
+def test_the_model_makes_as_many_requests_for_any_number_of_workers_and_gives_the_same_time_twice():
+    small, large, again = (Simulated(size, Costs()) for size in (64, 256, 256))
+    seconds = [model.run() for model in (small, large, again)]
+    assert seconds[1] == seconds[2] > seconds[0]
+    assert large.num_requests / 256 < 1.3 * small.num_requests / 64

@@ -46,7 +46,7 @@ CONTACT_AGAIN: Final = 2.0
 """Until the same is reported once more, should the generation still stand."""
 
 CONVENE_AFTER: Final = 0.25
-"""After which one more worker reads what all have declared, should the one that is to write their round not do so."""
+"""After which a second worker reads what all have declared, should the one that is to write their round not do so."""
 STALE_AFTER: Final = 10.0
 """After which a generation that has a successor is over for a worker without a place, though no record says so."""
 REPAIR: Final = 0.2

@@ -14,6 +14,7 @@ generation ends a round only if it names a worker of it as lost: a round of thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def convenes(worker: str, members: Sequence[str], mine: Ready, waited: float) ->
     """Return whether a worker that has waited so long reads what all have declared, to write the first round.
 
     The first member that was in its last round does, without a state the first of all; should that one not get to it,
-    one more every ``timeouts.CONVENE_AFTER`` seconds.
+    one more after ``timeouts.CONVENE_AFTER`` seconds, the next after twice as long, and so on: they stay few.
 
     >>> mine = Ready(step=7, peers=("a", "b", "c"))
     >>> [convenes(worker, ("new", "a", "b", "c"), mine, 0.0) for worker in ("new", "a", "b")]
@@ -66,7 +67,7 @@ def convenes(worker: str, members: Sequence[str], mine: Ready, waited: float) ->
     """
     known = set(mine.peers) if mine.has_state else set(members)
     candidates = [member for member in members if member in known]
-    return worker in candidates[: 1 + int(waited / timeouts.CONVENE_AFTER)]
+    return worker in candidates[: 1 + int(math.log2(1 + waited / timeouts.CONVENE_AFTER))]
 
 
 def awaited_peers(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, ...]:
