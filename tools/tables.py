@@ -253,6 +253,44 @@ def rendezvous(found: Figures) -> Iterable[Sequence[str]]:
         )
 
 
+def scale_regroup(found: Figures) -> Iterable[Sequence[str]]:
+    yield "regroup", "workers", "requests of each", "of the first", "bytes of each", "of the first", "time, threads"
+    titles = {"loss": "after a loss, by the agents", "survivors": "after a loss, one host", "newcomer": "at a boundary"}
+    for way, title in titles.items():
+        for size in sorted({int(name.split("/")[3]) for name in found if name.startswith(f"scale/regroup/{way}/")}):
+            requests, num_bytes, time = (
+                found[f"scale/regroup/{way}/{size}/{what}"] for what in ("requests", "bytes", "time")
+            )
+            cells = [f"{value or 0:,.0f}" for one in (requests, num_bytes) for value in (one.ours, one.high)]
+            yield title, f"{size}", *cells, amount(time)
+
+
+def scale_model(found: Figures) -> Iterable[Sequence[str]]:
+    yield "workers", "a host each, gloo", "over the store's wire", "one host, shared memory"
+    sizes = {int(name.split("/")[3]) for name in found if name.startswith("scale/model/gloo/")}
+    for size in sorted(sizes):
+        gloo = found[f"scale/model/gloo/{size}"]
+        yield f"{size:,}", amount(gloo), gloo.note, amount(found.get(f"scale/model/shm/{size}"))
+
+
+def scale_rendezvous(found: Figures) -> Iterable[Sequence[str]]:
+    yield "store", "nodes", "requests of each", "at most", "bytes of each", "time, threads"
+    for name in found:
+        _, kind, *rest = name.split("/")
+        if kind == "rendezvous" and rest[-1] == "requests":
+            requests, num_bytes, time = (
+                found[f"{name.rpartition('/')[0]}/{what}"] for what in ("requests", "bytes", "time")
+            )
+            yield (
+                rest[0],
+                rest[1],
+                short(requests.ours),
+                f"{requests.high or 0:.0f}",
+                f"{num_bytes.ours:,.0f}",
+                amount(time),
+            )
+
+
 def sampler(found: Figures) -> Iterable[Sequence[str]]:
     yield (
         "samples", "replicas", "first index: ours", "torch", "per index: ours", "torch", "ratio",
@@ -382,6 +420,9 @@ TABLES = {
     "rendezvous": Table("rendezvous", rendezvous),
     "same_host": Table("comm", same_host),
     "sampler": Table("sampler", sampler),
+    "scale_model": Table("scale", scale_model),
+    "scale_regroup": Table("scale", scale_regroup),
+    "scale_rendezvous": Table("scale", scale_rendezvous),
     "shard": Table("shard", shard),
     "stragglers": Table("stragglers", stragglers),
     "streaming": Table("streaming", streaming),

@@ -149,15 +149,14 @@ def await_round(now: State, worker: str, flaws: frozenset[str], g: int, peers: I
         assert worker in now.members[g], f"{worker} lives and is no member of generation {g}"
         if (g, worker, peers) not in now.ready:
             yield replace(now, ready=now.ready | {(g, worker, peers)})
-        elif (ids := now.round(g, 0)) is not None:
+        elif now.round(g, 0) is not None:
             yield now.at(worker, "read", g, 0, peers)
         else:
             forgets = "forgets whom it knew" in flaws
             ready = {w: Ready(step=1, peers=(w,) if forgets else known) for g2, w, known in now.ready if g2 == g}
             choice = choose_round(now.members[g], ready)
-            if choice is not None and choice[0] == worker:
-                ids = choice[1].workers
-                yield replace(now, rounds=now.rounds | {(g, 0, ids)})
+            if choice is not None:  # whoever finds it first writes it: mostly the one that convenes
+                yield replace(now, rounds=now.rounds | {(g, 0, choice.workers)})
 
 
 PHASES = {

@@ -116,10 +116,23 @@ def test_repeated_steps_reuse_their_memory():
     assert made == [made[0]] * 4
 
 
-def test_more_workers_than_laid_out_for_is_an_error():
+def test_more_workers_than_laid_out_for_get_copies_that_fit():
+    params = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in SHAPES]
+    results = simulate(5).run(lambda group: reduce(group, 8, params, Pool(FlatLayout.of(params, BUFFERS), 2)))
+    for grads, *_ in results:
+        for grad, wanted in zip(grads, reference(8), strict=True):
+            assert torch.equal(grad, wanted)
+
+
+def test_a_copy_from_before_the_growth_is_not_used_again():
     pool = Pool(FlatLayout.of([torch.nn.Parameter(torch.zeros(1))], []), 2)
-    with pytest.raises(Exception, match="3 workers; this job was laid out for at most 2"):
-        simulate(3).run(lambda group: Reduction(group, 4, pool))
+    small = pool.take()
+    pool.fit(3)
+    pool.give(small)
+    assert pool.take() is not small
+    pool.give(large := pool.take())
+    pool.fit(4)
+    assert pool.take() is large, "there was room for four"
 
 
 def test_a_model_on_two_devices_is_refused():

@@ -47,6 +47,7 @@ SECTIONS: dict[str, list[str]] = {
         "slots.md",
         "launch.md",
         "clusters.md",
+        "scale.md",
         "watch.md",
         "watch-commands.md",
         "watch-metrics.md",

@@ -55,7 +55,8 @@ from phalanx.events._troubles import Troubles
 from phalanx.events._writer import EventLog
 from phalanx.protocol import ENV_JOB, ENV_LIVE_LINE, ENV_POSITION_FILE
 
-MAX_WORKERS = 1024
+WORKERS_FORESEEN = 1024
+"""For how many workers gradients are laid out from the beginning; for more of them, when they come."""
 
 
 class Job(JobState):
@@ -120,7 +121,7 @@ class Job(JobState):
         self.buffers = Buffers(model)
         if self.sharding is not None:
             self.params = []  # they would keep the whole model in memory
-        self.pool = Pool(FlatLayout.of(self.params, self.buffers.live(), num_slots), MAX_WORKERS)
+        self.pool = Pool(FlatLayout.of(self.params, self.buffers.live(), num_slots), WORKERS_FORESEEN)
         overlaps = run.overlap and self.sharding is None
         self.early = EarlySend(self.params, self.param_names, self.pool.layout) if overlaps else None
         self.dealing = Dealing(self, is_on=run.balance)

@@ -81,7 +81,7 @@ from phalanx.protocol._reports import (
     StopRequest,
     WorkPosition,
 )
-from phalanx.protocol._round_records import FRESH, Evaluation, Finish, Ready, Round
+from phalanx.protocol._round_records import FRESH, Evaluation, Finish, Ready, Round, declared_by
 from phalanx.protocol._variables import (
     ENV_EVENTS,
     ENV_EXIT_CODE,
@@ -164,6 +164,7 @@ __all__ = [
     "bell_key",
     "broken_key",
     "contact_key",
+    "declared_by",
     "dump_count",
     "dump_record",
     "ended_key",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from phalanx._fields import Fields, short
@@ -23,15 +24,46 @@ class Ready(StoreRecord):
     evaluating: bool = False
     peers: tuple[str, ...] = ()
     """The workers of its last round, itself included."""
+    unknown: tuple[str, ...] = ()
+    """In the store, in the place of ``peers``: the members of the generation that were not in its last round. They are
+    few, where each worker listing all others would fill the store with the square of their number."""
 
     @property
     def has_state(self) -> bool:
         return self.step != FRESH
 
+    def to_declare(self, members: Sequence[str]) -> Ready:
+        """Return it as it is written for a generation of these members.
+
+        >>> Ready(step=7, peers=("a", "b", "lost")).to_declare(("a", "b", "new"))
+        Ready(step=7, evaluations=0, evaluating=False, peers=(), unknown=('new',))
+        """
+        known = set(self.peers)
+        unknown = tuple(member for member in members if member not in known) if self.has_state else ()
+        return replace(self, peers=(), unknown=unknown)
+
     @property
     def position(self) -> tuple[int, int, bool]:
         """Return how far it is; larger is further."""
         return (self.step, self.evaluations, self.evaluating)
+
+
+def declared_by(members: Sequence[str], records: Sequence[bytes | None]) -> dict[str, Ready]:
+    """Return what those members have declared whose records are there, with the peers that they have among the members.
+
+    >>> records = [Ready(step=7, peers=("a", "lost")).to_declare(("a", "new")).to_json(), None]
+    >>> declared_by(("a", "new"), records)["a"].peers
+    ('a',)
+    """
+    found = {m: Ready.from_json(data) for m, data in zip(members, records, strict=True) if data is not None}
+    peers: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for member, one in found.items():
+        if one.has_state and not one.peers:
+            if one.unknown not in peers:
+                unknown = set(one.unknown)
+                peers[one.unknown] = tuple(other for other in members if other not in unknown)
+            found[member] = replace(one, peers=peers[one.unknown])
+    return found
 
 
 @dataclass(frozen=True)

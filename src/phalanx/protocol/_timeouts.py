@@ -45,6 +45,8 @@ CONTACT_SETTLE: Final = 0.4
 CONTACT_AGAIN: Final = 2.0
 """Until the same is reported once more, should the generation still stand."""
 
+CONVENE_AFTER: Final = 0.25
+"""After which a second worker reads what all have declared, should the one that is to write their round not do so."""
 STALE_AFTER: Final = 10.0
 """After which a generation that has a successor is over for a worker without a place, though no record says so."""
 REPAIR: Final = 0.2
@@ -56,9 +58,13 @@ OTHER_AGENTS: Final = 30.0
 # -- watching and reporting ---------------------------------------------------------------------------------------
 
 WATCH_INTERVAL: Final = 0.05
-"""Between two looks of a worker at the keys that can end or question its round."""
+"""Between two looks of a worker at the keys that can end or question its round, see ``watch_interval``."""
+_NUM_WATCHERS: Final = 16
+"""How many workers of a round look that often: what one sees all hear, with the next step or the group's end."""
+_LOOKS_PER_SECOND: Final = 1000.0
+"""What the other workers of a round together ask of the store in a second, at most."""
 PROGRESS_INTERVAL: Final = 0.25
-"""Between two reports of a worker's progress."""
+"""Between two reports of a worker's progress, see ``progress_interval``."""
 COMMITTED_INTERVAL: Final = 0.25
 """Between two records of how many steps are committed, at least."""
 REQUEST_INTERVAL: Final = 0.5
@@ -81,6 +87,24 @@ SHUTDOWN: Final = 30.0
 """Between the signal that stops a worker and SIGKILL."""
 EXIT_BARRIER: Final = 300.0
 """How long a node whose workers have succeeded waits for those of the others."""
+
+
+def watch_interval(rank: int, num_workers: int) -> float:
+    """Return the seconds between two looks of a worker at the store while it computes.
+
+    >>> watch_interval(0, 1024), watch_interval(40, 48), watch_interval(1000, 1024)
+    (0.05, 0.05, 1.024)
+    """
+    return WATCH_INTERVAL if rank < _NUM_WATCHERS else max(WATCH_INTERVAL, num_workers / _LOOKS_PER_SECOND)
+
+
+def progress_interval(num_workers: int) -> float:
+    """Return the seconds between two reports of a worker's progress: of all together some thousand a second at most.
+
+    >>> progress_interval(128), progress_interval(1024)
+    (0.25, 1.024)
+    """
+    return max(PROGRESS_INTERVAL, num_workers / _LOOKS_PER_SECOND)
 
 
 def regroup_timeout(join: float = JOIN) -> float:

@@ -27,6 +27,7 @@ from phalanx.comm.stores._etcd_gateway import NOT_FOUND, EtcdError, Gateway, as_
 from phalanx.comm.stores._etcd_watch import EtcdWatch
 from phalanx.comm.stores._interface import Lease, Store, Watch
 from phalanx.comm.stores._namespace import NamespacedStore
+from phalanx.comm.stores._polling import LONGEST_SLICE, wait_for_keys
 from phalanx.errors import StoreError, StoreTimeout
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class EtcdStore(Store):
                 return done
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        if timeout <= LONGEST_SLICE:  # a stream of changes is a connection of its own: not for so short a time
+            return wait_for_keys(self.get_many, keys, timeout, self.address)
         deadline = time.monotonic() + timeout
         values = self.get_many(keys)
         if None in values and timeout > 0:

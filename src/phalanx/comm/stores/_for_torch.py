@@ -7,6 +7,7 @@ its ``compare_set`` answers with the value and takes empty text for "absent". To
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -108,6 +109,85 @@ class StoreForTorch(TorchStore):
     deleteKey = delete_key
     getNumKeys = num_keys
     listKeys = list_keys
+
+
+class ExchangeForTorch(StoreForTorch):
+    """For an engine whose ranks each write one key that ends in ``/rank`` and read those of all others, as gloo's do to
+    connect. Rank 0 collects what they have written and writes it as one record, which the others read.
+
+    So each rank asks twice, however many there are; gloo by itself asks twice for each other rank.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
+        super().__init__(store, prefix)
+        self._rank = rank
+        self._size = size
+        self._collected: dict[str, list[bytes]] = {}
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._find(key, self._seconds()) for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds() if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._find(key, seconds)
+
+    def _find(self, key: str, seconds: float) -> bytes:
+        folder, _, name = key.rpartition("/")
+        if not (name.isdigit() and int(name) < self._size):
+            return self.store.wait([self.prefix + key], seconds)[0]
+        if folder not in self._collected:
+            self._collected[folder] = self._collect(f"{self.prefix}{folder}/", seconds)
+        return self._collected[folder][int(name)]
+
+    def _collect(self, folder: str, seconds: float) -> list[bytes]:
+        if self._rank:
+            return _unpack(self.store.wait([f"{folder}all"], seconds)[0])
+        values = self.store.wait([f"{folder}{rank}" for rank in range(self._size)], seconds)
+        self.store.set(f"{folder}all", _pack(values))
+        return values
+
+    def clone(self) -> StoreForTorch:
+        other = ExchangeForTorch(self.store, self.prefix, self._rank, self._size)
+        other.set_timeout(timedelta(seconds=self._seconds()))
+        _kept.append(other)
+        return other
+
+
+def exchange_for_torch(native: TorchStore, rank: int, size: int) -> TorchStore:
+    """Return ``native``, made by ``as_c10d``, for a gloo of so many ranks, for as long as the process lives."""
+    assert isinstance(native, StoreForTorch), "every store of ours makes one"
+    _kept.append(ExchangeForTorch(native.store, native.prefix, rank, size))
+    return _kept[-1]
+
+
+def _pack(values: Sequence[bytes]) -> bytes:
+    """Return the values as one, small, since all ranks read it from one host: compressed, by their differences from the
+    first, which are mostly zeros (an address of gloo repeats a number for every other rank, the same in all of them).
+
+    >>> _unpack(_pack([b"one", b"", b"three"]))
+    [b'one', b'', b'three']
+    """
+    parts = [value if index == 0 else _differences(value, values[0]) for index, value in enumerate(values)]
+    return zlib.compress(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+
+
+def _unpack(packed: bytes) -> list[bytes]:
+    data = zlib.decompress(packed)
+    found: list[bytes] = []
+    at = 0
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        found.append(_differences(data[at + 4 : end], found[0]) if found else data[at + 4 : end])
+        at = end
+    return found
+
+
+def _differences(value: bytes, first: bytes) -> bytes:
+    """Return ``value`` with 0 where it is as ``first``; of that, ``value`` again."""
+    length = min(len(value), len(first))
+    bits = int.from_bytes(value[:length], "little") ^ int.from_bytes(first[:length], "little")
+    return bits.to_bytes(length, "little") + value[length:]
 
 
 # Torch's C++ side keeps its half of a store alive, but not the Python half that answers: a process group that still

@@ -15,6 +15,7 @@ from phalanx.comm.stores._interface import Change, Watch
 from phalanx.errors import StoreTimeout
 
 SHORTEST, LONGEST, RELOOK = 0.0005, 0.02, 0.25
+SHORTEST_SLICE, LONGEST_SLICE = 0.02, 0.25
 
 
 def pause_after(waited: float) -> float:
@@ -23,6 +24,17 @@ def pause_after(waited: float) -> float:
     So a short wait ends at once, a long one costs little, and none is prolonged by more than an eighth.
     """
     return min(LONGEST, max(SHORTEST, waited / 8))
+
+
+def slice_after(waited: float) -> float:
+    """Return how long to wait for a key in one go before looking elsewhere, at what would end the waiting in vain.
+
+    Another eighth of the time waited so far, so that a thousand who wait for long do not keep the store busy.
+
+    >>> [round(slice_after(waited), 3) for waited in (0.0, 0.4, 60.0)]
+    [0.02, 0.05, 0.25]
+    """
+    return min(LONGEST_SLICE, max(SHORTEST_SLICE, waited / 8))
 
 
 def wait_for_keys(

@@ -20,6 +20,7 @@ from phalanx.comm.stores._polling import PollingWatch, wait_for_keys
 from phalanx.comm.stores._stored_value import StoredValue, Writer, decode
 from phalanx.comm.stores._torch_lease import VALUES, TorchLease
 from phalanx.comm.stores._torch_link import Link
+from phalanx.errors import StoreTimeout
 
 _FOR_TORCH = "t/"
 
@@ -98,7 +99,15 @@ class TorchStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         # Not the server's own wait: it blocks the connection, counts tombstones, and logs every timeout.
-        return wait_for_keys(self.get_many, keys, timeout, self.address)
+        try:
+            return wait_for_keys(self._get_if_all, keys, timeout, self.address)
+        except StoreTimeout:
+            return wait_for_keys(self.get_many, keys, 0.0, self.address)  # which names those that are missing
+
+    def _get_if_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values in one or two round trips if all are there; else some None, not only for those missing."""
+        raws = self._link.read_if_all([self._space + key for key in keys])
+        return [None] * len(keys) if raws is None else [decode(raw).value for raw in raws]
 
     def delete(self, key: str) -> bool:
         if self._record(key).value is None:

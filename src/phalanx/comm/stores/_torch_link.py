@@ -54,6 +54,8 @@ _TICK = "p/tick"
 _NEW_LINK = "new connection "
 _SERVER = "p/server"
 """Names the key that tells one server from another at the same address; that key's own name begins with it, too."""
+_ONE_BY_ONE = 4
+"""Up to so many keys, of which some are mostly missing, are read one by one."""
 _ATTEMPTS = 4
 """How often a call is tried when its connection ends again and again: whoever ends one may well end the next."""
 
@@ -140,12 +142,26 @@ class Link:
         return None if raw == _NEVER else raw
 
     def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        if self._batched and len(keys) > 2 and self.call(lambda: self.native.check(list(keys))):
+        """Return what there is. Torch's server answers for several keys at once only if all are there: of a longer list
+        the halves are asked for, so that a few that are missing do not make it one request for each."""
+        if self._batched and len(keys) > _ONE_BY_ONE:
+            found = self.read_if_all(keys)
+            if found is not None:
+                return found
+            half = len(keys) // 2
+            return self.read_many(keys[:half]) + self.read_many(keys[half:])
+        return [self.read(key) for key in keys]
+
+    def read_if_all(self, keys: Sequence[str]) -> list[bytes | None] | None:
+        """Return the entries of all keys; None if one is missing, in one request however many there are."""
+        if not self._batched or len(keys) <= 2:
+            return [self.read(key) for key in keys]
+        if self.call(lambda: self.native.check(list(keys))):
             try:
                 return list(self.call(lambda: self.native.multi_get(list(keys))))
             except dist.DistStoreError:
-                pass  # a key vanished meanwhile; one by one then
-        return [self.read(key) for key in keys]
+                pass  # a key vanished meanwhile
+        return None
 
     def write(self, key: str, raw: bytes, tick: bytes) -> None:
         self.send(lambda: self.native.multi_set([key, _TICK], [raw, tick]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,6 +38,8 @@ from phalanx.comm.failure._failure import FailureDetector
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.failure._mismatch import CallChecker, collectives_checked
 from phalanx.comm.stores import Store, wrap_c10d_store
+from phalanx.comm.stores._for_torch import exchange_for_torch
+from phalanx.comm.stores._polling import slice_after
 from phalanx.comm.transports import _auto
 from phalanx.comm.transports._by_device import ByDeviceTransport
 from phalanx.comm.transports._c10d import C10dTransport
@@ -104,27 +107,65 @@ def connect_ranks(
 def _exchange_identities(
     spec: GroupSpec, interrupt: Interrupt, known: Mapping[int, Identity] | None
 ) -> dict[int, Identity]:
-    """Return who the ranks are. Who knows it already says who it is all the same: another may not."""
+    """Return who the ranks are. Who knows it already says who it is all the same: another may not.
+
+    Each writes its own record; rank 0 reads them all and writes the list that the others read. Were each to read each
+    other's, the store would be asked for the square of their number.
+    """
     mine = json.dumps({"v": 1, **own_identity().to_record()}).encode()
-    own = f"member/{spec.rank}"
-    spec.store.set(own, mine)
-    if known is not None:
-        return dict(known)
-    keys = [f"member/{rank}" for rank in range(spec.size)]
-    deadline = time.monotonic() + spec.timeout
+    own = {f"member/{spec.rank}": mine}
+    spec.store.set(f"member/{spec.rank}", mine)
+    if spec.rank == 0:
+        if known is None:
+            records = _await_records(spec, [f"member/{rank}" for rank in range(spec.size)], own, interrupt)
+            known = {rank: _identity(rank, load_json(data, _of(rank)), data) for rank, data in enumerate(records)}
+        if spec.size > 1:
+            listed = [{"v": 1, **known[rank].to_record()} for rank in range(spec.size)]
+            text = json.dumps({"v": 1, "members": listed}, separators=(",", ":"))
+            spec.store.set(_MEMBERS, zlib.compress(text.encode(), 1))  # all ranks read it from one host
+    elif known is None:
+        (packed,) = _await_records(spec, [_MEMBERS], own, interrupt)
+        data = _unpacked(packed)
+        rows = Fields(load_json(data, "list of ranks"), "list of ranks").items("members")
+        if len(rows) != spec.size:
+            raise ValueError(
+                f"rank {spec.rank}: rank 0 lists {len(rows)} ranks; expected {spec.size}: all have to be started with "
+                f"the same world size"
+            )
+        known = {rank: _identity(rank, row, data) for rank, row in enumerate(rows)}
+    return dict(known)
+
+
+_MEMBERS = "members"
+
+
+def _unpacked(data: bytes) -> bytes:
+    """``ValueError`` when it was not packed by rank 0."""
+    try:
+        return zlib.decompress(data)
+    except zlib.error as error:
+        raise ValueError(f"the list of ranks is no list: {data[:80]!r}; run one release everywhere") from error
+
+
+def _await_records(
+    spec: GroupSpec, keys: Sequence[str], own: Mapping[str, bytes], interrupt: Interrupt
+) -> Sequence[bytes]:
+    """Wait for all keys, and see to it that this rank's ``own`` records stay meanwhile."""
+    began = time.monotonic()
     while True:
+        waited = time.monotonic() - began
         try:
-            records = spec.store.wait(keys, timeout=_SLICE)
-            break
+            return spec.store.wait(keys, timeout=slice_after(waited))
         except StoreTimeout:
-            if spec.store.get(own) != mine:
-                spec.store.set(own, mine)  # a stranger wrote over it or deleted it
+            for key, data in own.items():
+                if spec.store.get(key) != data:
+                    spec.store.set(key, data)  # a stranger wrote over it or deleted it
             cause = interrupt()
             if cause is not None:
                 raise cause from None
-            if time.monotonic() > deadline:
-                found = spec.store.get_many(keys)
-                missing = tuple(rank for rank, value in enumerate(found) if value is None)
+            if waited > spec.timeout:
+                found = spec.store.get_many([f"member/{rank}" for rank in range(spec.size)])
+                missing = tuple(rank for rank, value in enumerate(found) if value is None) or (0,)
                 raise PeerTimeout(
                     f"rank {spec.rank}: ranks {list(missing)} did not join generation {spec.generation} of job "
                     f"{spec.job!r} within {spec.timeout:g} s; check that they were started with world size "
@@ -132,12 +173,15 @@ def _exchange_identities(
                     generation=spec.generation,
                     ranks=missing,
                 ) from None
-    return {rank: _identity(rank, record) for rank, record in enumerate(records)}
 
 
-def _identity(rank: int, data: bytes) -> Identity:
-    """``ValueError`` when it is none of this release."""
-    record = Fields(load_json(data, f"identity of rank {rank}"), f"identity of rank {rank}")
+def _of(rank: int) -> str:
+    return f"identity of rank {rank}"
+
+
+def _identity(rank: int, content: Any, data: bytes) -> Identity:
+    """``ValueError`` when it is none of this release. ``data``: what it was read from."""
+    record = Fields(content, _of(rank))
     if record.get("v") != 1:
         raise ValueError(f"identity of rank {rank} has an unknown version: {data[:80]!r}; run one release everywhere")
     return Identity(
@@ -171,6 +215,8 @@ def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrup
     if backend == "auto":
         return _connect_auto(spec, peers, interrupt)
     store = spec.store.as_c10d()
+    if backend == "gloo":
+        store = exchange_for_torch(store, spec.rank, spec.size)
     engine = _make_in_thread(spec, peers, interrupt, lambda: make_engine(backend, spec, store))
     if backend == "gloo":
         _peer_addresses.publish(spec.store, spec.rank)

@@ -6,11 +6,13 @@ Owns what this worker has said about a loss, and says it again should it be gone
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from phalanx import protocol
 from phalanx.comm.stores import Store
+from phalanx.comm.stores._polling import slice_after
 from phalanx.elastic.membership._rounds import Membership
-from phalanx.errors import CommError, PeerTimeout
+from phalanx.errors import CommError, PeerTimeout, StoreTimeout
 from phalanx.protocol import PRESENT, JobKeys, timeouts
 
 
@@ -29,13 +31,14 @@ class LossReports:
         key = protocol.broken_key(membership.generation)
         began, has_told = time.monotonic(), False
         while (waited := time.monotonic() - began) < timeouts.BREAK_AFTER:
-            is_broken, is_done = (data is not None for data in self._store.get_many([key, self._keys.done]))
-            if is_broken or (is_done and not evaluating):
+            with suppress(StoreTimeout):
+                self._store.wait([key], slice_after(waited))
+                return
+            if not evaluating and self._store.get(self._keys.done) is not None:
                 return
             if waited > timeouts.TELL_AFTER and not has_told:
                 self._tell_lost_contact(membership, cause, step)
                 has_told = True
-            time.sleep(0.001 if waited < 0.05 else 0.005)
         broken = protocol.Broken(reason=f"worker {self._worker_id} lost contact: {cause}", at_once=True)
         self._store.compare_and_set(key, None, broken.to_json())
 

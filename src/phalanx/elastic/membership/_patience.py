@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from phalanx.comm.stores import Store
+from phalanx.comm.stores._polling import slice_after
 from phalanx.elastic.membership._coordinator import RegroupTimeout
+from phalanx.errors import StoreTimeout
 from phalanx.protocol import LostContact, Ready, timeouts
 
 
@@ -41,7 +44,7 @@ class Absence:
 
 
 class Wait:
-    """Short sleeps that grow, up to a deadline; ``report`` is called now and then with a growing number."""
+    """Short waits that grow, up to a deadline; ``report`` is called now and then with a growing number."""
 
     def __init__(self, timeout: float, report: Callable[[int], None]) -> None:
         self.timeout = timeout
@@ -51,6 +54,21 @@ class Wait:
         self._count = 0
 
     def a_little(self, what: str) -> None:
+        """Sleep."""
+        self._look_at_the_clock(what)
+        time.sleep(self._sleep)
+        self._sleep = min(self._sleep * 1.2, 0.05)
+
+    def for_keys(self, store: Store, keys: Sequence[str], what: str, since: float) -> bool:
+        """Wait until all ``keys`` are there, or it is time to look elsewhere (False); ``since``: when waiting began."""
+        self._look_at_the_clock(what)
+        try:
+            store.wait(keys, slice_after(time.monotonic() - since))
+            return True
+        except StoreTimeout:
+            return False
+
+    def _look_at_the_clock(self, what: str) -> None:
         now = time.monotonic()
         if now - self._began > self.timeout:
             raise RegroupTimeout(f"waited {self.timeout:g} s for {what}; are there fewer workers than the minimum?")
@@ -58,5 +76,3 @@ class Wait:
             self._count += 1
             self._reported = now
             self._report(-self._count)
-        time.sleep(self._sleep)
-        self._sleep = min(self._sleep * 1.2, 0.05)

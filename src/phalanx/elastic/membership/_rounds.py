@@ -4,7 +4,8 @@ Agents agree on the *members* of a generation. Which of them are ready to comput
 a generation they form *rounds*, so that survivors never wait for a replacement that still imports and builds its
 model; it gets a place in the next round, at a step boundary.
 
-Rules: (1) a round's list is written once, by the worker that ``choose_round`` names; (2) workers with live state
+Rules: (1) a round's list is written once, by whoever is first to find that ``choose_round`` has a choice: mostly the
+one that ``convenes``, so that not everybody reads what everybody has declared; (2) workers with live state
 wait for all of them that they knew, never for newcomers; (3) when nobody has state, all members are waited
 for; (4) while they are inside an evaluation, which newcomers cannot join, only they get a place, and who is one step
 behind: its loop comes to that evaluation after it has taken the step over; (5) what agents say about the end of a
@@ -13,11 +14,12 @@ generation ends a round only if it names a worker of it as lost: a round of thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.comm import Group
-from phalanx.protocol import Broken, Ready, Round
+from phalanx.protocol import Broken, Ready, Round, timeouts
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,41 @@ class Membership:
     group: Group | None
 
 
-def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, Round] | None:
-    """Return who writes the first round of a generation, and what; None while someone has to be waited for.
+def choose_round(members: Sequence[str], ready: Mapping[str, Ready]) -> Round | None:
+    """Return the first round of a generation; None while someone has to be waited for.
 
     >>> ready = {"a": Ready(step=7, peers=("a", "b", "c")), "c": Ready(step=7, peers=("a", "b", "c"))}
     >>> choose_round(("a", "c", "d"), ready)        # b is no member any more, d still starts
-    ('a', Round(workers=('a', 'c'), move_to=None))
+    Round(workers=('a', 'c'), move_to=None)
     """
     here = [worker for worker in members if worker in ready]
     with_state = [worker for worker in here if ready[worker].has_state]
     if not with_state:
-        return (members[0], Round(tuple(members))) if len(here) == len(members) else None
+        return Round(tuple(members)) if len(here) == len(members) else None
     if awaited_peers(members, ready):
         return None
     best = max(ready[worker].position for worker in with_state)
-    writer = next(worker for worker in with_state if ready[worker].position == best)
     if best[2]:
         follow = {worker for worker in with_state if ready[worker].step == best[0] - 1}
-        return writer, Round(tuple(w for w in here if w in follow or ready[w].position == best))
-    return writer, Round(tuple(here))
+        return Round(tuple(w for w in here if w in follow or ready[w].position == best))
+    return Round(tuple(here))
+
+
+def convenes(worker: str, members: Sequence[str], mine: Ready, waited: float) -> bool:
+    """Return whether a worker that has waited so long reads what all have declared, to write the first round.
+
+    The first member that was in its last round does, without a state the first of all; should that one not get to it,
+    one more after ``timeouts.CONVENE_AFTER`` seconds, the next after twice as long, and so on: they stay few.
+
+    >>> mine = Ready(step=7, peers=("a", "b", "c"))
+    >>> [convenes(worker, ("new", "a", "b", "c"), mine, 0.0) for worker in ("new", "a", "b")]
+    [False, True, False]
+    >>> convenes("b", ("new", "a", "b", "c"), mine, 0.3), convenes("new", ("new", "a"), Ready(), 0.0)
+    (True, True)
+    """
+    known = set(mine.peers) if mine.has_state else set(members)
+    candidates = [member for member in members if member in known]
+    return worker in candidates[: 1 + int(math.log2(1 + waited / timeouts.CONVENE_AFTER))]
 
 
 def awaited_peers(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[str, ...]:
@@ -58,7 +76,8 @@ def awaited_peers(members: Sequence[str], ready: Mapping[str, Ready]) -> tuple[s
     >>> awaited_peers(("a", "c", "d"), {"a": Ready(step=7, peers=("a", "b", "c"))})
     ('c',)
     """
-    known = {peer for one in ready.values() if one.has_state for peer in one.peers}
+    lists = {id(one.peers): one.peers for one in ready.values() if one.has_state}  # mostly one list, shared by all
+    known = {peer for peers in lists.values() for peer in peers}
     return tuple(worker for worker in members if worker in known and worker not in ready)
 
 

@@ -22,6 +22,7 @@ from phalanx import protocol
 from phalanx.comm import Group, init
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores import Store, connect, job_store
+from phalanx.comm.stores._polling import slice_after
 from phalanx.comm.stores._sealed import signed_store
 from phalanx.elastic.membership._committed_steps import CommittedSteps
 from phalanx.elastic.membership._coordinator import (
@@ -42,12 +43,15 @@ from phalanx.elastic.membership._final_state import (
 from phalanx.elastic.membership._finish import finish_of, parse_finish
 from phalanx.elastic.membership._loss_reports import LossReports
 from phalanx.elastic.membership._patience import Absence, Wait
-from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round
+from phalanx.elastic.membership._rounds import Membership, awaited_peers, choose_round, convenes
 from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor, report_progress
 from phalanx.elastic.tools._step_clock import WorkerPace
-from phalanx.errors import CommError, PeerLost
-from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, dump_count, timeouts
+from phalanx.errors import CommError, PeerLost, StoreTimeout
+from phalanx.protocol import PRESENT, Evaluation, Finish, JobKeys, Ready, Round, declared_by, dump_count, timeouts
 from phalanx.world import World
+
+AT_ONCE = 64
+"""Of how many workers that have yet to cross a boundary the records are waited for in one request."""
 
 
 class StoreCoordinator:
@@ -125,13 +129,13 @@ class StoreCoordinator:
             return None
         g, round_ = membership.generation, membership.round + 1
         key = self.keys.round(g, round_)
-        record = self._store.get(key)
+        record, agreed = self._store.get_many([key, protocol.members_key(g + 1)])
         if record is None:
-            if self._store.get(protocol.members_key(g + 1)) is not None:
+            if agreed is not None:
                 return None  # the agents were first
-            following = Round(tuple(worker for worker in membership.workers if worker not in dead))
-            self._store.compare_and_set(key, None, following.to_json())
-            record = self._store.get(key)
+            following = Round(tuple(worker for worker in membership.workers if worker not in dead)).to_json()
+            is_first = self._store.compare_and_set(key, None, following)
+            record = following if is_first else self._store.get(key)
         found = None if record is None else Round.from_json(record)
         if found is None or self.worker_id not in found.workers or not set(found.workers) <= set(membership.workers):
             return None
@@ -205,39 +209,47 @@ class StoreCoordinator:
             Wait(self.timeout, report),
             Absence(self.worker_id, self.comm_timeout, self._reports.tell_agents),
         )
+        agreed: protocol.Members | None = None
+        is_there = True  # whether what was waited for last came in time
         while True:
-            done, evaluated, broken, following, members, record, own, said = self._store.get_many(
-                [
-                    self.keys.done,
-                    self.keys.evaluation(mine.evaluations),
-                    protocol.broken_key(generation),
-                    protocol.members_key(generation + 1),
-                    protocol.members_key(generation),
-                    self.keys.round(generation, round_),
-                    self.keys.ready(generation, self.worker_id),
-                    protocol.regroups_key(self.worker_id),
-                ]
-            )
-            if said is None:
+            keys = {
+                "done": self.keys.done,
+                "broken": protocol.broken_key(generation),
+                "round": self.keys.round(generation, round_),
+            }
+            # What is asked for only where it can matter: each key is a request to a store that is asked by all workers.
+            if agreed is None:
+                keys["members"] = protocol.members_key(generation)
+            if mine.evaluating:
+                keys["evaluated"] = self.keys.evaluation(mine.evaluations)
+            if time.monotonic() - came > timeouts.STALE_AFTER:
+                keys["following"] = protocol.members_key(generation + 1)
+            if not is_there:  # it takes long: somebody may have deleted what this worker has written
+                keys |= {"said": protocol.regroups_key(self.worker_id)}
+                keys |= {"own": self.keys.ready(generation, self.worker_id)} if declared else {}
+            read = dict(zip(keys, self._store.get_many(list(keys.values())), strict=True))
+            if read.get("said", PRESENT) is None:
                 self._say_that_it_regroups()
-            finish = parse_finish(done)
+            finish = parse_finish(read["done"])
             if finish is not None and mine.has_state and not mine.evaluating:
                 raise JobOver(finish, generation)
-            if mine.evaluating and evaluated is not None:
+            if (evaluated := read.get("evaluated")) is not None:
                 raise EvaluationKnown(Evaluation.from_json(evaluated).means)
-            found = Round.from_json(record) if record is not None else None
-            is_stale = following is not None and time.monotonic() - came > timeouts.STALE_AFTER
-            if broken is not None or is_stale or (found is not None and found.move_to is not None):
-                generation, round_, declared, came = generation + 1, 0, False, time.monotonic()
+            found = Round.from_json(record) if (record := read["round"]) is not None else None
+            is_over = read["broken"] is not None or read.get("following") is not None
+            if is_over or (found is not None and found.move_to is not None):
+                generation, round_, declared, came, agreed = generation + 1, 0, False, time.monotonic(), None
                 continue
             self.generation = generation
-            if members is None:
-                self._reports.tell_again(generation - 1)
-                wait.a_little(f"the members of generation {generation}")
-                continue
-            agreed = protocol.Members.from_json(members)
+            if agreed is None:
+                if (members := read["members"]) is None:
+                    self._reports.tell_again(generation - 1)
+                    awaited = [protocol.members_key(generation)]
+                    is_there = wait.for_keys(self._store, awaited, f"the members of generation {generation}", came)
+                    continue
+                agreed = protocol.Members.from_json(members)
             if agreed.is_forgotten:  # long over, and its end forgotten too
-                generation, round_, declared = generation + 1, 0, False
+                generation, round_, declared, agreed = generation + 1, 0, False, None
                 continue
             ids = tuple(member.id for member in agreed.workers)
             if self.worker_id not in ids:
@@ -245,10 +257,10 @@ class StoreCoordinator:
                     f"worker {self.worker_id} is not among the members of generation {generation} of job "
                     f"{self.job!r}: {', '.join(ids)}"
                 )
-            if not declared or own is None:
-                self._declare(generation, mine)
+            if not declared or read.get("own", PRESENT) is None:
+                self._declare(generation, mine, ids)
                 declared = True
-            elif finish is not None and not mine.has_state:
+            if finish is not None and not mine.has_state:
                 if not self._void(finish, generation, ids, came):
                     wait.a_little(f"the others of generation {generation}, which have done all steps")
             elif found is not None and self.worker_id in found.workers:
@@ -261,14 +273,23 @@ class StoreCoordinator:
             elif found is not None:
                 round_ += 1
             else:
-                ready = self._ready(generation, ids) if round_ == 0 else {}
-                choice = choose_round(self._awaited(ids, ready, came), ready) if round_ == 0 else None
-                absent.look(generation, awaited_peers(ids, ready), mine)
-                if choice is not None and choice[0] == self.worker_id:
-                    key = self.keys.round(generation, round_)
-                    self._store.compare_and_set(key, None, choice[1].to_json())
-                else:
-                    wait.a_little(f"a place in generation {generation}, round {round_}")
+                awaited = [self.keys.round(generation, round_)]
+                if round_ == 0 and convenes(self.worker_id, ids, mine, time.monotonic() - came):
+                    ready = self._ready(generation, ids)
+                    absent.look(generation, awaited_peers(ids, ready), mine)
+                    awaited = self._convene(generation, self._awaited(ids, ready, came), ready)
+                if awaited:
+                    what = f"a place in generation {generation}, round {round_}"
+                    is_there = wait.for_keys(self._store, awaited, what, came)
+
+    def _convene(self, generation: int, members: tuple[str, ...], ready: Mapping[str, Ready]) -> list[str]:
+        """Write the first round of a generation, if it can be chosen; else return the keys to wait for until then."""
+        choice = choose_round(members, ready)
+        if choice is not None:
+            self._store.compare_and_set(self.keys.round(generation, 0), None, choice.to_json())
+            return []
+        missing = awaited_peers(members, ready) or tuple(worker for worker in members if worker not in ready)
+        return [self.keys.ready(generation, worker) for worker in missing]
 
     def _void(self, finish: Finish, generation: int, ids: tuple[str, ...], came: float) -> bool:
         """Return a newcomer finds that all steps are done: ``JobOver`` if a worker that was there lives.
@@ -339,14 +360,14 @@ class StoreCoordinator:
     def _say_that_it_regroups(self) -> None:
         self._store.set(protocol.regroups_key(self.worker_id), PRESENT)
 
-    def _declare(self, generation: int, mine: Ready) -> None:
+    def _declare(self, generation: int, mine: Ready, members: tuple[str, ...]) -> None:
         if mine.has_state:  # what it has committed since its last report is progress, should workers die again
             report_progress(self._store, self.worker_id, mine.step, 0, 0)
-        self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
+        self._store.set(self.keys.ready(generation, self.worker_id), mine.to_declare(members).to_json())
 
     def _ready(self, generation: int, workers: tuple[str, ...]) -> dict[str, Ready]:
         found = self._store.get_many([self.keys.ready(generation, worker) for worker in workers])
-        return {w: Ready.from_json(data) for w, data in zip(workers, found, strict=True) if data is not None}
+        return declared_by(workers, found)
 
     def _look_while_joining(self, generation: int, round_: int, workers: tuple[str, ...]) -> PeerLost | None:
         """Why there is no use in waiting for the others, if so. They find the round by its record: it has to stay."""
@@ -369,15 +390,16 @@ class StoreCoordinator:
             Round(move_to=membership.generation + 1).to_json(),
         )
         self._store.set(self.keys.crossed(membership.generation, membership.round, self.worker_id), PRESENT)
-        until = time.monotonic() + patience
-        missing = [worker for worker in membership.workers if worker != self.worker_id]
-        while missing and time.monotonic() < until:
-            keys = [self.keys.crossed(membership.generation, membership.round, worker) for worker in missing]
-            broken, *crossed = self._store.get_many([protocol.broken_key(membership.generation), *keys])
-            if broken is not None:
-                return
-            missing = [worker for worker, record in zip(missing, crossed, strict=True) if record is None]
-            time.sleep(0.002)
+        began = time.monotonic()
+        others = [worker for worker in membership.workers if worker != self.worker_id]
+        missing = [self.keys.crossed(membership.generation, membership.round, worker) for worker in others]
+        while missing and (waited := time.monotonic() - began) < patience:
+            try:
+                self._store.wait(missing[:AT_ONCE], slice_after(waited))
+                missing = missing[AT_ONCE:]
+            except StoreTimeout:
+                if self._store.get(protocol.broken_key(membership.generation)) is not None:
+                    return
 
     def declare_done(self, membership: Membership, step: int) -> Finish:
         finish = finish_of(membership, step, self._access.members(membership.generation) or {})

@@ -91,7 +91,8 @@ class StoreMonitor:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(timeouts.WATCH_INTERVAL):
+        interval = timeouts.watch_interval(self._membership.rank, len(self._membership.workers))
+        while not self._stop.wait(interval):
             try:
                 if self._look() or self._stop.is_set():
                     return
@@ -145,7 +146,7 @@ class StoreMonitor:
 
     def _report(self) -> None:
         progress, now = self.progress, time.monotonic()
-        if now - self._reported[1] < timeouts.PROGRESS_INTERVAL or (
+        if now - self._reported[1] < timeouts.progress_interval(len(self._membership.workers)) or (
             progress == self._reported[0] and not self.is_waiting
         ):
             return

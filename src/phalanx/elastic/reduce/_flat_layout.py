@@ -105,6 +105,7 @@ class Flat:
 
     def __init__(self, layout: FlatLayout, max_size: int, zeros: Callable[[int, torch.dtype], Tensor]) -> None:
         self.layout = layout
+        self.max_size = max_size
         self.tensors = [zeros(layout.chunk(b, max_size) * max_size + ALIGN * max_size, b.dtype) for b in layout.buckets]
         self.grads: list[Tensor] = [torch.empty(0)] * len(layout.shapes)
         for bucket, tensor in zip(layout.buckets, self.tensors, strict=True):

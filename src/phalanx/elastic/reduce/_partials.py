@@ -24,6 +24,7 @@ class Pool:
     def __init__(self, layout: FlatLayout, max_size: int) -> None:
         self.layout = layout
         self.max_size = max_size
+        """Into how many chunks the copies can be cut: of how many workers a group may be. See ``fit``."""
         self.free: list[Flat] = []
         self.num_made = 0
         self.group: Group | None = None
@@ -41,6 +42,12 @@ class Pool:
         self.group = group
         return True
 
+    def fit(self, size: int) -> None:
+        """Make copies from now on that a group of ``size`` workers can cut into as many chunks; smaller ones go."""
+        if size > self.max_size:
+            self.max_size = max(size, 2 * self.max_size)
+            self.free.clear()
+
     def take(self) -> Flat:
         if self.free:
             return self.free.pop()
@@ -57,7 +64,8 @@ class Pool:
         return self.group.shared_empty((count,), dtype)
 
     def give(self, flat: Flat) -> None:
-        self.free.append(flat)
+        if flat.max_size >= self.max_size:
+            self.free.append(flat)
 
 
 class Partials:

@@ -60,8 +60,7 @@ class Reduction:
         self.pool = pool
         self.in_place = pool.use(group)
         size, self.rank = (group.size, group.rank) if group is not None else (1, 0)
-        if size > pool.max_size:
-            raise ValueError(f"{size} workers; this job was laid out for at most {pool.max_size}")
+        pool.fit(size)
         self.sizes = even_deal(num_slots, size) if sizes is None else sizes
         assert (len(self.sizes), sum(self.sizes)) == (size, num_slots), f"{self.sizes} of {num_slots} slots on {size}"
         self.watch: MessageWatch | None = None

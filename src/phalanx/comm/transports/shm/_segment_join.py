@@ -1,8 +1,9 @@
 """Lets the ranks of a group come to share a segment: two rounds over the store, alike on every rank.
 
 1. Rank 0 makes the segment and publishes where it is (process, descriptor, nonce).
-2. Every rank maps it and publishes how that went. If all is well the group stands and rank 0 closes the descriptor;
-   otherwise everybody raises ``ShmUnavailable`` with the first reason.
+2. Every rank maps it and publishes how that went. Rank 0 reads what all have published and publishes the outcome: if
+   all is well the group stands and it closes the descriptor; otherwise everybody raises ``ShmUnavailable`` with the
+   first reason. Every rank but the first waits for one key in each round.
 
 Before that, ``obstacle`` decides from the identities alone, the same on every rank. A rank that dies in between is
 noticed by the others at once.
@@ -18,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.stores._interface import Store
+from phalanx.comm.stores._polling import slice_after
 from phalanx.comm.transports.shm._peers import Peers
 from phalanx.comm.transports.shm._segment import Segment, new_file, open_file_of
 from phalanx.comm.transports.shm._segment_layout import SegmentLayout
 from phalanx.comm.transports.shm._syscalls import unavailable
 from phalanx.errors import CommError, PeerTimeout, StoreTimeout
 
-_SLICE = 0.02
 Interrupt = Callable[[], "BaseException | None"]
 
 
@@ -68,27 +69,29 @@ class _JoinRounds:
         self._published[key] = json.dumps(record).encode()
         self._store.set(key, self._published[key])
 
-    def collect(self, keys: dict[int, str]) -> list[dict[str, object]]:
-        """Return what the ranks published under their keys; looks out for deaths and interrupts meanwhile."""
-        names = list(keys.values())
+    def collect(self, names: Sequence[str], awaited: dict[int, str]) -> list[dict[str, object]]:
+        """Return what was published under ``names``, and look out for deaths and interrupts meanwhile. ``awaited``: the
+        keys of the ranks that it takes."""
         while True:
+            waited = time.monotonic() + self._timeout - self._deadline
             try:
-                return [json.loads(data) for data in self._store.wait(names, _SLICE)]
+                return [json.loads(data) for data in self._store.wait(names, slice_after(waited))]
             except StoreTimeout:
                 for key, data in self._published.items():
                     if self._store.get(key) != data:
                         self._store.set(key, data)  # a stranger wrote over it or deleted it
-                found = self._store.get_many(names)
-                self._look([rank for rank, data in zip(keys, found, strict=True) if data is None])
+                self._look(awaited)
 
-    def _look(self, missing: Sequence[int]) -> None:
+    def _look(self, awaited: dict[int, str]) -> None:
         cause = self._interrupt() if self._interrupt is not None else None
         if cause is not None:
             raise cause
-        dead = self._peers.dead_among(missing)
+        dead = self._peers.dead_among(list(awaited))
         if dead:
             raise self._peers.lost(dead, "the group formed")
-        if missing and time.monotonic() >= self._deadline:
+        if time.monotonic() >= self._deadline:
+            found = self._store.get_many(list(awaited.values()))
+            missing = [rank for rank, data in zip(awaited, found, strict=True) if data is None] or [0]
             raise PeerTimeout(
                 f"rank {self._rank}: ranks {list(missing)} did not join the shared memory of generation "
                 f"{self._peers.generation} within {self._timeout:g} s; they may hang",
@@ -114,13 +117,18 @@ def join(
             fd, where = _make(layout)
             meeting.publish("segment", where)
         else:
-            where = meeting.collect({0: "segment"})[0]
+            where = meeting.collect(["segment"], {0: "segment"})[0]
         segment, trouble = _map(where, layout, rank)
         meeting.publish(f"mapped/{rank}", {"trouble": trouble})
-        answers = meeting.collect({r: f"mapped/{r}" for r in range(layout.size)})
-        for other, answer in enumerate(answers):
-            if answer["trouble"]:
-                raise ShmUnavailable(f"rank {other}: {answer['trouble']}")
+        mapped = {r: f"mapped/{r}" for r in range(layout.size)}
+        if rank == 0:
+            answers = [answer["trouble"] for answer in meeting.collect(list(mapped.values()), mapped)]
+            outcome = next((f"rank {other}: {said}" for other, said in enumerate(answers) if said), "")
+            meeting.publish("outcome", {"trouble": outcome})
+        else:
+            outcome = str(meeting.collect(["outcome"], mapped)[0]["trouble"])
+        if outcome:
+            raise ShmUnavailable(outcome)
         assert segment is not None, "no trouble means a segment"
         return segment
     finally:
