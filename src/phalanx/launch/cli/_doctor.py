@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SLOW_LOOKUP = 0.5
 MIN_SHARED_MEMORY = 1 << 30
@@ -92,21 +93,39 @@ def check_torch() -> Iterator[Finding]:
     question = (
         "import torch, torch.distributed as d\n"
         "names = [n for n in ('gloo', 'nccl', 'mpi', 'ucc') if getattr(d, f'is_{n}_available')()]\n"
-        "count = torch.cuda.device_count() if torch.cuda.is_available() else 0\n"
-        "print(torch.__version__, ','.join(names) or '-', count)\n"
+        "from phalanx._devices import describe\n"
+        "import json; print(torch.__version__, ','.join(names) or '-', json.dumps(describe()))\n"
     )
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         yield Finding("bad", f"torch cannot be imported: {last}. Install torch into {sys.prefix}")
         return
-    version, names, count = answer.stdout.split()[-3:]
+    version, names, seen = answer.stdout.strip().splitlines()[-1].split(" ", 2)
+    device = json.loads(seen)
     if "gloo" not in names:
         yield Finding("bad", f"torch {version} was built without gloo (it has {names}); install an official build")
     else:
-        yield Finding("ok", f"torch {version}, backends {names}, {count} CUDA device(s)")
-    if count != "0" and "nccl" not in names:
-        yield Finding("warn", f"{count} CUDA device(s) but no nccl: GPU training between workers will be slow")
+        yield Finding("ok", f"torch {version}, backends {names}, {_accelerators(device)}")
+    if device["count"] and device["engine"] not in names.split(","):
+        missing = f"no {device['engine']}" if device["engine"] else "no backend for them"
+        yield Finding(
+            "warn",
+            f"{device['count']} {device['kind']} device(s) but {missing}: what workers exchange goes through the "
+            "host's memory, which is slower",
+        )
+
+
+def _accelerators(seen: dict[str, Any]) -> str:
+    """Say what ``phalanx._devices.describe`` saw.
+
+    >>> _accelerators({"kind": "cuda", "count": 2, "name": "X", "free": 3 << 30, "total": 4 << 30})
+    '2 cuda device(s) (X, 3.0 of 4.0 GB free)'
+    """
+    if not seen["count"]:
+        return "no accelerator"
+    room = f", {seen['free'] / 2**30:.1f} of {seen['total'] / 2**30:.1f} GB free" if seen["total"] else ""
+    return f"{seen['count']} {seen['kind']} device(s) ({seen['name']}{room})"
 
 
 def check_kernel() -> Iterator[Finding]:
