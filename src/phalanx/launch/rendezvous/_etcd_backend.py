@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx._reach import reach
 from phalanx.comm import stores
 from phalanx.comm.stores._etcd import EtcdStore
 from phalanx.comm.stores._etcd_access import etcd_url, parse_etcd_url
@@ -235,7 +235,7 @@ class MemberBoard:
         """Return a client of the store at a door, if it is open. torch's client would wait for it: knock first."""
         if door not in self._clients:
             try:
-                socket.create_connection(door, _KNOCK).close()
+                reach(*door, _KNOCK)[0].close()
                 self._clients[door] = stores.TCPStore(*door, timeout=5.0)
             except (OSError, StoreError):
                 return None
