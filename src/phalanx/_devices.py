@@ -352,8 +352,12 @@ def _generators_of() -> Device:
 
 
 def used_before_fork() -> str:
-    """Return the kind of accelerator that this process has used, which a forked worker could not; "" if none."""
-    kinds = ("cuda", "xpu", *((found.kind,) if (found := accelerator()) else ()))
+    """Return the kind of accelerator that this process has used, which a forked worker could not; "" if none.
+
+    Asks no driver: to ask whether a device is there would be to use it.
+    """
+    found = torch.accelerator.current_accelerator()
+    kinds = ("cuda", "xpu", *(() if found is None else (found.type,)))
     return next((kind for kind in kinds if of(kind).is_in_use()), "")
 
 

@@ -95,6 +95,10 @@ def all_collectives(worker: Worker, kind: str) -> dict[str, Any]:
     whole = empty(size * 2)
     group.all_gather_into_tensor(whole, mine(2))
     keep("all_gather_into_tensor", whole)
+    later = empty(size * 2)
+    work = group.all_gather_into_tensor(later, mine(2, factor=5.0), async_op=True)  # what is given is held by the work
+    work.wait()
+    keep("all_gather_async", later)
     part = empty(2)
     group.reduce_scatter_tensor(part, mine(size * 2))
     keep("reduce_scatter_tensor", part)

@@ -15,7 +15,7 @@ for it, which would not block in the call, but lets ranks that wait in another o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,15 +27,16 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class StagedWork(Work):
-    """The host's collective under way, and what is to be copied back when it is done."""
+    """The host's collective under way, what it reads (``held``), and what is to be copied back when it is done."""
 
-    def __init__(self, inner: Work, back: Sequence[_Pair]) -> None:
+    def __init__(self, inner: Work, back: Sequence[_Pair], held: Sequence[Tensor]) -> None:
         self._inner = inner
         self._back = back
+        self._held = held
 
     def wait(self, timeout: float | None = None) -> None:
         self._inner.wait(timeout)
-        back, self._back = self._back, ()
+        back, self._back, self._held = self._back, (), ()
         for tensor, there in back:
             tensor.copy_(there, non_blocking=True)
 
@@ -60,20 +61,21 @@ class StagedTransport(Transport):
         self._device.mark().wait()
         return copies
 
-    def _begin(self, call: Callable[[], Work], back: Sequence[_Pair], async_op: bool) -> Work:
-        work = StagedWork(call(), back)
+    def _ended(self, begun: Work, back: Sequence[_Pair], async_op: bool, held: Sequence[Tensor] = ()) -> Work:
+        """Return the host's collective with what is to be copied back; copied, if nobody is going to wait."""
+        work = StagedWork(begun, back, held)
         if not async_op:
             work.wait()
         return work
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         (there,) = self._given([tensor])
-        return self._begin(lambda: self._host.all_reduce(there, op, async_op=True), [(tensor, there)], async_op)
+        return self._ended(self._host.all_reduce(there, op, async_op=async_op), [(tensor, there)], async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         (there,) = self._given([tensor])
         back = [(tensor, there)] if self.rank == dst else []
-        return self._begin(lambda: self._host.reduce(there, op, dst, async_op=True), back, async_op)
+        return self._ended(self._host.reduce(there, op, dst, async_op=async_op), back, async_op, [there])
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         if self.rank == src:
@@ -82,57 +84,59 @@ class StagedTransport(Transport):
         else:
             there = self._room(tensor)
             back = [(tensor, there)]
-        return self._begin(lambda: self._host.broadcast(there, src, async_op=True), back, async_op)
+        return self._ended(self._host.broadcast(there, src, async_op=async_op), back, async_op, [there])
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
         (given,) = self._given([tensor])
         rooms = [self._room(output) for output in outputs]
         back = list(zip(outputs, rooms, strict=True))
-        return self._begin(lambda: self._host.all_gather(rooms, given, async_op=True), back, async_op)
+        return self._ended(self._host.all_gather(rooms, given, async_op=async_op), back, async_op, [given])
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         (given,), room = self._given([tensor]), self._room(output)
-        call = lambda: self._host.all_gather_into_tensor(room, given, async_op=True)  # noqa: E731  # as in the others
-        return self._begin(call, [(output, room)], async_op)
+        work = self._host.all_gather_into_tensor(room, given, async_op=async_op)
+        return self._ended(work, [(output, room)], async_op, [given])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, *, async_op: bool) -> Work:
         given, room = self._given(inputs), self._room(output)
-        call = lambda: self._host.reduce_scatter(room, given, op, async_op=True)  # noqa: E731
-        return self._begin(call, [(output, room)], async_op)
+        work = self._host.reduce_scatter(room, given, op, async_op=async_op)
+        return self._ended(work, [(output, room)], async_op, given)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         (given,), room = self._given([tensor]), self._room(output)
-        call = lambda: self._host.reduce_scatter_scratch(room, given, op, async_op=True)  # noqa: E731
-        return self._begin(call, [(output, room)], async_op)
+        work = self._host.reduce_scatter_scratch(room, given, op, async_op=async_op)
+        return self._ended(work, [(output, room)], async_op, [given])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool) -> Work:
         given, rooms = self._given(inputs), [self._room(output) for output in outputs]
         back = list(zip(outputs, rooms, strict=True))
-        return self._begin(lambda: self._host.all_to_all(rooms, given, async_op=True), back, async_op)
+        return self._ended(self._host.all_to_all(rooms, given, async_op=async_op), back, async_op, given)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         (given,) = self._given([tensor])
         rooms = None if outputs is None else [self._room(output) for output in outputs]
         back = list(zip(outputs or (), rooms or (), strict=True))
-        return self._begin(lambda: self._host.gather(rooms, given, dst, async_op=True), back, async_op)
+        return self._ended(self._host.gather(rooms, given, dst, async_op=async_op), back, async_op, [given])
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
         given = None if inputs is None else self._given(inputs)
         room = self._room(output)
-        return self._begin(lambda: self._host.scatter(room, given, src, async_op=True), [(output, room)], async_op)
+        return self._ended(
+            self._host.scatter(room, given, src, async_op=async_op), [(output, room)], async_op, given or ()
+        )
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
         (given,) = self._given([tensor])
-        return self._begin(lambda: self._host.send(given, dst, tag, async_op=True), [], async_op)
+        return self._ended(self._host.send(given, dst, tag, async_op=async_op), [], async_op, [given])
 
     def recv(self, tensor: Tensor, src: int, tag: int, *, async_op: bool) -> Work:
         room = self._room(tensor)
-        return self._begin(lambda: self._host.recv(room, src, tag, async_op=True), [(tensor, room)], async_op)
+        return self._ended(self._host.recv(room, src, tag, async_op=async_op), [(tensor, room)], async_op)
 
     def recv_any(self, tensor: Tensor, tag: int, arrived: Arrived, *, async_op: bool) -> Work:
         room = self._room(tensor)
-        call = lambda: self._host.recv_any(room, tag, arrived, async_op=True)  # noqa: E731
-        return self._begin(call, [(tensor, room)], async_op)
+        work = self._host.recv_any(room, tag, arrived, async_op=async_op)
+        return self._ended(work, [(tensor, room)], async_op)
 
     def barrier(self, *, async_op: bool) -> Work:
         self._device.mark().wait()
