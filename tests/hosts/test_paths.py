@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.hosts.box import Box, Host, new_box
+from tests.hosts.test_jobs import run_on_all
 from tests.networks import run
 
 PHALANX = (sys.executable, "-m", "phalanx")
@@ -78,3 +80,15 @@ def test_each_path_is_measured_and_the_one_that_works_is_used_and_told() -> None
         nobody = ask(zero, f"{SECOND}.2:29397")
         assert nobody["worst"] == "bad"
         assert "Is `phalanx doctor --listen 0.0.0.0:29397` running there" in nobody["findings"][0]["text"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_job_forms_on_the_interface_that_reaches_its_endpoint(tmp_path: Path) -> None:
+    """The hosts' names lead to the first interface, over which nothing passes; the endpoint is on the second."""
+    with new_box(2) as box:
+        add_interfaces(box)
+        box.cut(box.hosts[0].main, box.hosts[1].main)
+        where = ("--rdzv-backend", "c10d", "--rdzv-id", "box", "--rdzv-endpoint", f"{SECOND}.1:29400")
+        told = run_on_all(box, tmp_path / "out", "collectives_script.py", *where, per_host=2)
+        assert told == ["4 two_level"] * 4
