@@ -67,7 +67,7 @@ def reach(host: str, port: int, timeout: float) -> tuple[socket.socket, Way]:
     deadline = time.monotonic() + timeout
     why: dict[str, str] = {}
     refused: list[Way] = []
-    with _Attempts(port) as attempts:
+    with _Dialled(port) as attempts:
         turn = 0.0
         while waiting or attempts.running:
             now = time.monotonic()
@@ -91,7 +91,7 @@ def reach(host: str, port: int, timeout: float) -> tuple[socket.socket, Way]:
     raise Unreachable(f"{host} port {port}: {listed}", refused[0] if refused else None)
 
 
-class _Attempts:
+class _Dialled:
     """Connections that are being made, by address."""
 
     def __init__(self, port: int) -> None:
@@ -99,7 +99,7 @@ class _Attempts:
         self._selector = selectors.DefaultSelector()
         self.running: dict[str, socket.socket] = {}
 
-    def __enter__(self) -> _Attempts:
+    def __enter__(self) -> _Dialled:
         return self
 
     def __exit__(self, *exception: object) -> None:

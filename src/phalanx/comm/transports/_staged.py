@@ -26,7 +26,7 @@ from phalanx.comm.transports._interface import Arrived, ReduceOp, Transport, Wor
 _Pair = tuple[Tensor, Tensor]
 
 
-class StagedWork(Work):
+class CopyBackWork(Work):
     """The host's collective under way, what it reads (``held``), and what is to be copied back when it is done."""
 
     def __init__(self, inner: Work, back: Sequence[_Pair], held: Sequence[Tensor]) -> None:
@@ -63,7 +63,7 @@ class StagedTransport(Transport):
 
     def _ended(self, begun: Work, back: Sequence[_Pair], async_op: bool, held: Sequence[Tensor] = ()) -> Work:
         """Return the host's collective with what is to be copied back; copied, if nobody is going to wait."""
-        work = StagedWork(begun, back, held)
+        work = CopyBackWork(begun, back, held)
         if not async_op:
             work.wait()
         return work
