@@ -7,7 +7,7 @@ RUN    := $(VENV)/.run-ready
 DEV    := $(VENV)/.dev-ready
 DOCS   := .venv-docs
 
-.PHONY: demo test check interop bench soak coverage clusters format files tables docs screenshots release clean
+.PHONY: demo test check interop gpu bench soak coverage clusters format files tables docs screenshots release clean
 
 demo: $(RUN)
 	$(PY) examples/demo.py
@@ -26,6 +26,10 @@ check: $(DEV)
 # Programs of torch's own libraries, on gloo and on our backend, compared.
 interop: $(DEV)
 	$(PY) -m pytest tests/interop
+
+# What only a machine with CUDA can show, see tests/gpu/README.md; on others everything is skipped, with the reason.
+gpu: $(DEV)
+	$(PY) -m pytest tests/gpu -n 0 -rs
 
 # Stores what it measured under benchmarks/results; `python -m benchmarks.compare` shows what moved.
 bench: $(DEV)

@@ -24,11 +24,16 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "phalanx"
 
 # What each package may import of phalanx, beside itself. Imports point down only.
-VALUES = {"errors", "world", "protocol", "_fields", "_nested_values", "_signature", "_torch_faults", "_torch_private"}
+VALUES = {
+    "errors", "world", "protocol", "_devices", "_fields", "_nested_values", "_reach", "_signature",
+    "_torch_faults",
+    "_torch_private",
+}  # fmt: skip
 LAYERS = {
     "errors": set(),
     "_fields": set(),
     "_nested_values": {"_torch_private"},
+    "_reach": set(),
     "_signature": set(),
     "world": {"errors"},
     "protocol": {"errors", "_fields"},
@@ -36,7 +41,8 @@ LAYERS = {
     "events": {"_fields"},
     "_after_import": set(),
     "_drop_in": {"_after_import"},
-    "_torch_faults": set(),
+    "_devices": set(),
+    "_torch_faults": {"_devices"},
     "_torch_private": set(),
     "preemption": set(),
     "storage": {"errors", "_fields"},
@@ -384,6 +390,45 @@ def test_no_part_of_torch_that_is_ours_to_write_is_used() -> None:
         wrong += [f"{path}: uses {name}" for name in re.findall(r"\bdist\.(?:Reducer|Logger)\b", text)]
         wrong += [f"{path}: uses {name}" for name in re.findall(r"nn\.parallel\.DistributedDataParallel", text)]
     assert not wrong, "\n".join(wrong)
+
+
+ACCELERATORS = {"accelerator", "cuda", "hpu", "mps", "mtia", "npu", "xpu"}
+KINDS = {"cpu", "cuda", "nccl", *ACCELERATORS}
+# Names that users of torch know, and that say what is there without deciding by it.
+KINDS_MAY_BE_ASKED = {
+    "comm/transports/_creation.py": "makes the engine it was told to",
+    "launch/cli/_run_command.py": "reads the words of --nproc-per-node",
+    "comm/group/_torch_world.py": "tells torch's world what the group runs on, by torch's names",
+}
+
+
+def asks_about_devices(path: Path) -> Iterator[str]:
+    """Yield where a module decides by the kind of a device, or asks a device module of torch, by itself."""
+    tree = tree_of(path)
+    docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Attribute):
+            is_of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in ACCELERATORS
+            found = ast.unparse(node) if is_of_torch or node.attr in ("is_cuda", "is_cpu") else ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            names = "|".join(sorted(ACCELERATORS))
+            found = node.value if re.search(rf"\btorch\.({names})\.\w+\(\)", node.value) else ""
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            listed = [each for side in sides for each in getattr(side, "elts", [side])]
+            found = ast.unparse(node) if any(isinstance(s, ast.Constant) and s.value in KINDS for s in listed) else ""
+        if found:
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {found}"
+
+
+def test_one_module_decides_by_the_kind_of_device() -> None:
+    """``phalanx._devices``: what it decides was tried on a fake accelerator; what others decide would not be."""
+    allowed = {SOURCE / "_devices.py", *(SOURCE / name for name in KINDS_MAY_BE_ASKED)}
+    asked = {path: list(asks_about_devices(path)) for path in python_files(SOURCE)}
+    wrong = [line for path, lines in asked.items() if path not in allowed for line in lines]
+    assert not wrong, "ask phalanx._devices:\n" + "\n".join(wrong)
+    assert all(asked[path] for path in allowed), "a name in KINDS_MAY_BE_ASKED is not needed any more"
 
 
 def test_nothing_is_unpickled_from_the_network_or_from_disk() -> None:

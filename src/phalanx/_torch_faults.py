@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -28,7 +30,7 @@ def fused_sgd_moves(dtype: torch.dtype) -> bool:
 def check_fused_tensors(params: Iterable[Tensor], where: str) -> None:
     """Raise if fused SGD would leave one of these local tensors as it is."""
     for param in params:
-        if param.dtype in _HALVES and param.device.type == "cpu" and not fused_sgd_moves(param.dtype):
+        if param.dtype in _HALVES and is_host(param) and not fused_sgd_moves(param.dtype):
             raise ValueError(
                 f"{where}: torch.optim.SGD(fused=True) on a {param.dtype} parameter of {tuple(param.shape)} on the CPU "
                 f"would not change it: the fused kernel of torch {torch.__version__} writes nothing back. Use "

@@ -188,7 +188,7 @@ def test_unequal_machines_are_warned_of():
     from phalanx.elastic.membership._rounds import Membership
     from phalanx.elastic.membership._sync import check_same, fingerprint
 
-    told = [{"job": {}, "machine": {**fingerprint(), "threads": threads}} for threads in (1, 1, 2)]
+    told = [{"job": {}, "machine": {**fingerprint(nn.Linear(1, 1)), "threads": threads}} for threads in (1, 1, 2)]
     with pytest.warns(BitsWarning, match="workers a and c differ in threads 1 and 2"):
         check_same(Membership(0, 0, ("a", "b", "c"), 0, None), told, job=None)
 
@@ -201,7 +201,7 @@ def test_a_save_of_an_unequal_machine_is_warned_of(tmp_path, monkeypatch):
     job.save()
     again = linear_job(saves=Saves(directory=tmp_path))
     unlike = {**job.state_dict()["machine"], "threads": 77}
-    monkeypatch.setattr(_job_state, "fingerprint", lambda: unlike)
+    monkeypatch.setattr(_job_state, "fingerprint", lambda model: unlike)
     with pytest.warns(BitsWarning, match=r"the save and this worker differ in threads \d+ and 77"):
         assert again.load_save()
 

@@ -7,6 +7,7 @@ One whose name is a constant of ours with a text below it needs no row.
 from __future__ import annotations
 
 ABOUT = {
+    "CUBLAS_WORKSPACE_CONFIG": "CUDA's: `:4096:8` makes its products deterministic; a job on CUDA without it warns",
     "CUDA_VISIBLE_DEVICES": "devices that a worker sees; with `--virtual-local-rank` one each",
     "ENDPOINT": "of the Kubernetes examples: where the agents meet",
     "GROUP_RANK": "set for workers: the rank of their node",

@@ -38,7 +38,7 @@ from phalanx.elastic.membership._leave import fail_at_exit, has_ended_well
 from phalanx.elastic.membership._regroup import Regrouping
 from phalanx.elastic.membership._rounds import Membership
 from phalanx.elastic.membership._store_coordinator import make_coordinator
-from phalanx.elastic.membership._sync import bring_level, describe_model
+from phalanx.elastic.membership._sync import bring_level, describe_model, warn_not_deterministic
 from phalanx.elastic.reduce._buffers import Buffers
 from phalanx.elastic.reduce._early_send import EarlySend
 from phalanx.elastic.reduce._flat_layout import FlatLayout
@@ -112,6 +112,7 @@ class Job(JobState):
         self.param_names, self.params = list(named), list(named.values())
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         _check_optimizer(optimizer, model)
+        warn_not_deterministic(model)
         given = {"scheduler": scheduler, "scaler": scaler}
         others = {**{k: v for k, v in given.items() if v is not None}, **(state or {})}
         self.sharding = make_sharding(self, copies, spread, others, has_saves=saves is not None)

@@ -130,7 +130,7 @@ class JobState:
             "writer": self.regrouping.writer,
             "guard": self.guarding.record.to_state(),
             "seed": self.seed,
-            "machine": fingerprint(),
+            "machine": fingerprint(self.model),
             **({} if self.final_digest is None else {"digest": self.final_digest}),
         }
 
@@ -283,7 +283,7 @@ class JobState:
 
     def resume(self, state: State, *, is_first: bool) -> None:
         """Become what was saved; the first worker to do so begins a new attempt. For ``checkpoint``'s readers only."""
-        if listed := differences(state["machine"], fingerprint()):
+        if listed := differences(state["machine"], fingerprint(self.model)):
             warnings.warn(
                 f"the save and this worker differ in {listed}: what follows is computed otherwise than what was "
                 "saved. For equal bits resume alike (RunOptions(threads=1) sets the threads)",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from functools import lru_cache
 
 import numpy as np
-import torch
+
+from phalanx._devices import seed_all
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -26,14 +26,6 @@ def derive_seed(*parts: int | str) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed the generators that models, datasets and augmentations commonly draw from."""
-    if _has_accelerator():
-        torch.manual_seed(seed)
-    else:  # the same for the one generator there is; the call above takes a fifth of a millisecond to find no others
-        torch.default_generator.manual_seed(seed)
+    seed_all(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-
-
-@lru_cache(maxsize=1)
-def _has_accelerator() -> bool:
-    return torch.accelerator.current_accelerator() is not None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx._devices import HOST, accelerator
 from phalanx.elastic._rng import derive_seed, seed_everything
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _nothing_kept(model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    devices, kind = _devices()
+    devices, kind = (accelerator() or HOST).generators()
     with torch.random.fork_rng(devices, device_type=kind):
         try:
             for parameter, _ in grads:
@@ -58,11 +59,3 @@ def _nothing_kept(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-
-
-def _devices() -> tuple[list[int], str]:
-    """Say whose generators ``fork_rng`` keeps beside the processor's: those of the device in use, and its kind."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return [], "cuda"  # any: none of them
-    return [torch.accelerator.current_device_index()], accelerator.type

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from phalanx._devices import device_of_engine, is_host, of, place_of
 from phalanx._torch_private import module_parameters
 from phalanx.comm import DeviceMesh, Group, current_group, init_device_mesh
 from phalanx.comm.group._init import has_current_group
@@ -86,11 +87,9 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    axes = axes_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
+    axes = axes_of(mesh if mesh is not None else _default_mesh(modules), dp_mesh_dims)
     after_forward, block = _after_forward(reshard_after_forward, axes)
-    device = torch.device(axes.mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = place_of(axes.mesh.device_type)
     _check_offload(offload_policy, device)
     found = _own_parameters(modules, ignored_params or set())
     managed = [
@@ -136,7 +135,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _check_offload(policy: OffloadPolicy, device: torch.device) -> None:
-    if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":
+    if isinstance(policy, CPUOffloadPolicy) and not is_host(device):
         raise NotImplementedError(
             f"CPUOffloadPolicy on a mesh of {device.type!r} devices: shards in the host's memory would be sent and "
             f"summed over a transport for {device.type!r}, which was never tried. Use OffloadPolicy(), or a mesh of "
@@ -144,14 +143,17 @@ def _check_offload(policy: OffloadPolicy, device: torch.device) -> None:
         )
 
 
-def _default_mesh() -> DeviceMesh:
+def _default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
+    """Return the mesh of all ranks, on the devices that their parameters are on."""
     heals = os.environ.get(ENV_ON_FAILURE) == "heal"
     if not has_current_group() and (heals or World.from_env().size == 1):
         # Alone, or a worker that may lose its peers: an elastic job brings it together with them when it begins.
         return DeviceMesh.from_group(Group.create(MemoryStore(), 0, 1), "cpu")
     group = current_group()
-    device = "cuda" if group.backend == "nccl" else "cpu"
-    return init_device_mesh(device, (group.size,))
+    kinds = {parameter.device.type for module in modules for parameter in module.parameters()}
+    only = kinds.pop() if len(kinds) == 1 else ""
+    kind = only if only and of(only).count() else device_of_engine(group.backend).type
+    return init_device_mesh(kind, (group.size,))
 
 
 def _after_forward(given: bool | int | None, axes: DataParallelAxes) -> tuple[bool | None, int | None]:

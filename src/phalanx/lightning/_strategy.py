@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from phalanx._devices import of
 from phalanx.elastic import Callbacks, Job, Micro, RunOptions, Step, write_once
 from phalanx.elastic._rng import derive_seed, seed_everything
 from phalanx.integrations.step_loader import LoaderPlan, SharedBatches, StepLoader, check_options
@@ -51,7 +52,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # an extra: 
         **options: Any,
     ) -> None:
         check_options(num_slots, evaluate)
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if of("cuda").count() else "cpu"
         super().__init__(**{"device": device, **options})
         self.num_slots = num_slots
         self.seed = seed

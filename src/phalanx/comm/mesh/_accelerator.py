@@ -7,9 +7,8 @@ host in turn, with a warning, since that is right only where all hosts have as m
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
-import torch
+from phalanx._devices import of
 
 
 def choose_device(rank: int, size: int, local_rank: int | None, count: int, kind: str) -> int:
@@ -35,10 +34,8 @@ def choose_device(rank: int, size: int, local_rank: int | None, count: int, kind
 
 def select_device(device_type: str, rank: int, size: int, local_rank: int | None) -> None:
     """Make the rank's accelerator the current device; not where there is none, or the program has used one already."""
-    module: Any = None if device_type in ("cpu", "meta") else getattr(torch, device_type, None)
-    if not all(hasattr(module, name) for name in ("is_initialized", "device_count", "set_device")):
-        return
-    count = 0 if module.is_initialized() else module.device_count()
+    device = of(device_type)
+    count = 0 if device.is_host or device.is_in_use() else device.count()
     if not count:
         return
     chosen = choose_device(rank, size, local_rank, count, device_type)
@@ -48,4 +45,4 @@ def select_device(device_type: str, rank: int, size: int, local_rank: int | None
             f"taking device {chosen}, rank modulo {count}. Call torch.{device_type}.set_device() first",
             stacklevel=4,
         )
-    module.set_device(chosen)
+    device.select(chosen)

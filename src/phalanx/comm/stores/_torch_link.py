@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from phalanx._reach import Unreachable, reach
 from phalanx.comm._sockets import own_sockets
 from phalanx.errors import StoreLost
 
@@ -230,10 +231,10 @@ def _within(seconds: float, connect: Callable[[], Link]) -> Link | None:
 def connect_link(host: str, port: int, *, timeout: float, is_up: bool = False) -> Link:
     """Connect to the TCPStore server at ``host:port``. ``is_up``: it was there, so a refusal is its end."""
     address = tcp_address(host, port)
-    _wait_for_server(host, port, timeout, address, is_up)
+    found = _wait_for_server(host, port, timeout, address, is_up)
     try:
         native = TCPStore(
-            host,
+            found,
             port,
             None,
             False,
@@ -258,16 +259,18 @@ def tcp_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _wait_for_server(host: str, port: int, timeout: float, address: str, is_up: bool) -> None:
-    """Torch's own connecting retries with growing pauses and logs; ask the port first, so both stay short."""
+def _wait_for_server(host: str, port: int, timeout: float, address: str, is_up: bool) -> str:
+    """Return the address of ``host`` at which the server answers. Torch's own connecting tries one address after the
+    other, retries with growing pauses and logs; all are asked first, so that it stays short."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(0.05, left)).close()
-            return
-        except OSError as error:
-            if left <= 0.02 or (is_up and isinstance(error, ConnectionRefusedError)):
+            connection, way = reach(host, port, max(0.05, left))
+            connection.close()
+            return way.address
+        except Unreachable as error:
+            if left <= 0.02 or (is_up and error.refused is not None):
                 raise StoreLost(
                     f"cannot connect to the store {address} in {timeout:g} s: {error}", address=address
                 ) from error

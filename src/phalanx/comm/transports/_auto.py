@@ -8,11 +8,12 @@ over. Every group says in one log line (``phalanx.comm``, INFO) what it got and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from phalanx._devices import Device
 from phalanx.comm.failure._liveness import Identity, own_identity
 from phalanx.comm.transports._interface import GroupSpec, Interrupt, ReduceOp, Transport
 from phalanx.comm.transports._two_level import Hosts, TwoLevelTransport
@@ -28,7 +29,7 @@ MakeC10d = Callable[[GroupSpec, dict[int, Identity]], Transport]
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The kind of transport (``shm``, ``two_level`` or ``gloo``) and the reason in words."""
+    """The kind of transport (``shm``, ``two_level``, ``gloo``; ``nccl`` or ``staged``) and the reason in words."""
 
     kind: str
     why: str
@@ -54,17 +55,12 @@ def choose(identities: Mapping[int, Identity]) -> TransportChoice:
     return TransportChoice("gloo", f"each of {len(identities)} ranks is on a host, container or user of its own")
 
 
-def choose_for(device_type: str, nccl: bool) -> TransportChoice:
-    """Return what carries an accelerator's tensors."""
-    if device_type != "cuda":
-        return TransportChoice("gloo", f"tensors on {device_type} have no backend of their own here")
-    return TransportChoice("nccl", "it is made for cuda") if nccl else TransportChoice("gloo", "this torch has no nccl")
-
-
-def accelerator() -> str | None:
-    """Return the type of this machine's accelerator, if it has one."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None else device.type
+def choose_for(device: Device, engines: Collection[str]) -> TransportChoice:
+    """Return what carries an accelerator's tensors, if these c10d backends are there."""
+    if device.engine in engines:
+        return TransportChoice(device.engine, f"it is made for {device.kind}")
+    has = f"this torch has no {device.engine}" if device.engine else f"{device.kind} has no backend of its own here"
+    return TransportChoice("staged", f"{has}: they go through the host's memory")
 
 
 def foresee() -> TransportChoice:

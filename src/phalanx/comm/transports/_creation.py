@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store as C10dStore
 
+from phalanx._devices import accelerator
 from phalanx._fields import Fields, load_json
 from phalanx._torch_private import (
     DistributedBackendOptions,
@@ -44,6 +45,7 @@ from phalanx.comm.transports import _auto
 from phalanx.comm.transports._by_device import ByDeviceTransport
 from phalanx.comm.transports._c10d import C10dTransport
 from phalanx.comm.transports._interface import DEFAULT_TIMEOUT, GroupSpec, Interrupt, Transport
+from phalanx.comm.transports._staged import StagedTransport
 from phalanx.errors import PeerLost, PeerTimeout, StoreTimeout
 from phalanx.protocol import group_prefix
 
@@ -197,18 +199,18 @@ def _identity(rank: int, content: Any, data: bytes) -> Identity:
 def _connect_auto(spec: GroupSpec, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:
     """Return one transport for CPU tensors and, where there is an accelerator, another for its tensors."""
     cpu = _auto.connect_auto(spec, peers, interrupt, lambda at, who: _connect(at, "gloo", who, interrupt))
-    device = _auto.accelerator()
+    device = accelerator()
     if device is None:
         return cpu
-    choice = _auto.choose_for(device, dist.is_nccl_available())
-    if choice.kind == cpu.name:
-        return cpu
+    choice = _auto.choose_for(device, ["nccl"] if dist.is_nccl_available() else [])
 
     def connect() -> Transport:
-        _auto.say_chosen(spec, f"{choice.kind} for tensors on {device}", choice.why)
-        return _connect(replace(spec, store=spec.store.namespace(device)), choice.kind, peers, interrupt)
+        _auto.say_chosen(spec, f"{choice.kind} for tensors on {device.kind}", choice.why)
+        if choice.kind == "staged":
+            return StagedTransport(cpu, device)
+        return _connect(replace(spec, store=spec.store.namespace(device.kind)), choice.kind, peers, interrupt)
 
-    return ByDeviceTransport(cpu, device, connect)
+    return ByDeviceTransport(cpu, device.kind, connect)
 
 
 def _connect(spec: GroupSpec, backend: str, peers: dict[int, Identity], interrupt: Interrupt) -> Transport:

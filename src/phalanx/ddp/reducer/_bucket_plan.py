@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx.ddp.buckets._assignment import Caps, assign_buckets, complete_order
 from phalanx.ddp.buckets._flat_buffer import FlatBufferPool
 from phalanx.ddp.buckets._parameters import NamedParameter
@@ -79,7 +80,7 @@ def allocator(group: Group) -> Callable[[int, torch.dtype, torch.device], Tensor
     """Memory that the group's collectives can use in place, where that is possible."""
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu":
+        if is_host(device):
             return group.shared_empty((numel,), dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from phalanx._devices import is_host, of
 from phalanx.ddp.buckets._assignment import Caps, CommCost, ParamInfo, choose_caps, complete_order
 from phalanx.ddp.buckets._parameters import NamedParameter
+from phalanx.ddp.reducer._bucket_plan import BucketPlan, allocator
 
 if TYPE_CHECKING:
     from phalanx.comm import Group
-    from phalanx.ddp.reducer._bucket_plan import BucketPlan
 
 PROBE_BYTES = (4 * 1024, 4 * 1024 * 1024)
 
@@ -57,7 +58,7 @@ def agree_on_order(
 
 def _agree_on_caps(group: Group, infos: Sequence[ParamInfo], order: Sequence[int], ready: Sequence[float]) -> Caps:
     """Caps from rank 0's ready times and the measured cost of a collective."""
-    cost = measure_cost(group)
+    cost = measure_cost(group, infos[0].device)
     dense = [index for index in order if not infos[index].sparse]
     times = list(ready[: len(dense)]) or [0.0]
     times += [times[-1]] * (len(dense) - len(times))  # what never arrived is ready when backward ends
@@ -70,21 +71,23 @@ def _agree_on_caps(group: Group, infos: Sequence[ParamInfo], order: Sequence[int
 def has_spare_cores(group: Group, device: torch.device) -> bool:
     """Return whether this host has cores that its ranks' backward passes leave free. Collective."""
     hosts = group.all_gather_values(socket.gethostname())
-    if device.type != "cpu":
+    if not is_host(device):
         return True
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores > hosts.count(socket.gethostname()) * torch.get_num_threads()
 
 
-def measure_cost(group: Group, rounds: int = 3) -> CommCost:
-    """Latency and bandwidth of this group's all-reduce, from the best of a few."""
-    best = []
+def measure_cost(group: Group, where: torch.device, rounds: int = 3) -> CommCost:
+    """Latency and bandwidth of this group's all-reduce of tensors on a device, from the best of a few."""
+    best, device, allocate = [], of(where), allocator(group)
     for nbytes in PROBE_BYTES:
-        probe = group.shared_empty((nbytes // 4,), torch.float32).zero_()
+        probe = allocate(nbytes // 4, torch.float32, where).zero_()
         seconds = []
         for _ in range(rounds):
+            device.synchronize()
             start = time.perf_counter()
             group.all_reduce(probe)
+            device.synchronize()  # where calls return before their work is done
             seconds.append(time.perf_counter() - start)
         best.append(max(min(seconds), 1e-7))
     small, large = best

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx._devices import is_host
 from phalanx.ddp.buckets._local_tensors import check_trainable
 from phalanx.ddp.buckets._parameters import NamedParameter
 
@@ -63,7 +64,7 @@ def check_devices(
     if len(kinds) != 1:
         raise ValueError(f"the parameters are on devices of types {sorted(kinds)}; expected one type")
     kind = kinds.pop()
-    if not device_ids or kind == "cpu" or len({param.device for param in params}) > 1:
+    if not device_ids or is_host(kind) or len({param.device for param in params}) > 1:
         if device_ids or output_device is not None:
             raise ValueError(
                 f"device_ids={device_ids} and output_device={output_device} are for modules on one accelerator; the "
@@ -81,7 +82,7 @@ def _index(device: int | torch.device) -> int:
 
 
 def check_sync_batch_norm(module: nn.Module, device_type: str) -> None:
-    if device_type == "cpu" and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+    if is_host(device_type) and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise ValueError("SyncBatchNorm needs the module on an accelerator; on CPU use the plain BatchNorm layers")
 
 

@@ -371,7 +371,7 @@ class Regrouping:
             RoundFormed(
                 **vars(news),
                 rank=membership.rank,
-                machine=fingerprint(),
+                machine=fingerprint(self._job.model),
                 state_seconds=state_seconds,
                 first_slot=next(iter(self.reduction.slots), 0),
                 num_slots=len(self.reduction.slots),

@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
+from phalanx._devices import HOST, Device, of
 from phalanx.elastic.checkpoint._saving import no_readable_save
 from phalanx.elastic.checkpoint._state import digest
 from phalanx.elastic.checkpoint._stream import receive_state, send_state
@@ -38,14 +38,33 @@ class BitsWarning(UserWarning):
     """The result may not have the same bits as on other workers or before; it is as right as theirs."""
 
 
-def fingerprint() -> dict[str, Any]:
-    """Return what the bits of a computation depend on, besides its inputs."""
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Return what the bits of a computation depend on, besides its inputs: of the processors, and of the accelerator
+    that has the model."""
+    device = device_of(model)
     return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        **HOST.bits_depend_on(),
         "machine": platform.machine(),
+        **({} if device.is_host else device.bits_depend_on()),
     }
+
+
+def device_of(model: nn.Module) -> Device:
+    first = next(model.parameters(), None)
+    return HOST if first is None else of(first)
+
+
+def warn_not_deterministic(model: nn.Module) -> None:
+    """Say what would keep a job on an accelerator from giving the same bits twice; nothing on the processors."""
+    device = device_of(model)
+    remedy = device.not_deterministic()
+    if remedy:
+        warnings.warn(
+            f"the model is on {device.kind}, whose kernels may give other bits for the same inputs: two runs, or a run "
+            f"with a lost worker and one without, then differ in the last digits. For equal bits {remedy}",
+            BitsWarning,
+            stacklevel=3,
+        )
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -54,7 +73,9 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     >>> differences({"threads": 1, "torch": "2"}, {"threads": 4, "torch": "2"})
     'threads 1 and 4'
     """
-    return ", ".join(f"{name} {value} and {other[name]}" for name, value in one.items() if other[name] != value)
+    names = dict.fromkeys([*one, *other])
+    pairs = [(name, one.get(name, "none"), other.get(name, "none")) for name in names]
+    return ", ".join(f"{name} {mine} and {theirs}" for name, mine, theirs in pairs if mine != theirs)
 
 
 def bring_level(job: Training, coordinator: Coordinator, membership: Membership) -> None:
@@ -62,7 +83,7 @@ def bring_level(job: Training, coordinator: Coordinator, membership: Membership)
     mine: dict[str, Any] = {
         "step": FRESH if job.is_fresh else job.step,
         "job": job.identity(),
-        "machine": fingerprint(),
+        "machine": fingerprint(job.model),
         "evaluations": [job.num_evaluations, job.last_evaluation],
         "attempt": job.attempt,
         "pace": job.dealing.pace,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx._torch_private import foreach_add_, foreach_copy_
 from phalanx.comm import Group
 from phalanx.elastic.reduce._flat_layout import SCALARS, Flat, FlatLayout
@@ -34,7 +35,7 @@ class Pool:
 
         Shared memory outlives the group it was made for, so copies go from one group to the next.
         """
-        if group is None or group.backend != "shm" or self.layout.device.type != "cpu":
+        if group is None or group.backend != "shm" or not is_host(self.layout.device):
             self.group = None
             return False
         if self.group is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from phalanx._devices import is_host
 from phalanx._torch_private import DisableTorchFunctionSubclass, post_accumulate_grad_hooks
 from phalanx.elastic._materialise import fill_buffers, meta_modules
 from phalanx.elastic.sharded._cell_table import CellTable, SectionShape, cell_table
@@ -157,7 +158,7 @@ def _check(model: nn.Module, units: list[Unit]) -> None:
                     f"parameter {each.name!r} of {unit} has hooks on its gradient (an optimizer that steps inside of "
                     "backward, say): a sharded job sums gradients over all slots first, and steps in step.commit()"
                 )
-        if any(section.place.device.type != "cpu" for section in unit.sections):
+        if any(not is_host(section.place.device) for section in unit.sections):
             raise ValueError(f"{unit} is on {unit.place.device}; a sharded job runs on CPUs only as yet")
 
 

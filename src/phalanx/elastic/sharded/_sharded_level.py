@@ -91,7 +91,7 @@ def _report(sharding: JobSharding, membership: Membership) -> Told:
     return {
         "step": FRESH if job.is_fresh else job.step,
         "job": job.identity(),
-        "machine": fingerprint(),
+        "machine": fingerprint(job.model),
         "evaluations": [job.num_evaluations, job.last_evaluation],
         "attempt": job.attempt,
         "came": job.regrouping.came_at(membership),

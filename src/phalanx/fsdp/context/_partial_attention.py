@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx._torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 
@@ -51,7 +52,7 @@ def attend_backward(
 
 def _fused(query: Tensor, value: Tensor) -> bool:
     """Return whether the kernel can be used: it is for the CPU, and for values as wide as queries."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    return is_host(query) and query.shape[-1] == value.shape[-1]
 
 
 def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx.comm import Group
 from phalanx.fsdp._policies import AllGather, MixedPrecisionPolicy
 from phalanx.fsdp.layout._unit_layout import UnitLayout, cells, flat_starts, rows
@@ -46,7 +47,7 @@ FlatMemory = MappedMemory | GatheredMemory
 
 def flat_memory(place: UnitPlace, length: int, dtype: torch.dtype, *, maps: bool) -> FlatMemory:
     """Return where a flat vector is gathered: by mapping where the ranks share memory, else by copying."""
-    if maps and place.group.backend == "shm" and place.device.type == "cpu" and length:
+    if maps and place.group.backend == "shm" and is_host(place.device) and length:
         return MappedMemory(length, dtype)
     return GatheredMemory(length, dtype, place.device)
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx.comm import Group
 from phalanx.comm.transports.shm._common_file import FixedWindow
 
@@ -41,7 +42,7 @@ def new_buffer(group: Group, count: int, dtype: torch.dtype, device: torch.devic
     Large memory of this process alone is mapped for itself. From the allocator's heap, where units and gradients come
     and go in turn, pieces of it would stay in use between others: more than half of what a process held.
     """
-    if device.type != "cpu":
+    if not is_host(device):
         return torch.empty(count, dtype=dtype, device=device)
     nbytes = count * dtype.itemsize
     if group.backend == "shm" or nbytes < _MAPPED_BYTES:
@@ -78,7 +79,7 @@ class GatheredMemory:
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._nbytes = count * dtype.itemsize
-        is_window = sys.platform == "linux" and device.type == "cpu" and count > 0
+        is_window = sys.platform == "linux" and is_host(device) and count > 0
         self._window = FixedWindow(self._nbytes) if is_window else None
         if self._window is None:
             self.flat = torch.empty(count, dtype=dtype, device=device)

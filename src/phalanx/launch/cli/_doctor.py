@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from phalanx.launch.cli._finding import Finding, closing_words, worst_of
 
 SLOW_LOOKUP = 0.5
 MIN_SHARED_MEMORY = 1 << 30
@@ -26,20 +28,12 @@ MIN_FILES = 1024
 ENDPOINT_PATIENCE = 10.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Holds one thing that was found; ``level`` is ok, warn or bad."""
-
-    level: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.level:4}  {self.text}"
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx doctor`` with these arguments; the exit code."""
-    args = doctor_parser().parse_args(argv)
+    parser = doctor_parser()
+    args = parser.parse_args(argv)
+    if args.peers or args.listen is not None:
+        return _check_paths(parser, args)
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python, check_torch, check_kernel, check_ports, check_names, check_shared_memory, check_transport,
         check_files, check_numa,
@@ -48,25 +42,30 @@ def main(argv: Sequence[str]) -> int:
         checks.append(check_two_workers)
     if args.rdzv_endpoint:
         checks.append(lambda: check_endpoint(args.rdzv_backend, args.rdzv_endpoint))
-    worst = "ok"
-    found: list[dict[str, str]] = []
+    found: list[Finding] = []
     for check in checks:
         for finding in check():
-            found.append({"level": finding.level, "text": finding.text})
+            found.append(finding)
             if not args.json:
                 print(finding, flush=True)
-            worst = max(worst, finding.level, key=("ok", "warn", "bad").index)
+    worst = worst_of(found)
     if args.json:
-        print(json.dumps({"worst": worst, "findings": found}))
+        rows = [{"level": finding.level, "text": finding.text} for finding in found]
+        print(json.dumps({"worst": worst, "findings": rows}))
     else:
-        print(
-            {
-                "ok": "\nAll is well.",
-                "warn": "\nIt will work; see warn.",
-                "bad": "\nSomething is wrong; see bad.",
-            }[worst]
-        )
+        print(closing_words(worst))
     return 1 if worst == "bad" else 0
+
+
+def _check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from phalanx.launch.cli import _doctor_peers  # start-up speed: seldom needed
+
+    for peer in [*args.peers, *([args.listen] if args.listen else [])]:
+        try:
+            _doctor_peers.split_peer(peer, _doctor_peers.DEFAULT_PORT, default_host="127.0.0.1")
+        except ValueError as error:
+            parser.error(str(error))
+    return _doctor_peers.run(args.peers, args.listen, args.seconds, as_json=args.json)
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -75,6 +74,23 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rdzv-backend", "--rdzv_backend", default="c10d", choices=("c10d", "static", "etcd", "file"))
     parser.add_argument("--quick", action="store_true", help="leave out the trial run of two workers")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="only measure the paths to these machines (HOST, HOST:PORT or [IPv6]:PORT), which run doctor --listen",
+    )
+    parser.add_argument(
+        "--listen",
+        nargs="?",
+        const="",
+        metavar="[HOST:]PORT",
+        help="answer the --peers of other machines; by default at 127.0.0.1 port 29398, 0.0.0.0 for all interfaces",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="how long --listen answers, and waits for peers to come up"
+    )
     return parser
 
 
@@ -92,21 +108,39 @@ def check_torch() -> Iterator[Finding]:
     question = (
         "import torch, torch.distributed as d\n"
         "names = [n for n in ('gloo', 'nccl', 'mpi', 'ucc') if getattr(d, f'is_{n}_available')()]\n"
-        "count = torch.cuda.device_count() if torch.cuda.is_available() else 0\n"
-        "print(torch.__version__, ','.join(names) or '-', count)\n"
+        "from phalanx._devices import describe\n"
+        "import json; print(torch.__version__, ','.join(names) or '-', json.dumps(describe()))\n"
     )
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         yield Finding("bad", f"torch cannot be imported: {last}. Install torch into {sys.prefix}")
         return
-    version, names, count = answer.stdout.split()[-3:]
+    version, names, seen = answer.stdout.strip().splitlines()[-1].split(" ", 2)
+    device = json.loads(seen)
     if "gloo" not in names:
         yield Finding("bad", f"torch {version} was built without gloo (it has {names}); install an official build")
     else:
-        yield Finding("ok", f"torch {version}, backends {names}, {count} CUDA device(s)")
-    if count != "0" and "nccl" not in names:
-        yield Finding("warn", f"{count} CUDA device(s) but no nccl: GPU training between workers will be slow")
+        yield Finding("ok", f"torch {version}, backends {names}, {_accelerators(device)}")
+    if device["count"] and device["engine"] not in names.split(","):
+        missing = f"no {device['engine']}" if device["engine"] else "no backend for them"
+        yield Finding(
+            "warn",
+            f"{device['count']} {device['kind']} device(s) but {missing}: what workers exchange goes through the "
+            "host's memory, which is slower",
+        )
+
+
+def _accelerators(seen: dict[str, Any]) -> str:
+    """Say what ``phalanx._devices.describe`` saw.
+
+    >>> _accelerators({"kind": "cuda", "count": 2, "name": "X", "free": 3 << 30, "total": 4 << 30})
+    '2 cuda device(s) (X, 3.0 of 4.0 GB free)'
+    """
+    if not seen["count"]:
+        return "no accelerator"
+    room = f", {seen['free'] / 2**30:.1f} of {seen['total'] / 2**30:.1f} GB free" if seen["total"] else ""
+    return f"{seen['count']} {seen['kind']} device(s) ({seen['name']}{room})"
 
 
 def check_kernel() -> Iterator[Finding]:

@@ -114,8 +114,7 @@ def _count_devices(kind: str) -> int:
     """Asked in another process: a process that has touched a device driver must not fork workers."""
     import subprocess  # start-up speed: seldom needed
 
-    module = {"gpu": "torch.cuda", "xpu": "torch.xpu", "auto": "torch.accelerator"}[kind]
-    question = f"import torch; print({module}.device_count() if {module}.is_available() else 0)"
+    question = f"from phalanx._devices import count_usable; print(count_usable({kind!r}))"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     words = answer.stdout.split()
     return int(words[-1]) if words and words[-1].isdigit() else 0

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from phalanx._reach import reach
 from phalanx.comm import stores
 from phalanx.comm._background import FOREVER, Background
 from phalanx.comm.stores._interface import Lease, Store
@@ -288,7 +288,7 @@ class Herald:
 
 def _is_open(door: Door) -> bool:
     try:
-        socket.create_connection(door, _KNOCK).close()
+        reach(*door, _KNOCK)[0].close()
     except OSError:
         return False
     return True

@@ -137,14 +137,22 @@ def method_that_works(fn: Callable[..., Any], args: tuple[Any, ...], method: str
     why = "" if method == "fork" else why_only_here(fn, args)
     if not why:
         return method
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    used = _accelerator_in_use()
+    if used:
         raise TypeError(
-            f"{why}, so that its workers must be forked; but this process has used CUDA, which forks cannot. Write the "
-            "function to a file (%%writefile in a notebook) and import it"
+            f"{why}, so that its workers must be forked; but this process has used {used.upper()}, which forks cannot. "
+            "Write the function to a file (%%writefile in a notebook) and import it"
         )
     log.warning("%s: its workers are forked from this process (start_method='fork', not %r)", why, method)
     return "fork"
+
+
+def _accelerator_in_use() -> str:
+    if "torch" not in sys.modules:
+        return ""
+    from phalanx._devices import used_before_fork  # start-up speed: torch is there already
+
+    return used_before_fork()
 
 
 def why_only_here(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx._signature import resolve_secret
 from phalanx.comm.torch_interop._dcp import HeldBox
 from phalanx.shard.files._index import (
@@ -99,7 +100,7 @@ class Checkpoint:
             if common is None:
                 continue
             wanted = view_of(out, common, box.offsets)
-            if common == shard.box and wanted.dtype == dtype and wanted.is_contiguous() and wanted.device.type == "cpu":
+            if common == shard.box and wanted.dtype == dtype and wanted.is_contiguous() and is_host(wanted):
                 self._read_whole(name, shard, wanted)
             else:
                 wanted.copy_(view_of(self._map(name, shard, dtype, common), common, shard.offsets))

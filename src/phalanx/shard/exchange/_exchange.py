@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from phalanx._devices import device_of_engine
 from phalanx.comm import Group
 from phalanx.shard.exchange._groups import owner_of
 from phalanx.shard.layout._boxes import Box, intersect, split_box, view_of
@@ -190,9 +191,7 @@ def _carry(
 
 def buffer_device(group: Group) -> torch.device:
     """Return where the buffers live: NCCL moves device memory only, everything else moves host memory."""
-    if group.backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device_of_engine(group.backend)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from phalanx._devices import is_host, of
 from phalanx.comm import DeviceMesh
 from phalanx.shard.layout._boxes import chunk_lengths
 from phalanx.shard.plan._sharding_plan import ShardingPlan
@@ -93,7 +94,7 @@ def auto_plan(module: nn.Module, mesh: DeviceMesh, memory_budget: int | None = N
 
 
 def _device(kind: str, position: int) -> str:
-    return kind if kind == "cpu" else f"{kind}:{position % max(1, torch.cuda.device_count())}"
+    return kind if is_host(kind) else f"{kind}:{position % max(1, of(kind).count())}"
 
 
 def find_candidates(module: nn.Module) -> tuple[list[Candidate], int]:

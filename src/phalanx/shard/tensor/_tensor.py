@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from phalanx._devices import of
 from phalanx._torch_private import make_wrapper_subclass
 from phalanx.comm import Group
 from phalanx.comm.torch_interop._dcp import HeldBox, Spread
@@ -310,8 +311,7 @@ class ShardedTensor(torch.Tensor, Spread):
         process_group: Any = None,
     ) -> ShardedTensor:
         check_format(memory_format)
-        current = torch.device("cuda", torch.cuda.current_device())
-        return self.to(device or current, non_blocking=non_blocking, process_group=process_group)
+        return self.to(device or of("cuda").current(), non_blocking=non_blocking, process_group=process_group)
 
     def _with_tensors(self, tensors: Sequence[Tensor], like: Tensor | None = None) -> ShardedTensor:
         """Return the same layout over other local tensors, which may have another dtype or device.

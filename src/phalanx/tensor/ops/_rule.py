@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from phalanx._devices import names_device
 from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import without_user_modes
@@ -247,7 +248,6 @@ class Call:
 
 # What torch raises where it has no kernel for meta tensors, and for a call that will raise anyway.
 CANNOT_TELL = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
-_DEVICES = ("cpu", "cuda")
 
 
 def _meta_tensor(one: In, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
@@ -267,7 +267,7 @@ def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
         return {k: _filled(v, tensors) for k, v in value.items()}
-    if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES):
+    if isinstance(value, torch.device) or (isinstance(value, str) and names_device(value)):
         return tensors[0].device
     return value
 

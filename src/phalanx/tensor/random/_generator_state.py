@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
+
 STATE_BYTES = 5056
 _FIRST_WORD, _NUM_WORDS = 24, 624  # after the seed, two counters and the position
 ROOM = _NUM_WORDS * 4 - 4  # the first upper half holds the length
@@ -38,7 +40,7 @@ def put(saved: Tensor, payload: bytes) -> None:
 
 def taken(saved: Tensor) -> bytes | None:
     """Say what ``put`` wrote; None if nothing."""
-    if saved.dtype is not torch.uint8 or saved.device.type != "cpu" or saved.numel() != STATE_BYTES:
+    if saved.dtype is not torch.uint8 or not is_host(saved) or saved.numel() != STATE_BYTES:
         return None
     halves = _upper_halves(saved.detach().contiguous())
     length = int(halves[0])

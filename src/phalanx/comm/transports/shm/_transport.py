@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from phalanx._devices import is_host
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
@@ -123,7 +124,7 @@ class ShmTransport(Transport):
         return fold
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
-        if not tensor.is_cpu:
+        if not is_host(tensor):
             self._refuse(tensor)
         fold = self._fold(op, tensor.dtype)
         if self._is_large(tensor):
@@ -167,7 +168,7 @@ class ShmTransport(Transport):
 
     def _check_device(self, *tensors: Tensor) -> None:
         for tensor in tensors:
-            if not tensor.is_cpu:
+            if not is_host(tensor):
                 self._refuse(tensor)
 
     def _refuse(self, tensor: Tensor) -> NoReturn:
