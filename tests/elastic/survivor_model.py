@@ -84,7 +84,9 @@ def agents(now: State) -> Iterator[State]:
 
 def in_group(now: State, worker: str, flaws: frozenset[str], g: int, r: int, ids: Ids) -> Iterator[State]:
     end = now.end_of(g)
-    if (g, r) in now.failed or any(w not in now.alive for w in ids) or (end is not None and is_over(end, ids)):
+    left = any(g2 == g + 1 and w in ids and w != worker for g2, w, _ in now.ready) and "stays when left" not in flaws
+    is_ended = end is not None and (is_over(end, ids) or left)  # in the second case after a while
+    if (g, r) in now.failed or any(w not in now.alive for w in ids) or is_ended:
         yield replace(now.at(worker, "lost", g, r, ids), failed=now.failed | {(g, r)})
     elif end is not None and now.is_committing(g, r, ids):  # a step boundary: all of them go on together
         for one in ids:
@@ -144,6 +146,8 @@ def wait(now: State, worker: str, flaws: frozenset[str], g: int, ids: Ids) -> It
 
 def await_round(now: State, worker: str, flaws: frozenset[str], g: int, peers: Ids) -> Iterator[State]:
     if now.end_of(g) is not None:
+        if (g, worker, peers) not in now.ready and "goes on in silence" not in flaws:
+            now = replace(now, ready=now.ready | {(g, worker, peers)})
         yield now.at(worker, "await", g + 1, peers)
     elif g < len(now.members):
         assert worker in now.members[g], f"{worker} lives and is no member of generation {g}"

@@ -11,6 +11,14 @@ import pytest
 from cluster import NUM_STEPS, Cluster
 from survivor_model import explore
 
+from phalanx import protocol
+from phalanx.comm.stores import MemoryStore, job_store
+from phalanx.elastic.membership._coordinator import RegroupTimeout
+from phalanx.elastic.membership._rounds import Membership
+from phalanx.elastic.membership._store_coordinator import StoreCoordinator
+from phalanx.elastic.membership._store_monitor import Signals, StoreMonitor
+from phalanx.protocol import JobKeys, timeouts
+
 pytestmark = pytest.mark.timeout(400)
 
 HOLD = 40
@@ -39,6 +47,41 @@ def test_whichever_two_of_four_die_when_the_living_come_to_one_group():
 def test_the_model_notices(flaw, what):
     with pytest.raises(AssertionError, match=what):
         explore(tuple("abc"), 1, frozenset({flaw}))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flaw", ["stays when left", "goes on in silence"])
+def test_the_model_of_four_notices(flaw):
+    with pytest.raises(AssertionError, match="come to nothing"):
+        explore(tuple("abcd"), 2, frozenset({flaw}))
+
+
+@pytest.mark.fast
+def test_who_was_left_in_a_group_by_one_that_went_on_gives_it_up_after_a_while(monkeypatch):
+    store, keys, signals = MemoryStore(), JobKeys(), Signals()
+    monitor = StoreMonitor(store, keys, Membership(1, 0, ("c", "d"), 1, None), "d", signals)
+    store.set(protocol.broken_key(1), protocol.Broken(reason="b died", workers=("b",)).to_json())
+    monkeypatch.setattr(timeouts, "UNFINISHED_STEP", -1.0)
+    assert (monitor._look(), signals.wish) == (False, True)  # nobody of this round is gone
+    store.set(keys.ready(2, "d"), protocol.Ready(step=1).to_json())  # its own says nothing
+    assert not monitor._look()
+    store.set(keys.ready(2, "c"), protocol.Ready(step=1).to_json())
+    monkeypatch.setattr(timeouts, "UNFINISHED_STEP", 60.0)
+    assert not monitor._look()  # c may have crossed a boundary, and d is about to
+    monkeypatch.setattr(timeouts, "UNFINISHED_STEP", -1.0)
+    assert monitor._look()
+    assert "b died" in str(signals.broken)
+
+
+@pytest.mark.fast
+def test_who_finds_a_generation_over_says_that_it_went_on():
+    root = MemoryStore()
+    store, keys = job_store(root.clone(), "j"), JobKeys()
+    store.set(protocol.broken_key(1), protocol.Broken(reason="b died", workers=("b",)).to_json())
+    coordinator = StoreCoordinator(root, "j", "c", 0, timeout=0.2, comm_timeout=5.0)
+    with pytest.raises(RegroupTimeout, match="generation 2"):
+        coordinator.rejoin(1, protocol.Ready(step=7, peers=("c", "d")))
+    assert store.get(keys.ready(1, "c")) is not None
 
 
 @pytest.fixture

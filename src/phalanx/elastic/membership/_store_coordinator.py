@@ -238,6 +238,10 @@ class StoreCoordinator:
             found = Round.from_json(record) if (record := read["round"]) is not None else None
             is_over = read["broken"] is not None or read.get("following") is not None
             if is_over or (found is not None and found.move_to is not None):
+                if (
+                    mine.has_state and not declared
+                ):  # who waits for it in a round of survivors is to know that it went on
+                    self._store.set(self.keys.ready(generation, self.worker_id), mine.to_json())
                 generation, round_, declared, came, agreed = generation + 1, 0, False, time.monotonic(), None
                 continue
             self.generation = generation

@@ -117,8 +117,8 @@ class StoreMonitor:
         record = None if broken is None else self._parse(broken)
         if record is not None:
             self._broken_since = self._broken_since or time.monotonic()
-            is_late = not record.workers and time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP
-            if is_late or is_over(record, self._membership.workers):
+            is_late = time.monotonic() - self._broken_since > timeouts.UNFINISHED_STEP
+            if is_over(record, self._membership.workers) or (is_late and (not record.workers or self._has_been_left())):
                 self._break(record.reason)
                 return True
             self._signals.wish = True  # nobody of this round is gone: the step under way can be finished
@@ -127,6 +127,12 @@ class StoreMonitor:
         if save is not None and save.isdigit() and len(save) < 18:
             self._signals.saves_asked = int(save)
         return False
+
+    def _has_been_left(self) -> bool:
+        """Return whether another worker of the round waits for a place in the next generation. Those who cross a step
+        boundary do so together; it gave the group up while that was formed, and no step can be finished without it."""
+        g, others = self._membership.generation + 1, set(self._membership.workers) - {self._worker_id}
+        return any(one is not None for one in self._store.get_many([self._keys.ready(g, other) for other in others]))
 
     def _parse(self, data: bytes) -> protocol.Broken | None:
         try:
