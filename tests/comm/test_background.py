@@ -21,6 +21,7 @@ EXEMPT = {
     "comm/simulation/_simulate.py": "ranks of a simulation: it joins them and raises what they raised",
     "comm/transports/_release.py": "drops a reference, which cannot raise",
     "comm/stores/_torch_link.py": "connects anew while its caller waits, for a limited time, and sees what came of it",
+    "launch/system/_path_probe.py": "imports no torch; nothing that is sent ends it, and it counts what it refused",
     "launch/cli/_head_start.py": "loads a library before anything else is imported, and is joined",
 }
 

@@ -173,9 +173,10 @@ def test_decisions_on_an_accelerator() -> None:
 
 @pytest.mark.fast
 def test_what_cuda_needs_for_equal_bits_is_named_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = of("cuda")
+    cuda, before = of("cuda"), torch.are_deterministic_algorithms_enabled()
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(False)
     assert "use_deterministic_algorithms(True)" in cuda.not_deterministic()
     torch.use_deterministic_algorithms(True)
     try:
@@ -185,7 +186,7 @@ def test_what_cuda_needs_for_equal_bits_is_named_one_by_one(monkeypatch: pytest.
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         assert cuda.not_deterministic() == ""
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.fast

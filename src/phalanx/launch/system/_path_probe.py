@@ -228,7 +228,12 @@ class PathListener:
                 connection.close()
                 self._count(answered=False)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="phalanx-path", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="phalanx-path", daemon=True).start()
+            except RuntimeError:  # no more threads just now
+                self._places.release()
+                connection.close()
+                self._count(answered=False)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
