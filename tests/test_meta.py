@@ -103,7 +103,7 @@ SUBLAYERS: dict[str, list[str]] = {
     "launch.rendezvous": [
         "_hostlist", "_allocation", "_interface", "_torch_settings", "_backend_store", "_settings", "_store_records",
         "_runs", "_own_secret", "_rank_order", "_decide", "_waiting", "_etcd_founding", "_etcd_members",
-        "_etcd_certificates", "_etcd_process", "_etcd_keeper", "_etcd_door", "_leader", "_participant", "_handler",
+        "_etcd_certificates", "_etcd_process", "_etcd_keeper", "_etcd_discovery", "_leader", "_participant", "_handler",
         "_backends", "_etcd_backend", "_adapted", "_registry",
     ],
     "tensor": [

@@ -175,16 +175,16 @@ def test_decisions_on_an_accelerator() -> None:
 def test_what_cuda_needs_for_equal_bits_is_named_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, before = of("cuda"), torch.are_deterministic_algorithms_enabled()
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    torch.use_deterministic_algorithms(False)
-    assert "use_deterministic_algorithms(True)" in cuda.not_deterministic()
-    torch.use_deterministic_algorithms(True)
     try:
-        assert "cudnn.benchmark = False" in cuda.not_deterministic()
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-        assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in cuda.not_deterministic()
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        assert cuda.not_deterministic() == ""
+        with torch.backends.cudnn.flags(benchmark=True):
+            torch.use_deterministic_algorithms(False)
+            assert "use_deterministic_algorithms(True)" in cuda.not_deterministic()
+            torch.use_deterministic_algorithms(True)
+            assert "cudnn.benchmark = False" in cuda.not_deterministic()
+        with torch.backends.cudnn.flags(benchmark=False):
+            assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in cuda.not_deterministic()
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            assert cuda.not_deterministic() == ""
     finally:
         torch.use_deterministic_algorithms(before)
 

@@ -16,7 +16,7 @@ import pytest
 from phalanx.comm.stores import connect
 from phalanx.errors import StoreError
 from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
-from phalanx.launch.rendezvous import _etcd_door as doors
+from phalanx.launch.rendezvous import _etcd_discovery as doors
 from phalanx.launch.rendezvous._etcd_certificates import write_certificates
 from phalanx.launch.rendezvous._etcd_process import find_program
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
@@ -116,7 +116,7 @@ def vanish(handler: StoreRendezvousHandler) -> None:
     handler._close_store()
 
 
-@pytest.mark.soak  # four real members one after the other, 30 s; what is decided: test_etcd_founding, test_etcd_door
+@pytest.mark.soak  # four real members one after the other, 30 s; decisions: test_etcd_founding, test_etcd_discovery
 @needs_etcd
 def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost(nodes, tmp_path):
     nodes.min_nodes = 2  # nobody begins a cluster alone, so that no word that comes late can do harm

@@ -11,7 +11,7 @@ import pytest
 from phalanx.launch.rendezvous._etcd_founding import (
     ClusterRecord,
     Founding,
-    Telling,
+    RecordChoice,
     decide_founding,
     decide_telling,
 )
@@ -28,7 +28,7 @@ def found(
     return decide_founding(known, num_fresh=num_fresh, waited=waited, min_nodes=min_nodes, grace=3.0)
 
 
-def tell(own: ClusterRecord, seen: ClusterRecord | None, *, acts: bool = False, lives: bool = True) -> Telling:
+def tell(own: ClusterRecord, seen: ClusterRecord | None, *, acts: bool = False, lives: bool = True) -> RecordChoice:
     return decide_telling(own, seen, acts=acts, answers=lambda _: lives)
 
 
@@ -41,17 +41,17 @@ def test_a_cluster_that_is_known_is_joined_and_nobody_begins_one_alone():
 
 
 def test_a_door_is_told_what_it_does_not_know_and_by_the_acting_member_what_has_changed():
-    assert tell(ELDER, None) is Telling.WRITE
+    assert tell(ELDER, None) is RecordChoice.WRITE
     changed = replace(ELDER, members=("c:1", "d:1"))
-    assert tell(ELDER, changed) is Telling.NOTHING, "another member knows better"
-    assert tell(ELDER, changed, acts=True) is Telling.WRITE
-    assert tell(ELDER, ELDER, acts=True) is Telling.NOTHING
+    assert tell(ELDER, changed) is RecordChoice.NOTHING, "another member knows better"
+    assert tell(ELDER, changed, acts=True) is RecordChoice.WRITE
+    assert tell(ELDER, ELDER, acts=True) is RecordChoice.NOTHING
 
 
 def test_the_younger_of_two_is_given_up_for_an_elder_that_lives():
-    assert tell(ELDER, YOUNGER) is Telling.WRITE
-    assert tell(YOUNGER, ELDER) is Telling.GIVE_UP
-    assert tell(YOUNGER, ELDER, lives=False) is Telling.WRITE, "only its record was left"
+    assert tell(ELDER, YOUNGER) is RecordChoice.WRITE
+    assert tell(YOUNGER, ELDER) is RecordChoice.GIVE_UP
+    assert tell(YOUNGER, ELDER, lives=False) is RecordChoice.WRITE, "only its record was left"
 
 
 # -- every order --------------------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ def after_telling(now: State, node: int) -> Iterator[State]:
     mine, other = record_of(own), record_of(now.record)
     assert mine is not None
     action = decide_telling(mine, other, acts=False, answers=lambda _: now.record in reached(now, node))
-    if action is Telling.WRITE:
+    if action is RecordChoice.WRITE:
         yield replace(now, record=own)
-    elif action is Telling.GIVE_UP:  # the agents of that cluster end
+    elif action is RecordChoice.GIVE_UP:  # the agents of that cluster end
         place = tuple(OFF if each == own else each for each in now.place)
         yield replace(now, place=place) if place[0] != OFF else replace(now, place=place, record=-1, is_late=False)
 

@@ -1,7 +1,7 @@
 """Makes the handlers of the ``etcd`` backend: on a cluster that somebody runs, or on one of the job's own.
 
 Owns how a job's own etcd is found or begun. Where ``--rdzv-conf embedded=N`` is said, the endpoint (or each of several,
-with commas between them) is a *door* (``_etcd_door``), which the agent on that machine holds open. The agent at the
+with commas between them) is a *door* (``_etcd_discovery``) that the agent there holds open. The agent at the
 first door begins the cluster when ``_etcd_founding`` says so. What a door says of a cluster that does not answer is
 forgotten: its members are gone.
 """
@@ -33,7 +33,7 @@ from phalanx.launch.rendezvous._backends import (
     split_endpoint,
 )
 from phalanx.launch.rendezvous._etcd_certificates import CertificateFiles, write_certificates
-from phalanx.launch.rendezvous._etcd_door import DOOR, DoorBoard, Herald
+from phalanx.launch.rendezvous._etcd_discovery import DOOR, DiscoveryBoard, Herald
 from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
 from phalanx.launch.rendezvous._etcd_keeper import EtcdKeeper
 from phalanx.launch.rendezvous._etcd_process import MemberProcess, find_program
@@ -95,7 +95,7 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
         files = None if secret is None else write_certificates(Path(folder.path), secret, params.run_id, [node.addr])
         process = MemberProcess(node.id, node.addr, folder.path, files)
         parts.callback(process.close)
-        board = DoorBoard(doors, signer, node.id)
+        board = DiscoveryBoard(doors, signer, node.id)
         parts.callback(board.close)
         record, store = _open_cluster(params, doors, board, process, files)
         keeper = EtcdKeeper(
@@ -126,14 +126,14 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
 def _open_cluster(
     params: RendezvousParameters,
     doors: Sequence[tuple[str, int]],
-    board: DoorBoard,
+    board: DiscoveryBoard,
     process: MemberProcess,
     files: CertificateFiles | None,
 ) -> tuple[ClusterRecord, EtcdStore]:
     """Return which cluster the job has, and a client of it; it is begun here when that is for this node to do."""
     reach = params.get_as_float("read_timeout", timeouts.REACH_STORE)
     patience = options_of(params).join_timeout
-    is_first = _open_door(params, doors, board, reach)
+    is_first = _serve_discovery(params, doors, board, reach)
     deadline = time.monotonic() + patience
     line = (
         f"waiting up to {patience:g} s at {params.endpoint} for the {params.min_nodes} nodes with which the job's etcd "
@@ -161,7 +161,9 @@ def _open_cluster(
             board.forget(record)
 
 
-def _open_door(params: RendezvousParameters, doors: Sequence[tuple[str, int]], board: DoorBoard, reach: float) -> bool:
+def _serve_discovery(
+    params: RendezvousParameters, doors: Sequence[tuple[str, int]], board: DiscoveryBoard, reach: float
+) -> bool:
     """Open the door of this machine, if there is one and no other agent has opened it; whether it is the first."""
     is_host = params.get_as_bool("is_host")
     own = [door for door in doors if is_this_machine(door[0])] if is_host is None else list(doors[:1]) * is_host

@@ -43,7 +43,7 @@ class Founding(Enum):
     BEGIN = "begin"
 
 
-class Telling(Enum):
+class RecordChoice(Enum):
     """What a member does about the record that it finds at a door."""
 
     NOTHING = "nothing"
@@ -69,13 +69,13 @@ def decide_founding(
 
 def decide_telling(
     own: ClusterRecord, found: ClusterRecord | None, *, acts: bool, answers: Callable[[ClusterRecord], bool]
-) -> Telling:
+) -> RecordChoice:
     """Return what a member of ``own`` does at a door that says ``found``. ``acts``: it is the one that makes changes,
     so that it knows best who the members are. ``answers`` asks another cluster whether it lives."""
     if found is None:
-        return Telling.WRITE
+        return RecordChoice.WRITE
     if found.founder == own.founder:
-        return Telling.WRITE if acts and found.members != own.members else Telling.NOTHING
+        return RecordChoice.WRITE if acts and found.members != own.members else RecordChoice.NOTHING
     if own.is_elder_than(found) or not answers(found):
-        return Telling.WRITE
-    return Telling.GIVE_UP
+        return RecordChoice.WRITE
+    return RecordChoice.GIVE_UP

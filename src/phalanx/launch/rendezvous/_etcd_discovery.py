@@ -24,7 +24,7 @@ from phalanx.errors import StoreError
 from phalanx.launch.rendezvous._etcd_founding import (
     ClusterRecord,
     Founding,
-    Telling,
+    RecordChoice,
     decide_founding,
     decide_telling,
 )
@@ -50,7 +50,7 @@ Door = tuple[str, int]
 Answers = Callable[[ClusterRecord], bool]
 
 
-class DoorBoard:
+class DiscoveryBoard:
     """Reads and writes what the doors of a job say, for the node ``node``. Not for several threads at once."""
 
     def __init__(self, doors: Sequence[Door], signer: Signer, node: str) -> None:
@@ -166,11 +166,11 @@ class DoorBoard:
         for door in self._doors:
             if not _is_open(door):  # a client would wait long for a machine that is gone
                 self._drop(door)
-            elif (elder := self._tell_door(door, own, acts, answers)) is not None:
+            elif (elder := self._tell_endpoint(door, own, acts, answers)) is not None:
                 return elder
         return None
 
-    def _tell_door(self, door: Door, own: ClusterRecord, acts: bool, answers: Answers) -> ClusterRecord | None:
+    def _tell_endpoint(self, door: Door, own: ClusterRecord, acts: bool, answers: Answers) -> ClusterRecord | None:
         for _ in range(2):  # a client may be one of a server that is gone, while there is another now
             client = self._client(door)
             if client is None:
@@ -178,9 +178,9 @@ class DoorBoard:
             try:
                 found = self._read(client)
                 action = decide_telling(own, found, acts=acts, answers=answers)
-                if action is Telling.WRITE:
+                if action is RecordChoice.WRITE:
                     client.set(_CLUSTER, self._sealed(own))
-                return found if action is Telling.GIVE_UP else None
+                return found if action is RecordChoice.GIVE_UP else None
             except StoreError:
                 self._drop(door)
         return None
@@ -252,7 +252,7 @@ class Herald:
 
     def __init__(
         self,
-        board: DoorBoard,
+        board: DiscoveryBoard,
         record: Callable[[], tuple[ClusterRecord | None, bool]],
         *,
         answers: Answers,

@@ -12,8 +12,8 @@ import pytest
 
 from phalanx.comm import stores
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _etcd_door as doors
-from phalanx.launch.rendezvous._etcd_door import DoorBoard, Herald
+from phalanx.launch.rendezvous import _etcd_discovery as doors
+from phalanx.launch.rendezvous._etcd_discovery import DiscoveryBoard, Herald
 from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError
 
@@ -30,7 +30,7 @@ class Street:
         self._parts = parts
         self.door: tuple[str, int] = ("127.0.0.1", 0)
 
-    def open_door(self, secret: bytes = b"secret") -> DoorBoard:
+    def open_door(self, secret: bytes = b"secret") -> DiscoveryBoard:
         server = stores.TCPStore.serve(*self.door)
         self.door = ("127.0.0.1", int(server.address.rpartition(":")[2]))
         server.set(doors.DOOR, b"{}")
@@ -41,8 +41,8 @@ class Street:
     def keep(self, store: stores.TCPStore) -> None:
         self._parts.callback(store.close)
 
-    def board(self, node: str, secret: bytes = b"secret") -> DoorBoard:
-        board = DoorBoard([self.door], Signer("job7", secret), node)
+    def board(self, node: str, secret: bytes = b"secret") -> DiscoveryBoard:
+        board = DiscoveryBoard([self.door], Signer("job7", secret), node)
         self._parts.callback(board.close)
         return board
 
