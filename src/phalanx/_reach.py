@@ -49,6 +49,26 @@ def addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(ordered))
 
 
+def split_host_port(text: str, default_port: int) -> tuple[str, int] | None:
+    """Return host and port of ``host``, ``host:port``, ``[v6]:port`` or a bare IPv6 address; None for anything else.
+
+    >>> split_host_port("node1", 1), split_host_port("[::1]:80", 1), split_host_port("fd00::1", 1)
+    (('node1', 1), ('::1', 80), ('fd00::1', 1))
+    >>> split_host_port("node1:http", 1), split_host_port(":80", 1)
+    (None, None)
+    """
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") > 1:
+        host, port = text, ""
+    else:
+        host, _, port = text.partition(":")
+    if not host or (port and not port.isdecimal()) or int(port or default_port) > 65535:
+        return None
+    return host, int(port) if port else default_port
+
+
 def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from phalanx._reach import Unreachable, Way, addresses_of, reach
+from phalanx._reach import Unreachable, Way, addresses_of, reach, split_host_port
 from phalanx.launch.cli._finding import Finding, closing_words, worst_of
 from phalanx.launch.system._addresses import advertised_address, interfaces
+from phalanx.launch.system._listen_address import is_literal
 from phalanx.launch.system._path_probe import NotAListener, PathListener, PathProbe
 
 DEFAULT_PORT = 29398
@@ -103,18 +104,11 @@ def split_peer(text: str, default_port: int, *, default_host: str = "") -> tuple
     >>> split_peer("80", 1, default_host="127.0.0.1")
     ('127.0.0.1', 80)
     """
-    if default_host and (not text or text.isdecimal()):
-        host, port = default_host, text
-    elif text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif text.count(":") > 1:
-        host, port = text, ""
-    else:
-        host, _, port = text.partition(":")
-    if not host or (port and not port.isdecimal()) or int(port or default_port) > 65535:
+    is_port = default_host and (not text or text.isdecimal())
+    found = split_host_port(f"[{default_host}]:{text}" if is_port else text, default_port)
+    if found is None:
         raise ValueError(f"{text!r} is no host; expected HOST, HOST:PORT or [IPv6]:PORT")
-    return host, int(port) if port else default_port
+    return found
 
 
 def measure_peer(host: str, port: int, patience: float) -> Iterator[Path]:
@@ -155,7 +149,7 @@ def _measured(
     path = Path(peer, way.address, way.source, _interface(way, own), is_used=is_used)
     try:
         with connection, PathProbe(connection, _PROBE) as probe:
-            told = [each for each in probe.addresses() if _is_address(each)]
+            told = [each for each in probe.addresses() if is_literal(each)]
             speed = probe.measure()
     except (OSError, ValueError) as error:
         kind = "" if isinstance(error, NotAListener) else f"{type(error).__name__}: "
@@ -167,14 +161,6 @@ def _interface(way: Way, own: dict[str, str]) -> str:
     """Name the interface that packets leave by: to this machine itself the loopback one, whatever the address."""
     source, address = (ipaddress.ip_address(each.partition("%")[0]) for each in (way.source, way.address))
     return "lo" if source.is_loopback or source == address else own.get(str(source), "")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def findings_of(host: str, port: int, paths: Sequence[Path]) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx._reach import split_host_port
 from phalanx.comm import _background as background
 from phalanx.comm import stores
 from phalanx.comm.stores._interface import Store
@@ -255,16 +256,10 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
     text = endpoint.strip()
     if not text:
         return "localhost", default_port
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif text.count(":") > 1:
-        host, port = text, ""
-    else:
-        host, _, port = text.partition(":")
-    if not host or (port and not port.isdecimal()) or int(port or default_port) > 65535:
+    found = split_host_port(text, default_port)
+    if found is None:
         raise ValueError(f"rendezvous endpoint {endpoint!r}; expected host or host:port")
-    return host, int(port) if port else default_port
+    return found
 
 
 def is_this_machine(host: str) -> bool:

@@ -27,7 +27,7 @@ def bind_address(host: str) -> str:
     if host == "localhost":
         return "127.0.0.1"
     addresses = _own_addresses(host)
-    if _is_literal(host) and addresses:
+    if is_literal(host) and addresses:
         return addresses[0]
     outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if outside:
@@ -61,7 +61,8 @@ def _own_addresses(host: str) -> list[str]:
     return addresses
 
 
-def _is_literal(host: str) -> bool:
+def is_literal(host: str) -> bool:
+    """Return whether a host is given by its address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
