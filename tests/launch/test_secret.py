@@ -59,6 +59,16 @@ def test_the_file_of_a_secret_is_private_comes_back_and_goes_with_the_job(folder
 
 
 @pytest.mark.fast
+def test_a_disk_that_takes_a_part_of_a_secret_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", lambda fd, data: len(data) // 2)
+    with pytest.raises(OSError, match="No space left"):
+        create_locked(str(tmp_path / "a.secret"), b"hush")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fast
 def test_a_folder_that_others_can_enter_is_not_used(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)

@@ -11,6 +11,7 @@ and ``job.json`` says which job it is, so that ``phalanx scale`` finds it withou
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -145,10 +146,12 @@ def create_locked(path: str, content: bytes = b"") -> int:
     fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_TRUNC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, content)
+        if os.write(fd, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         os.rename(new, path)
     except OSError:
         os.close(fd)
+        os.unlink(new)
         raise
     return fd
 
