@@ -63,7 +63,8 @@ def test_each_path_is_measured_and_the_one_that_works_is_used_and_told() -> None
                 one.main.address6: ("eth0", False),
                 f"{SECOND}.2": ("eth1", False),  # by the peer's own word
             }
-            assert all(min(path["latency"], path["sent"], path["received"]) > 0 for path in found["paths"])
+            for path in found["paths"]:
+                assert min(path["latency"], path["sent"], path["received"]) > 0, path
             last = found["findings"][-1]["text"]
             assert last == "in a job whose endpoint is host1, the others are told that this machine is host0"
 

@@ -85,16 +85,23 @@ def test_garbage_is_not_answered_and_the_next_is(listener: PathListener) -> None
     assert probe(listener.address)[0].latency > 0
 
 
-def test_who_says_nothing_is_left_after_a_time_and_bytes_are_bounded() -> None:
+def test_who_says_nothing_is_left_after_a_time() -> None:
     listener = PathListener("127.0.0.1", 0, session=0.2)
     with listener, socket.create_connection(listener.address, 60.0) as silent:
         silent.settimeout(60.0)
         assert silent.recv(1) == b"", "it closes by itself"
-    with PathListener("127.0.0.1", 0) as listener, socket.create_connection(listener.address, 60.0) as greedy:
-        greedy.settimeout(60.0)
-        greedy.sendall(HELLO + b"G\x10\0\0\0" * 5)  # 256 MB each: the fifth is one too many; read nothing of it
-        greedy.shutdown(socket.SHUT_WR)
-        assert greedy.recv(len(HELLO)) == HELLO
+
+
+def test_bytes_are_bounded_by_what_the_quickest_path_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_path_probe, "_MAX_BYTES", _path_probe._FIRST)
+    monkeypatch.setattr(_path_probe, "_SPAN", 1e6)  # no transfer lasts long enough to tell: every try is made
+    with PathListener("127.0.0.1", 0) as listener:
+        measured, _ = probe(listener.address)
+        assert min(measured.sent, measured.received) > 0
+        with socket.create_connection(listener.address, 60.0) as greedy:
+            greedy.settimeout(60.0)
+            greedy.sendall(HELLO + (b"G" + _path_probe._FIRST.to_bytes(4, "big")) * 7)
+            assert len(b"".join(iter(lambda: greedy.recv(1 << 16), b""))) == len(HELLO) + 6 * _path_probe._FIRST
 
 
 def test_there_is_room_for_some_at_a_time(listener: PathListener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -629,3 +629,19 @@ def test_no_thread_is_left_behind(c10d: Job) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda handler: handler.shutdown(), handlers)) == [True, True]
     assert set(threading.enumerate()) - before == set()
+
+
+def test_who_left_is_not_told_that_it_could_not_because_the_store_ended_at_once(c10d: Job) -> None:
+    host, other = handlers = [c10d.node(2, 2) for _ in range(2)]
+    meet(*handlers)
+    host.set_closed()
+    leave = other._participant.leave  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(host.shutdown)
+
+        def leave_and_see_the_store_end() -> None:
+            leave()
+            assert ended.result(60.0)
+
+        other._participant.leave = leave_and_see_the_store_end  # type: ignore[attr-defined]
+        assert other.shutdown()

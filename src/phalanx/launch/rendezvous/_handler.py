@@ -419,6 +419,8 @@ class StoreRendezvousHandler(GenerationHandler):
     def _leave(self) -> bool:
         try:
             self._participant.leave()
+            if self._keeper is None and not self._is_host:
+                return self._failure is None  # the last word: a store that waited for it may be gone by now
             is_closed = self._read_closed() is not None
             if self._keeper is not None and not self._keeper.part() and is_closed:
                 self._keeper.wait_until_alone(self._options.close_timeout)

@@ -27,7 +27,7 @@ _COUNT = struct.Struct("!Q")
 _ECHO, _TAKE, _GIVE, _ADDRESSES, _END = b"E", b"T", b"G", b"A", b"Q"
 _MAX_ECHO, _MAX_BYTES, _MAX_ANSWER = 1024, 256 << 20, 1 << 16
 _BLOCK = 1 << 18
-_ROUNDS, _FIRST, _SPAN = 15, 1 << 18, 0.3
+_ROUNDS, _FIRST, _SPAN, _TRIES = 15, 1 << 18, 0.3, 3
 """Round trips whose median counts; bytes of the first transfer; seconds that the second should take."""
 
 SESSION = 30.0
@@ -152,7 +152,7 @@ class PathProbe:
     def _rate(self, move: Callable[[int], None]) -> float:
         """Bytes per second of a transfer that is long enough to tell; how long, a short one says."""
         count, rate = _FIRST, 0.0
-        for _ in range(3):
+        for _ in range(_TRIES):
             began = time.perf_counter()
             move(count)
             taken = max(time.perf_counter() - began, 1e-6)
@@ -255,7 +255,7 @@ class PathListener:
         if talk.read(len(HELLO)) != HELLO:
             raise ValueError("not a probe")
         talk.send(HELLO)
-        left = 4 * _MAX_BYTES
+        left = 2 * _TRIES * _MAX_BYTES + _ROUNDS * _MAX_ECHO  # what the quickest path takes: both ways, every try
         while True:
             kind, count = _REQUEST.unpack(talk.read(_REQUEST.size))
             left -= count
