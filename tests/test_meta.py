@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.metadata
 import itertools
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from tools import files, tables
 
 import phalanx
@@ -552,6 +554,25 @@ def test_each_dependency_is_justified_and_pinned() -> None:
         assert f"| `{name}` |" in reasons, f"{name} is not in docs/dependencies.md"
         assert re.search(rf"^{name}==", pins, re.MULTILINE), f"{name} is not in constraints.txt"
     assert "torch==2.13.0" in pins
+
+
+def test_no_pin_keeps_the_oldest_python_from_installing() -> None:
+    """A pin whose distribution has dropped Python 3.10 says so: without a marker pip finds nothing there."""
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest, "pyproject.toml says which Python is the oldest"
+    pins = re.findall(r"^([\w.-]+)==([^;\s]+)(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    tried, wrong = 0, []
+    for name, version, marker in pins:
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that is not installed
+        allowed = SpecifierSet(found.metadata["Requires-Python"] or "")
+        tried += found.version == version
+        if found.version == version and oldest[1] not in allowed and "python_version" not in marker:
+            wrong.append(f"{name}=={version} needs Python {allowed}")
+    assert tried > 50, f"only {tried} of {len(pins)} pins are what is installed"
+    assert not wrong, "add a marker such as numpy's:\n" + "\n".join(wrong)
 
 
 def test_files_are_read_in_one_sitting() -> None:

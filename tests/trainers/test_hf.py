@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 from trainer_runs import assert_equal_everywhere
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs Python 3.11"),
+]
 
 SCRIPT = "hf_script.py"
 DISTURBED = [
