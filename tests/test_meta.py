@@ -130,6 +130,7 @@ SUBLAYERS: dict[str, list[str]] = {
     ],
     "protocol": [
         "_variables", "_timeouts", "_keys", "_codec", "_membership", "_recovery", "_reports", "_round_records",
+        "_etcd_records",
     ],
     "preemption": ["_notice", "_metadata_request", "_local_notices", "_aws", "_gcp", "_azure", "_named_source"],
     "storage": [

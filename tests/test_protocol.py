@@ -25,7 +25,10 @@ from phalanx.protocol import (
     Action,
     Broken,
     Closing,
+    ClusterRecord,
     ContactLosses,
+    EtcdOffer,
+    EtcdRequest,
     Evaluation,
     FailureReport,
     Finish,
@@ -80,6 +83,9 @@ RECORDS: list[StoreRecord] = [
     Ready(step=3, evaluations=1, evaluating=True, peers=("a",)),
     Round(("a", "b")),
     Finish(generation=1, round=0, step=9, workers=("a",), hosts=("h",)),
+    ClusterRecord(founder="n", began=3.5, members=("h:1", "i:1")),
+    EtcdOffer(peer="http://h:2", client="http://h:1", leaves=True),
+    EtcdRequest(member="9", cluster="n=http://h:2"),
     Evaluation({"loss": 0.5, "worst": float("inf")}),
 ]
 
@@ -156,7 +162,7 @@ def test_keys_are_named_in_one_place_and_none_twice() -> None:
         if name.endswith(("_key", "_prefix")):
             arguments = ["done" if one == "stage" else f"<{one}>" for one in value.__annotations__ if one != "return"]
             value = value(*arguments)
-        elif not (isinstance(value, str) and re.fullmatch("[A-Z]+", name)):
+        elif not (isinstance(value, str) and re.fullmatch("[A-Z_]+", name)):
             continue
         assert value not in found, f"{name} and {found[value]} are the same key"
         found[value] = name
@@ -170,7 +176,7 @@ def test_keys_are_named_in_one_place_and_none_twice() -> None:
         keys.keeps(1, "w"),
     ]
     assert len({*found, *own}) == len(found) + len(own)
-    written = re.compile(r"""["'](?:agents|gen|rdzv|elastic|progress|ended|regroups|wish)/""")
+    written = re.compile(r"""["'](?:agents|asked|elastic|ended|etcd|gen|phalanx|progress|rdzv|regroups|watch|wish)/""")
     elsewhere = [
         str(path.relative_to(SOURCE))
         for package in ("launch", "elastic")

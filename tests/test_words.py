@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def listed(heading: str) -> set[str]:
     return set(re.findall(r"^\| `(\w+)(?:\.py)?` \|", section[1], re.MULTILINE))
 
 
+def named_in(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module names besides: arguments, attributes, variables, and what it calls its imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
 def banned_names() -> set[str]:
     return {
         name
@@ -99,3 +113,13 @@ def test_a_file_name_that_returns_has_one_meaning() -> None:
 
 def test_no_metaphor_stands_for_a_word_of_the_field() -> None:
     assert not banned_names(), sorted(banned_names())
+
+
+def test_no_metaphor_names_an_argument_an_attribute_or_a_variable() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for name in sorted(set(named_in(ast.parse(path.read_text()))))
+        if words_of(name) & BANNED
+    ]
+    assert not wrong, "\n".join(wrong)

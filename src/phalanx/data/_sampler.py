@@ -124,8 +124,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         """
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; expected 0 or more")
-        gone_through = self._cursor is not None and self._is_over()
-        if not self._untouched and (epoch != self._epoch or gone_through):
+        is_exhausted = self._cursor is not None and self._is_over()
+        if not self._untouched and (epoch != self._epoch or is_exhausted):
             self._start, self._cursor = 0, None
         self._epoch = epoch
         self._epoch_was_set = True

@@ -12,8 +12,8 @@ in the key, so that nothing of an earlier one is ever read. Under ``rdzv/`` lies
 ``closed``           ``Closing``: the job is over, how it ended, and when
 ``runs``             how often a job of this id was run anew; see ``phalanx.launch.rendezvous._runs``
 ``proof``            empty, signed by the agent that made the job's secret: which of several it is
-``etcd/offer/<id>``  where a node would run a member of the job's own etcd; see ``launch.rendezvous._etcd_keeper``
-``etcd/asked/<id>``  which member of it a node is asked to run
+``etcd/offer/<id>``  ``EtcdOffer``: where a node would run a member of the job's own etcd
+``etcd/asked/<id>``  ``EtcdRequest``: which member of it a node is asked to run
 ``bells``            counter; see below
 ``live/bell/<n>``    the n-th ring
 ==================== ========================================================================================
@@ -180,6 +180,31 @@ def etcd_request_key(node_id: str) -> str:
 
 def bell_key(number: int) -> str:
     return f"rdzv/live/bell/{number}"
+
+
+# -- outside of any job: what a store at an endpoint says of itself -------------------------------------------------
+
+SERVED = "phalanx/served"
+"""Present in a store that an agent serves for rendezvous."""
+
+ADAPTED_ENDPOINT = "phalanx/endpoint"
+"""A text: where the agents of a rendezvous of others find the store of ours."""
+
+ETCD_ENDPOINT = "phalanx/etcd-endpoint"
+"""Present in a store that an agent serves so that the job's own etcd is found."""
+
+ETCD_CLUSTER = "phalanx/etcd"
+"""``ClusterRecord``: the job's own etcd."""
+
+ETCD_WAITING = "phalanx/waiting/"
+
+UNUSED = "phalanx/doctor"
+"""Never written; reading it shows that a store answers."""
+
+
+def etcd_waiting_key(node_id: str) -> str:
+    """Present, by a lease, as long as a node waits for the job's own etcd and knows of none."""
+    return f"{ETCD_WAITING}{node_id}"
 
 
 # -- an elastic job: workers among themselves ---------------------------------------------------------------------

@@ -15,8 +15,7 @@ import pytest
 
 from phalanx.comm.stores import connect
 from phalanx.errors import StoreError
-from phalanx.launch.rendezvous import RendezvousParameters, get_rendezvous_handler
-from phalanx.launch.rendezvous import _etcd_discovery as doors
+from phalanx.launch.rendezvous import RendezvousParameters, _etcd_discovery, get_rendezvous_handler
 from phalanx.launch.rendezvous._etcd_certificates import write_certificates
 from phalanx.launch.rendezvous._etcd_process import find_program
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
@@ -34,7 +33,7 @@ def free_port() -> int:
 
 
 class Nodes:
-    """Handlers of one job on loopback; the first door is at ``endpoint``."""
+    """Handlers of one job on loopback; the first endpoint is at ``endpoint``."""
 
     def __init__(self, folder: Path) -> None:
         self.min_nodes = 1
@@ -56,7 +55,7 @@ class Nodes:
         return handler
 
     def add_together(self, count: int) -> list[StoreRendezvousHandler]:
-        """Add nodes that wait for one another; the first one holds the door."""
+        """Add nodes that wait for one another; the first one holds the endpoint."""
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(lambda number: self.add(is_host=number == 0), range(count)))
 
@@ -83,7 +82,7 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(doors, "GRACE", 0.2)  # no other cluster lives where a test begins one
+    monkeypatch.setattr(_etcd_discovery, "GRACE", 0.2)  # no other cluster lives where a test begins one
     made = Nodes(tmp_path)
     yield made
     made.close()
@@ -118,7 +117,7 @@ def vanish(handler: StoreRendezvousHandler) -> None:
 
 @pytest.mark.soak  # four real members one after the other, 30 s; decisions: test_etcd_founding, test_etcd_discovery
 @needs_etcd
-def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost(nodes, tmp_path):
+def test_members_are_found_through_the_endpoint_and_replaced_when_their_node_is_lost(nodes, tmp_path):
     nodes.min_nodes = 2  # nobody begins a cluster alone, so that no word that comes late can do harm
     three = nodes.add_together(3)
     first, *others = three
@@ -135,7 +134,7 @@ def test_members_are_found_through_the_door_and_replaced_when_their_node_is_lost
         assert store.get("kept") == b"7"
         store.set("kept", b"8")
 
-    again = nodes.add()  # its door is open anew, and what lives says so there
+    again = nodes.add()  # its endpoint is served anew, and what lives says so there
     with connect(again.store_url) as store:
         assert store.get("kept") == b"8", "it found the cluster that lives, and began no other"
     pids = [handler._keeper._process.pid for handler in nodes.handlers if handler._keeper]

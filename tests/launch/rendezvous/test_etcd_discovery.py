@@ -1,4 +1,4 @@
-"""The doors of a job's own etcd, on real TCP stores and without any etcd: who finds what there, and who gives up."""
+"""The endpoints of a job's own etcd, on real TCP stores without any etcd: who finds what there, and who gives up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from phalanx.comm import stores
 from phalanx.comm.stores._signing import Signer
-from phalanx.launch.rendezvous import _etcd_discovery as doors
+from phalanx.launch.rendezvous import _etcd_discovery
 from phalanx.launch.rendezvous._etcd_discovery import DiscoveryBoard, Herald
-from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
 from phalanx.launch.rendezvous._interface import RendezvousConnectionError
+from phalanx.protocol import ETCD_ENDPOINT, PRESENT, ClusterRecord
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,16 +24,16 @@ OFFER = ClusterRecord(founder="a", began=2.0, members=("a:1",))
 
 
 class Street:
-    """Boards of several nodes with one door."""
+    """Boards of several nodes with one endpoint."""
 
     def __init__(self, parts: ExitStack) -> None:
         self._parts = parts
-        self.door: tuple[str, int] = ("127.0.0.1", 0)
+        self.endpoint: tuple[str, int] = ("127.0.0.1", 0)
 
-    def open_door(self, secret: bytes = b"secret") -> DiscoveryBoard:
-        server = stores.TCPStore.serve(*self.door)
-        self.door = ("127.0.0.1", int(server.address.rpartition(":")[2]))
-        server.set(doors.DOOR, b"{}")
+    def serve_endpoint(self, secret: bytes = b"secret") -> DiscoveryBoard:
+        server = stores.TCPStore.serve(*self.endpoint)
+        self.endpoint = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        server.set(ETCD_ENDPOINT, PRESENT)
         board = self.board("a", secret)
         board.serve(server)
         return board
@@ -42,7 +42,7 @@ class Street:
         self._parts.callback(store.close)
 
     def board(self, node: str, secret: bytes = b"secret") -> DiscoveryBoard:
-        board = DiscoveryBoard([self.door], Signer("job7", secret), node)
+        board = DiscoveryBoard([self.endpoint], Signer("job7", secret), node)
         self._parts.callback(board.close)
         return board
 
@@ -59,15 +59,15 @@ class Street:
 
 @pytest.fixture
 def street(monkeypatch: pytest.MonkeyPatch) -> Iterator[Street]:
-    monkeypatch.setattr(doors, "GRACE", 0.0)
-    monkeypatch.setattr(doors, "TELL", 0.05)
+    monkeypatch.setattr(_etcd_discovery, "GRACE", 0.0)
+    monkeypatch.setattr(_etcd_discovery, "TELL", 0.05)
     with ExitStack() as parts:
         yield Street(parts)
 
 
 def test_a_first_node_that_returns_waits_until_it_is_told_and_begins_nothing(street):
     """Its grace is over at once, and still it begins no second cluster."""
-    board = street.open_door()
+    board = street.serve_endpoint()
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(board.wait_as_first, OFFER, min_nodes=2, timeout=60.0)
         with pytest.raises(TimeoutError):
@@ -77,7 +77,7 @@ def test_a_first_node_that_returns_waits_until_it_is_told_and_begins_nothing(str
 
 
 def test_as_many_as_the_job_needs_begin_it_and_all_find_the_same(street):
-    first = street.open_door()
+    first = street.serve_endpoint()
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(street.board(node).wait_anywhere, reach=60.0, timeout=60.0) for node in "bc"]
         assert first.wait_as_first(OFFER, min_nodes=3, timeout=60.0) is OFFER
@@ -85,7 +85,7 @@ def test_as_many_as_the_job_needs_begin_it_and_all_find_the_same(street):
 
 
 def test_a_stranger_is_not_counted_and_what_it_writes_is_no_record(street):
-    first = street.open_door()
+    first = street.serve_endpoint()
     stranger = street.board("x", b"another")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stranger.wait_anywhere, reach=0.5, timeout=1.0)
@@ -98,22 +98,22 @@ def test_a_stranger_is_not_counted_and_what_it_writes_is_no_record(street):
 
 
 def test_a_node_with_another_secret_does_not_wait_long(street):
-    street.open_door()
+    street.serve_endpoint()
     street.board("b").tell(LIVES, acts=True, answers=lambda _: True)
     with pytest.raises(RendezvousConnectionError, match=r"has said within 0.3 s.* and the same secret"):
         street.board("x", b"another").wait_anywhere(reach=0.3, timeout=3600.0)
 
 
-def test_a_door_that_was_opened_anew_is_told_again(street):
-    board = street.open_door()
+def test_an_endpoint_that_is_served_anew_is_told_again(street):
+    board = street.serve_endpoint()
     street.herald(LIVES)
     assert board.wait_as_first(OFFER, min_nodes=2, timeout=60.0) == LIVES
     board.close()
-    assert street.open_door().wait_as_first(OFFER, min_nodes=2, timeout=60.0) == LIVES
+    assert street.serve_endpoint().wait_as_first(OFFER, min_nodes=2, timeout=60.0) == LIVES
 
 
 def test_what_is_forgotten_is_told_again_by_who_lives(street):
-    board = street.open_door()
+    board = street.serve_endpoint()
     herald, _ = street.herald(LIVES)
     assert board.wait_as_first(OFFER, min_nodes=2, timeout=60.0) == LIVES
     board.forget(LIVES)
@@ -124,7 +124,7 @@ def test_what_is_forgotten_is_told_again_by_who_lives(street):
 
 
 def test_the_younger_of_two_clusters_is_given_up_and_the_elder_stays(street):
-    street.open_door()
+    street.serve_endpoint()
     _, elder_gave_up = street.herald(LIVES)
     _, gave_up = street.herald(OFFER)
     assert gave_up.wait(60.0)
@@ -133,7 +133,7 @@ def test_the_younger_of_two_clusters_is_given_up_and_the_elder_stays(street):
 
 
 def test_a_record_of_a_dead_cluster_takes_nobodys_place(street):
-    street.open_door()
+    street.serve_endpoint()
     street.board("b").tell(LIVES, acts=True, answers=lambda _: True)
     board = street.board("a2")
     assert board.tell(OFFER, acts=False, answers=lambda _: False) is None
@@ -141,7 +141,7 @@ def test_a_record_of_a_dead_cluster_takes_nobodys_place(street):
 
 
 def test_only_the_acting_member_changes_what_its_cluster_says(street):
-    street.open_door()
+    street.serve_endpoint()
     board = street.board("b")
     changed = replace(LIVES, members=("c:1", "d:1"))
     for record, acts, seen in ((LIVES, False, LIVES), (changed, False, LIVES), (changed, True, changed)):
@@ -150,10 +150,10 @@ def test_only_the_acting_member_changes_what_its_cluster_says(street):
 
 
 @pytest.mark.parametrize("is_served", [False, True])
-def test_a_machine_without_a_door_is_named(street, is_served):
+def test_a_machine_without_an_endpoint_is_named(street, is_served):
     """One where nobody listens, or an agent without an etcd of its own."""
-    street.open_door().close()
+    street.serve_endpoint().close()
     if is_served:
-        street.keep(stores.TCPStore.serve(*street.door))
+        street.keep(stores.TCPStore.serve(*street.endpoint))
     with pytest.raises(RendezvousConnectionError, match=r"nobody at 127.0.0.1:\d+ has said within 0.3 s"):
         street.board("b").wait_anywhere(reach=0.3, timeout=60.0)

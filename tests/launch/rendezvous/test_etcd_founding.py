@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from phalanx.launch.rendezvous._etcd_founding import (
-    ClusterRecord,
     Founding,
     RecordChoice,
     decide_founding,
     decide_telling,
 )
+from phalanx.protocol import ClusterRecord
 
 pytestmark = pytest.mark.fast
 
@@ -40,7 +40,7 @@ def test_a_cluster_that_is_known_is_joined_and_nobody_begins_one_alone():
     assert found(num_fresh=1, waited=3.0, min_nodes=1) is Founding.BEGIN
 
 
-def test_a_door_is_told_what_it_does_not_know_and_by_the_acting_member_what_has_changed():
+def test_an_endpoint_is_told_what_it_does_not_know_and_by_the_acting_member_what_has_changed():
     assert tell(ELDER, None) is RecordChoice.WRITE
     changed = replace(ELDER, members=("c:1", "d:1"))
     assert tell(ELDER, changed) is RecordChoice.NOTHING, "another member knows better"
@@ -57,17 +57,17 @@ def test_the_younger_of_two_is_given_up_for_an_elder_that_lives():
 # -- every order --------------------------------------------------------------------------------------------------
 
 NODES = (0, 1, 2)
-"""Node 0 has the only door."""
+"""Node 0 has the only endpoint."""
 OFF, FRESH = -2, -1
 
 
 @dataclass(frozen=True)
 class State:
-    """A job: what each node is in (a cluster's number, ``FRESH`` at the door, ``OFF``), and what the door knows."""
+    """A job: what each node is in (a cluster's number, ``FRESH`` at the endpoint, ``OFF``), and what that knows."""
 
     place: tuple[int, ...] = (OFF, OFF, OFF)
-    record: int = -1  # the cluster that the open door names; -1: none
-    is_late: bool = False  # the grace of the open door is over
+    record: int = -1  # the cluster that the served endpoint names; -1: none
+    is_late: bool = False  # the grace of the served endpoint is over
     count: int = 0  # clusters that were ever begun: the next one's number, so the lower the elder
     is_cut: bool = False  # node 0 and the others do not reach each other
     starts: int = 0
@@ -84,7 +84,7 @@ def record_of(number: int) -> ClusterRecord | None:
 
 
 def next_states(now: State, *, min_nodes: int, is_timely: bool, may_cut: bool, max_starts: int) -> Iterator[State]:
-    """All that can happen next. ``is_timely``: who lives tells an open door within its grace."""
+    """All that can happen next. ``is_timely``: who lives tells an endpoint that is served within its grace."""
     is_open = now.place[0] != OFF
     for node in NODES:
         reaches = is_open and (node == 0 or not now.is_cut)
@@ -101,7 +101,7 @@ def next_states(now: State, *, min_nodes: int, is_timely: bool, may_cut: bool, m
         if now.place[node] >= 0 and reaches:
             yield from after_telling(now, node)
     if is_open and now.place[0] == FRESH:
-        yield from at_first_door(now, min_nodes)
+        yield from at_first_endpoint(now, min_nodes)
     if is_open and not now.is_late:
         is_told = now.record >= 0 or not now.living()
         if is_told or not is_timely:
@@ -128,7 +128,7 @@ def reached(now: State, node: int) -> set[int]:
     return {now.place[other] for other in side if now.place[other] >= 0}
 
 
-def at_first_door(now: State, min_nodes: int) -> Iterator[State]:
+def at_first_endpoint(now: State, min_nodes: int) -> Iterator[State]:
     num_fresh = sum(now.place[node] == FRESH and (node == 0 or not now.is_cut) for node in NODES)
     waited = 9.0 if now.is_late else 0.0
     action = decide_founding(record_of(now.record), num_fresh=num_fresh, waited=waited, min_nodes=min_nodes, grace=3.0)

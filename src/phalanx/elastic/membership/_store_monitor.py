@@ -1,7 +1,7 @@
 """Looks at the store in a thread while the worker computes, and raises flags.
 
 Owns the reading of the keys that can end or question a round: the generation was broken (the group is aborted at
-once, so that a collective in flight raises), a regroup is wanted, someone is at the door, someone leaves. It also
+once, so that a collective in flight raises), a regroup is wanted, someone waits to join, someone leaves. It also
 writes the worker's progress, and that it can regroup, should that be gone. One read of a few keys per tick; the main
 thread only ever looks at the flags. All that is read are signed records (where the job has a secret): nobody else can
 ask for a regroup.

@@ -295,11 +295,12 @@ def check_endpoint(backend: str, endpoint: str) -> Iterator[Finding]:
     from phalanx.comm.stores import connect  # start-up speed: it imports torch
     from phalanx.errors import StoreError
     from phalanx.launch.cli._jobs import store_url
+    from phalanx.protocol import UNUSED
 
     try:
         url = store_url(backend, endpoint)
         store = connect(url, timeout=ENDPOINT_PATIENCE)
-        store.get("phalanx/doctor")
+        store.get(UNUSED)
         store.close()
     except (StoreError, ValueError, OSError) as error:
         yield Finding(

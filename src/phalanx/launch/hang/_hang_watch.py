@@ -8,7 +8,6 @@ what the others do. Whoever writes slowly or not at all is waited for in a threa
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from phalanx.comm import _background as background
 from phalanx.errors import StoreError
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.hang._detector import HangDetector
+from phalanx.launch.hang._detector import HangDetector, parse_report
 from phalanx.launch.hang._kernel_watch import KernelWatch
 from phalanx.launch.recovery._agent_channel import AgentChannel
 from phalanx.launch.rendezvous._interface import RendezvousInfo
@@ -195,10 +194,8 @@ def _step_of(report: bytes | None) -> str:
     """Return what the last report said, for a message."""
     if report is None:
         return " and has never reported any"
-    try:
-        return f" after step {json.loads(report)['step']}"
-    except (ValueError, KeyError, TypeError, RecursionError):  # a worker may report what it likes
-        return ""
+    step = parse_report(report).step
+    return f" after step {step}" if step >= 0 else ""
 
 
 def _is_stopped(worker: WorkerHandle) -> bool:

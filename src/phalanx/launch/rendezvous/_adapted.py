@@ -31,12 +31,10 @@ from phalanx.launch.rendezvous._interface import (
     RendezvousStoreInfo,
 )
 from phalanx.launch.system._listen_address import LOOPBACK
-from phalanx.protocol import Broken, timeouts
+from phalanx.protocol import ADAPTED_ENDPOINT, Broken, timeouts
 
 INTERVAL = 0.2
 """Seconds between two looks at whether nodes wait: the interface has no way to be told."""
-
-_ENDPOINT = "phalanx/endpoint"
 
 
 def adapted(handler: RendezvousHandler) -> GenerationHandler:
@@ -124,7 +122,7 @@ class AdaptedHandler(GenerationHandler):
                 )
                 endpoint = opened.url.removeprefix("tcp://")
             if world_size > 1:
-                store.set(_ENDPOINT, endpoint.encode())
+                store.set(ADAPTED_ENDPOINT, endpoint.encode())
         else:
             endpoint = self._endpoint_of_first(store, rank)
             stays = stays and endpoint == self._round.endpoint
@@ -141,7 +139,7 @@ class AdaptedHandler(GenerationHandler):
 
     def _endpoint_of_first(self, store: Any, rank: int) -> str:
         try:
-            return str(store.get(_ENDPOINT).decode())
+            return str(store.get(ADAPTED_ENDPOINT).decode())
         except Exception as error:  # whatever the handler's own store raises
             raise RendezvousConnectionError(
                 f"node {rank} of job {self.get_run_id()!r} could not read, from the store that the rendezvous "

@@ -39,7 +39,7 @@ from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system import _linux
 from phalanx.launch.system._addresses import advertised_address
 from phalanx.launch.system._listen_address import LOOPBACK, bind_address
-from phalanx.protocol import NODES, PRESENT, PROOF, NodeRecord, job_prefix, timeouts
+from phalanx.protocol import NODES, PRESENT, PROOF, SERVED, NodeRecord, job_prefix, timeouts
 
 if TYPE_CHECKING:
     from phalanx.launch.rendezvous._etcd_keeper import EtcdKeeper
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
 STATIC_PORT = 29500
-_SERVED = "phalanx/served"
 _SERVED_PATIENCE = 10.0
 """Seconds for whoever has the port on this machine to show that it is an agent: it says so as soon as it serves."""
 
@@ -280,7 +279,7 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
-def open_tcp(host: str, port: int, *, serve: bool, timeout: float, mark: str = _SERVED) -> OpenStore:
+def open_tcp(host: str, port: int, *, serve: bool, timeout: float, mark: str = SERVED) -> OpenStore:
     """Serve at ``host:port``, or connect. Of several agents that want to serve, one wins and the others
     connect. ``mark``: the key by which a store is known to be one for this purpose."""
     if serve:

@@ -1,9 +1,9 @@
 """Makes the handlers of the ``etcd`` backend: on a cluster that somebody runs, or on one of the job's own.
 
-Owns how a job's own etcd is found or begun. Where ``--rdzv-conf embedded=N`` is said, the endpoint (or each of several,
-with commas between them) is a *door* (``_etcd_discovery``) that the agent there holds open. The agent at the
-first door begins the cluster when ``_etcd_founding`` says so. What a door says of a cluster that does not answer is
-forgotten: its members are gone.
+Owns how a job's own etcd is found or begun. Where ``--rdzv-conf embedded=N`` is said, the agent at the
+endpoint (or at each of several, with commas between them) serves a small store there (``_etcd_discovery``). The agent
+at the first one begins the cluster when ``_etcd_founding`` says so. What an endpoint says of a cluster that does not
+answer is forgotten: its members are gone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from phalanx.launch.rendezvous._backends import (
     split_endpoint,
 )
 from phalanx.launch.rendezvous._etcd_certificates import CertificateFiles, write_certificates
-from phalanx.launch.rendezvous._etcd_discovery import DOOR, DiscoveryBoard, Herald
-from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
+from phalanx.launch.rendezvous._etcd_discovery import DiscoveryBoard, Herald
 from phalanx.launch.rendezvous._etcd_keeper import EtcdKeeper
 from phalanx.launch.rendezvous._etcd_process import MemberProcess, find_program
 from phalanx.launch.rendezvous._handler import StoreRendezvousHandler
@@ -42,12 +41,12 @@ from phalanx.launch.rendezvous._interface import RendezvousConnectionError, Rend
 from phalanx.launch.rendezvous._waiting import saying
 from phalanx.launch.system._folders import open_agent_folder
 from phalanx.launch.system._listen_address import LOOPBACK
-from phalanx.protocol import timeouts
+from phalanx.protocol import ETCD_ENDPOINT, ClusterRecord, timeouts
 
 log = logging.getLogger(__name__)
 
 _ANSWER = 20.0
-"""Seconds for a cluster that a door knows to answer: it may elect a leader, or its first member may be starting."""
+"""Seconds for a cluster that is known to answer: it may elect a leader, or its first member may be starting."""
 _ANSWER_NOW = 2.0
 
 
@@ -84,10 +83,10 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
         raise ValueError(f"rendezvous configuration embedded={size}; expected an odd number of members, such as 3")
     if params.max_nodes == 1:
         return create_c10d_handler(params)
-    doors = [split_endpoint(each, DEFAULT_PORT) for each in params.endpoint.split(",")]
+    endpoints = [split_endpoint(each, DEFAULT_PORT) for each in params.endpoint.split(",")]
     secret = secret_of(params)[1]
     signer = Signer(params.run_id, secret)
-    node = describe_node(params, loopback=doors[0][0] in LOOPBACK)
+    node = describe_node(params, loopback=endpoints[0][0] in LOOPBACK)
     parts = ExitStack()  # what this node runs for its etcd, in the order in which it was begun
     try:
         folder = open_agent_folder()
@@ -95,9 +94,9 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
         files = None if secret is None else write_certificates(Path(folder.path), secret, params.run_id, [node.addr])
         process = MemberProcess(node.id, node.addr, folder.path, files)
         parts.callback(process.close)
-        board = DiscoveryBoard(doors, signer, node.id)
+        board = DiscoveryBoard(endpoints, signer, node.id)
         parts.callback(board.close)
-        record, store = _open_cluster(params, doors, board, process, files)
+        record, store = _open_cluster(params, endpoints, board, process, files)
         keeper = EtcdKeeper(
             process, store.clone(), params.run_id, signer, size=size, endpoint=params.endpoint, close=parts.close
         )
@@ -125,7 +124,7 @@ def _create_embedded(params: RendezvousParameters, size: int) -> StoreRendezvous
 
 def _open_cluster(
     params: RendezvousParameters,
-    doors: Sequence[tuple[str, int]],
+    endpoints: Sequence[tuple[str, int]],
     board: DiscoveryBoard,
     process: MemberProcess,
     files: CertificateFiles | None,
@@ -133,7 +132,7 @@ def _open_cluster(
     """Return which cluster the job has, and a client of it; it is begun here when that is for this node to do."""
     reach = params.get_as_float("read_timeout", timeouts.REACH_STORE)
     patience = options_of(params).join_timeout
-    is_first = _serve_discovery(params, doors, board, reach)
+    is_first = _serve_discovery(params, endpoints, board, reach)
     deadline = time.monotonic() + patience
     line = (
         f"waiting up to {patience:g} s at {params.endpoint} for the {params.min_nodes} nodes with which the job's etcd "
@@ -162,19 +161,20 @@ def _open_cluster(
 
 
 def _serve_discovery(
-    params: RendezvousParameters, doors: Sequence[tuple[str, int]], board: DiscoveryBoard, reach: float
+    params: RendezvousParameters, endpoints: Sequence[tuple[str, int]], board: DiscoveryBoard, reach: float
 ) -> bool:
-    """Open the door of this machine, if there is one and no other agent has opened it; whether it is the first."""
+    """Serve at the endpoint of this machine, if there is one and no other agent does; whether it is the first."""
     is_host = params.get_as_bool("is_host")
-    own = [door for door in doors if is_this_machine(door[0])] if is_host is None else list(doors[:1]) * is_host
+    here = [each for each in endpoints if is_this_machine(each[0])]
+    own = here if is_host is None else list(endpoints[:1]) * is_host
     if not own:
         return False
-    opened = open_tcp(*own[0], serve=True, timeout=reach, mark=DOOR)
+    opened = open_tcp(*own[0], serve=True, timeout=reach, mark=ETCD_ENDPOINT)
     if not opened.is_host:
         opened.store.close()
         return False
     board.serve(opened.store)
-    return own[0] == doors[0]
+    return own[0] == endpoints[0]
 
 
 def _connect(record: ClusterRecord, files: CertificateFiles | None, timeout: float) -> EtcdStore:

@@ -1,42 +1,25 @@
-"""Decides who begins a job's own etcd, and which of two is given up: pure functions from what is seen at a door.
+"""Decides who begins a job's own etcd, and which of two is given up: pure functions from what is seen at an endpoint.
 
-Owns the rules. Only the agent that holds the first door begins a cluster, and not alone: as many nodes as the job needs
-must wait there, none of which knows of a cluster. A node that returns to the first door while others go on without it
-therefore waits until one of them, or a member of theirs, tells it where the cluster is, however long that takes. A job
-that may run on one node has only the time to go by: its first node begins when nobody has told it anything for a while.
+Owns the rules. Only the agent that serves the first endpoint begins a cluster, and not alone: as many nodes as the job
+needs must wait there, none of which knows of a cluster. A node that returns to the first endpoint while others go on
+without it therefore waits until one of them tells it where the cluster is, however long that takes. A job that may
+run on one node has only the time to go by: its first node begins when nobody has told it anything for a while.
 
 Should there be two nevertheless (a network that was cut, a job of one node or more), the members of the younger learn
-of the elder at any door, and give theirs up if the elder answers. Nobody gives up a cluster for a record of one that is
-dead.
+of the elder at any endpoint, and give theirs up if the elder answers. Nobody gives up a cluster for a record of one
+that is dead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterRecord:
-    """What a door says of a cluster: the node that began it and when (seconds since 1970), and where its members are.
-
-    >>> one, two = (ClusterRecord(founder=each, began=7.0, members=()) for each in "ab")
-    >>> one.is_elder_than(two), two.is_elder_than(one), one.is_elder_than(one)
-    (True, False, False)
-    """
-
-    founder: str
-    began: float
-    members: tuple[str, ...]
-
-    def is_elder_than(self, other: ClusterRecord) -> bool:
-        """Return which of two clusters stays; all nodes have the same opinion, whatever their clocks say."""
-        return (self.began, self.founder) < (other.began, other.founder)
+from phalanx.protocol import ClusterRecord
 
 
 class Founding(Enum):
-    """What the agent at the first door does next."""
+    """What the agent at the first endpoint does next."""
 
     WAIT = "wait"
     JOIN = "join"
@@ -44,7 +27,7 @@ class Founding(Enum):
 
 
 class RecordChoice(Enum):
-    """What a member does about the record that it finds at a door."""
+    """What a member does about the record that it finds at an endpoint."""
 
     NOTHING = "nothing"
     WRITE = "write"
@@ -54,8 +37,8 @@ class RecordChoice(Enum):
 def decide_founding(
     known: ClusterRecord | None, *, num_fresh: int, waited: float, min_nodes: int, grace: float
 ) -> Founding:
-    """Return what the first door's agent does. ``num_fresh``: nodes that wait there and know of no cluster, itself
-    among them; ``waited``: seconds since it opened the door.
+    """Return what the first endpoint's agent does. ``num_fresh``: nodes that wait there and know of no cluster, itself
+    among them; ``waited``: seconds since it serves the endpoint.
 
     >>> decide_founding(None, num_fresh=1, waited=900.0, min_nodes=2, grace=3.0).value
     'wait'
@@ -70,8 +53,8 @@ def decide_founding(
 def decide_telling(
     own: ClusterRecord, found: ClusterRecord | None, *, acts: bool, answers: Callable[[ClusterRecord], bool]
 ) -> RecordChoice:
-    """Return what a member of ``own`` does at a door that says ``found``. ``acts``: it is the one that makes changes,
-    so that it knows best who the members are. ``answers`` asks another cluster whether it lives."""
+    """Return what a member of ``own`` does at an endpoint that says ``found``. ``acts``: it is the one that makes
+    changes, so that it knows best who the members are. ``answers`` asks another cluster whether it lives."""
     if found is None:
         return RecordChoice.WRITE
     if found.founder == own.founder:

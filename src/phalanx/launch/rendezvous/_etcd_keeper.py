@@ -11,7 +11,6 @@ next. The data of a member is gone with its agent.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -24,7 +23,6 @@ from phalanx.comm.stores._etcd_gateway import EtcdError
 from phalanx.comm.stores._interface import Watch
 from phalanx.comm.stores._signing import Signer
 from phalanx.errors import StoreError
-from phalanx.launch.rendezvous._etcd_founding import ClusterRecord
 from phalanx.launch.rendezvous._etcd_members import (
     EtcdMember,
     MemberChange,
@@ -35,8 +33,18 @@ from phalanx.launch.rendezvous._etcd_members import (
     read_members,
 )
 from phalanx.launch.rendezvous._etcd_process import MemberProcess
-from phalanx.launch.rendezvous._store_records import open_record
-from phalanx.protocol import NODES, NodeRecord, RecordError, etcd_offer_key, etcd_request_key, job_prefix
+from phalanx.launch.rendezvous._store_records import open_record, read_record
+from phalanx.protocol import (
+    NODES,
+    ClusterRecord,
+    EtcdOffer,
+    EtcdRequest,
+    NodeRecord,
+    StoreRecord,
+    etcd_offer_key,
+    etcd_request_key,
+    job_prefix,
+)
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +100,9 @@ class EtcdKeeper:
             self._offer()
         self._thread.start()
 
-    def _offer(self, **more: str) -> None:
+    def _offer(self, *, leaves: bool = False) -> None:
         offer = self._process.offer
-        self._write(etcd_offer_key(self._node), {"peer": offer.peer, "client": offer.client, **more})
+        self._write(etcd_offer_key(self._node), EtcdOffer(peer=offer.peer, client=offer.client, leaves=leaves))
 
     def describe(self) -> str:
         """Say what the loss of nodes means for the store."""
@@ -202,15 +210,16 @@ class EtcdKeeper:
             return _SOON if isinstance(error, EtcdError) else _LOOK
 
     def _start_if_asked(self) -> None:
-        raw = self._store.get(etcd_request_key(self._node))
+        key = etcd_request_key(self._node)
+        raw = self._store.get(key)
         if raw is None or raw == self._handled:
             return
         self._handled = raw
-        request = self._read(etcd_request_key(self._node), raw)
-        if isinstance(request.get("cluster"), str):
+        request = open_record(self._signer, key, raw, EtcdRequest)
+        if request is not None:
             log.info("node %s runs a member of the job's etcd", self._node)
             try:
-                self._process.start(request["cluster"], is_new=False)
+                self._process.start(request.cluster, is_new=False)
             except OSError as error:
                 log.warning("node %s cannot run a member of the job's etcd: %s", self._node, error)
 
@@ -257,9 +266,9 @@ class EtcdKeeper:
         keys = [etcd_offer_key(node.id) for node in chosen]
         offers = []
         for node, key, raw in zip(chosen, keys, self._store.get_many(keys), strict=True):
-            told = self._read(key, raw)
-            if isinstance(told.get("peer"), str) and isinstance(told.get("client"), str):
-                offers.append(Offer(node=node.id, peer=told["peer"], client=told["client"]))
+            told = open_record(self._signer, key, raw, EtcdOffer)
+            if told is not None:
+                offers.append(Offer(node=node.id, peer=told.peer, client=told.client))
         return offers
 
     def _leaving_nodes(self, members: Sequence[EtcdMember], living: Sequence[Offer]) -> set[str]:
@@ -267,8 +276,9 @@ class EtcdKeeper:
         staying = {offer.peer for offer in living}
         nodes = [member.node for member in members if member.node and member.peer not in staying]
         keys = [etcd_offer_key(node) for node in nodes]
-        told = zip(nodes, keys, self._store.get_many(keys) if keys else [], strict=True)
-        return {node for node, key, raw in told if self._read(key, raw).get("leaves")}
+        found = zip(nodes, keys, self._store.get_many(keys) if keys else [], strict=True)
+        told = {node: open_record(self._signer, key, raw, EtcdOffer) for node, key, raw in found}
+        return {node for node, offer in told.items() if offer is not None and offer.leaves}
 
     def _judge_learners(self, members: Sequence[EtcdMember]) -> None:
         now = time.monotonic()
@@ -296,9 +306,9 @@ class EtcdKeeper:
         """Ask a node to start the member that was announced; nothing is written if it has been asked before."""
         key = etcd_request_key(offer.node)
         new = next(member for member in members if member.peer == offer.peer)
-        record = {"member": new.id, "cluster": initial_cluster(members, offer)}
-        if self._read(key, self._store.get(key)).get("member") != new.id:
-            self._write(key, record)
+        asked = read_record(self._store, self._signer, key, EtcdRequest)
+        if asked is None or asked.member != new.id:
+            self._write(key, EtcdRequest(member=new.id, cluster=initial_cluster(members, offer)))
 
     def _part(self) -> bool:
         """Wait until those that stay have taken this node's member out; False when nobody stays who has a vote."""
@@ -307,7 +317,7 @@ class EtcdKeeper:
         while self._process.is_started and time.monotonic() < deadline:
             try:
                 if not has_told:
-                    self._offer(leaves="yes")
+                    self._offer(leaves=True)
                     has_told = True
                 members = self._members()
                 if self._process.offer.peer not in {member.peer for member in members}:
@@ -334,16 +344,5 @@ class EtcdKeeper:
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._gateway.call(f"/v3/cluster/{what}", body, patience=0.0)
 
-    def _write(self, key: str, record: dict[str, str]) -> None:
-        self._store.set(key, self._signer.seal(key, json.dumps({"v": 1, **record}).encode()))
-
-    def _read(self, key: str, raw: bytes | None) -> dict[str, Any]:
-        """Return the record of a key; an empty one for what is none or a stranger's."""
-        if raw is None:
-            return {}
-        try:
-            found = json.loads(self._signer.open(key, raw))
-        except (RecordError, ValueError) as error:
-            self._signer.complain(key, f"refused a record: {error}")
-            return {}
-        return found if isinstance(found, dict) else {}
+    def _write(self, key: str, record: StoreRecord) -> None:
+        self._store.set(key, self._signer.seal(key, record.to_json()))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.transports._interface import ReduceOp
-from phalanx.comm.transports.shm import _collectives as through_slots
+from phalanx.comm.transports.shm import _collectives as by_slots
 from phalanx.comm.transports.shm._calls import record
 from phalanx.comm.transports.shm._collectives import flat, nbytes_of, shares
 from phalanx.comm.transports.shm._engine import Steps
@@ -70,7 +70,7 @@ def all_reduce(w: Window, regions: Regions, tensor: Tensor, fold: Fold, op: Redu
     call = record("all_reduce", dtype, op, nbytes=nbytes)
     places = yield from _meet(w, call, regions.place(tensor.data_ptr(), nbytes))
     if places is None:
-        yield from through_slots.all_reduce(w, tensor, fold, op)
+        yield from by_slots.all_reduce(w, tensor, fold, op)
         return
     bounds = shares(tensor.numel(), w.size, 64 // itemsize)
     lo, hi = bounds[w.rank], bounds[w.rank + 1]
@@ -96,7 +96,7 @@ def reduce_scatter(
     place = NOWHERE if where is None else regions.place(*where)
     places = yield from _meet(w, record("reduce_scatter", dtype, op, nbytes=sum(sizes)), place)
     if places is None:
-        yield from through_slots.reduce_scatter(w, output, inputs, fold, op)
+        yield from by_slots.reduce_scatter(w, output, inputs, fold, op)
         return
     before, own = sum(sizes[: w.rank]), sizes[w.rank]
     if own:
@@ -117,7 +117,7 @@ def all_gather(w: Window, regions: Regions, outputs: Sequence[Tensor], tensor: T
     place = regions.place(tensor.data_ptr(), sizes[w.rank]) if sizes[w.rank] else NOWHERE
     places = yield from _meet(w, record("all_gather", tensor.dtype, nbytes=sum(sizes)), place)
     if places is None:
-        yield from through_slots.all_gather(w, outputs, tensor)
+        yield from by_slots.all_gather(w, outputs, tensor)
         return
     for rank, output in enumerate(outputs):
         if rank != w.rank:
@@ -141,7 +141,7 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
     n = w.claim()
     while token := w.busy(n):
         yield token
-    through_slots.put_parts(w, n, 0, inputs, put)
+    by_slots.put_parts(w, n, 0, inputs, put)
     w.write_sizes(n, sent)
     w.post(n, call, *place)
     while token := w.missing(n):
@@ -150,9 +150,9 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
     places = [_place_of(w, n, rank) for rank in range(w.size)]
     rows = [[w.size_for(n, rank, dst) for dst in range(w.size)] for rank in range(w.size)]
     for rank in range(w.size):
-        through_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
+        by_slots.check_size("all_to_all", w, rank, rows[rank][w.rank], expected[rank])
     take = [0 if place.entry else size for place, size in zip(places, expected, strict=True)]
-    through_slots.take_parts(w, n, 0, outputs, take)
+    by_slots.take_parts(w, n, 0, outputs, take)
     w.took(n)
     if outputs[w.rank].data_ptr() != inputs[w.rank].data_ptr():
         copy_bytes(outputs[w.rank].data_ptr(), inputs[w.rank].data_ptr(), sent[w.rank])
@@ -160,14 +160,14 @@ def all_to_all(w: Window, regions: Regions, outputs: Sequence[Tensor], inputs: S
         if places[rank].entry:
             _copy(regions, rank, places[rank], outputs[rank], sum(rows[rank][: w.rank]))
     longest = max((max(row) for row, place in zip(rows, places, strict=True) if not place.entry), default=0)
-    rest = through_slots.num_pieces(longest, w.piece_bytes) - 1
+    rest = by_slots.num_pieces(longest, w.piece_bytes) - 1
     if rest:
-        yield from through_slots.stream(
+        yield from by_slots.stream(
             w,
             call,
             rest,
-            lambda n, i: through_slots.put_parts(w, n, i + 1, inputs, put),
-            lambda n, i: through_slots.take_parts(w, n, i + 1, outputs, take),
+            lambda n, i: by_slots.put_parts(w, n, i + 1, inputs, put),
+            lambda n, i: by_slots.take_parts(w, n, i + 1, outputs, take),
         )
     if any(place.entry for place in places):
         yield from _part(w)
@@ -188,7 +188,7 @@ def broadcast(w: Window, regions: Regions, tensor: Tensor, src: int) -> Steps:
         place = _place_of(w, n, src)
     w.took(n)
     if not place.entry:
-        yield from through_slots.broadcast(w, tensor, src)
+        yield from by_slots.broadcast(w, tensor, src)
         return
     if w.rank != src:
         _copy(regions, src, place, tensor)

@@ -22,7 +22,7 @@ from phalanx._devices import is_host
 from phalanx.comm.failure._liveness import Identity
 from phalanx.comm.stores._interface import Store
 from phalanx.comm.transports._interface import Arrived, Done, ReduceOp, Transport, Work
-from phalanx.comm.transports.shm import _collectives as through_slots
+from phalanx.comm.transports.shm import _collectives as by_slots
 from phalanx.comm.transports.shm import _direct as direct
 from phalanx.comm.transports.shm import _segment_layout as L
 from phalanx.comm.transports.shm._collectives import nbytes_of
@@ -129,24 +129,24 @@ class ShmTransport(Transport):
         fold = self._fold(op, tensor.dtype)
         if self._is_large(tensor):
             return self._start(direct.all_reduce(self._window, self._regions, tensor, fold, op), async_op)
-        return self._start(through_slots.all_reduce(self._window, tensor, fold, op), async_op)
+        return self._start(by_slots.all_reduce(self._window, tensor, fold, op), async_op)
 
     def reduce(self, tensor: Tensor, op: ReduceOp, dst: int, *, async_op: bool) -> Work:
         self._check_device(tensor)
         fold = self._fold(op, tensor.dtype)
-        return self._start(through_slots.reduce(self._window, tensor, fold, op, dst), async_op)
+        return self._start(by_slots.reduce(self._window, tensor, fold, op, dst), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool) -> Work:
         self._check_device(tensor)
         if self._is_large(tensor):
             return self._start(direct.broadcast(self._window, self._regions, tensor, src), async_op)
-        return self._start(through_slots.broadcast(self._window, tensor, src), async_op)
+        return self._start(by_slots.broadcast(self._window, tensor, src), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool) -> Work:
         self._check_device(tensor, *outputs)
         if any(map(self._is_large, outputs)):
             return self._start(direct.all_gather(self._window, self._regions, outputs, tensor), async_op)
-        return self._start(through_slots.all_gather(self._window, outputs, tensor), async_op)
+        return self._start(by_slots.all_gather(self._window, outputs, tensor), async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, *, async_op: bool) -> Work:
         return self.all_gather(self._parts(output), tensor, async_op=async_op)
@@ -157,7 +157,7 @@ class ShmTransport(Transport):
         if any(map(self._is_large, inputs)):
             steps = direct.reduce_scatter(self._window, self._regions, output, inputs, fold, op)
             return self._start(steps, async_op)
-        return self._start(through_slots.reduce_scatter(self._window, output, inputs, fold, op), async_op)
+        return self._start(by_slots.reduce_scatter(self._window, output, inputs, fold, op), async_op)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp, *, async_op: bool) -> Work:
         return self.reduce_scatter(output, self._parts(tensor), op, async_op=async_op)
@@ -188,12 +188,12 @@ class ShmTransport(Transport):
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, dst: int, *, async_op: bool) -> Work:
         outputs = outputs if self.rank == dst else None
         self._check_device(tensor, *(outputs or ()))
-        return self._start(through_slots.gather(self._window, outputs, tensor, dst), async_op)
+        return self._start(by_slots.gather(self._window, outputs, tensor, dst), async_op)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, src: int, *, async_op: bool) -> Work:
         inputs = inputs if self.rank == src else None
         self._check_device(output, *(inputs or ()))
-        return self._start(through_slots.scatter(self._window, output, inputs, src), async_op)
+        return self._start(by_slots.scatter(self._window, output, inputs, src), async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, async_op: bool) -> Work:
         self._check_device(tensor)
@@ -222,7 +222,7 @@ class ShmTransport(Transport):
         return channel
 
     def barrier(self, *, async_op: bool) -> Work:
-        return self._start(through_slots.barrier(self._window), async_op)
+        return self._start(by_slots.barrier(self._window), async_op)
 
     def shared_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return shared_empty(shape, dtype)
