@@ -280,7 +280,9 @@ class Agent:
         elif end.kind == "wanted":
             self._want_regroup(end.reason)
         elif end.kind == "broken":
-            self._apply(self._generation.propose(_policy.on_membership_change(self._situation(), reason=end.reason)))
+            self._apply(
+                self._generation.agreed(lambda: _policy.on_membership_change(self._situation(), reason=end.reason))
+            )
         else:
             self._on_lost(end.reason)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from phalanx.comm import stores
@@ -223,6 +223,10 @@ class Generation:
     def propose(self, recovery: Recovery) -> Recovery:
         """Propose what to do about the end of this generation, once; the recovery that counts is returned."""
         return self.channel.decide(self.number, recovery)
+
+    def agreed(self, proposal: Callable[[], Recovery]) -> Recovery:
+        """Return what was agreed on before this node heard that the generation is over; propose, where nothing was."""
+        return self.channel.recovery(self.number) or self.propose(proposal())
 
     def break_up(self, recovery: Recovery, lost: tuple[str, ...] = (), also: int = -1) -> None:
         """Tell everybody that the generation is over; what all agents do about it is agreed on.
