@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.elastic.audit import check_directory
-from phalanx.events._writer import read_lines
 from phalanx.launch.cli._scale import scale
+from phalanx.launch.events import read_events
 from phalanx.watch._files import Tail, load_hub
 from phalanx.watch._hub import Hub
 from phalanx.watch._report import report_data, write_report
@@ -79,9 +79,9 @@ def show_address(out: Path, steps: int) -> bool:
 
 
 def kill_one(out: Path, worker: str) -> str:
-    (started,) = [e for e in read_lines(out / "logs" / f"events-{worker}.jsonl") if e["event"] == "started"]
-    os.kill(started["pid"], signal.SIGKILL)
-    console.print(f"[red]killed[/] worker {worker} (pid {started['pid']}) with SIGKILL")
+    (started,) = [e for e in read_events(out / "logs" / f"events-{worker}.jsonl") if e.kind == "started"]
+    os.kill(started.pid, signal.SIGKILL)
+    console.print(f"[red]killed[/] worker {worker} (pid {started.pid}) with SIGKILL")
     return "killed one worker"
 
 

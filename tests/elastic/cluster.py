@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from log_lines import read_lines
 from phalanx.elastic.audit import Verdict, check_directory
-from phalanx.events._writer import read_lines
 from phalanx.launch.cli._scale import scale
 
 SCRIPT = Path(__file__).parent / "worker_script.py"

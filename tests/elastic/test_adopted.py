@@ -13,12 +13,12 @@ import pytest
 from scripted_world import Die, Rows, World
 from torch.nn import functional as F
 
+from log_lines import read_lines
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import Outcome, Saves
 from phalanx.elastic._boundary import Boundary
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.checkpoint._save_folder import find_save
-from phalanx.events._writer import read_lines
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
 

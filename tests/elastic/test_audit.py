@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from elastic_training import make_job, train
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic.audit import check, check_directory, main
-from phalanx.events._writer import read_lines
 
 pytestmark = pytest.mark.fast
 

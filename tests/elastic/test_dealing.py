@@ -9,11 +9,11 @@ from elastic_training import make_job, train
 from hypothesis import given
 from hypothesis import strategies as st
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import RunOptions
 from phalanx.elastic._dealing import MAX_SETTLE, WINDOW, known_pace
 from phalanx.elastic.reduce._deal import MIN_GAIN, better_deal, deal, even_deal, ranges_of, span
-from phalanx.events._writer import read_lines
 
 SECONDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 

@@ -8,11 +8,11 @@ import torch
 from scripted_world import Die, World
 from torch.nn import functional as F
 
+from log_lines import read_lines
 from phalanx.comm import observe, simulate
 from phalanx.elastic import WorkersDiffer
 from phalanx.elastic._fingerprint import agreed_nodes, compare_roots
 from phalanx.errors import RankFailed
-from phalanx.events._writer import read_lines
 
 
 def flip(tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from elastic_training import make_job, train
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import NotSaved, RunOptions, Saves
 from phalanx.elastic.audit import check_directory
@@ -28,7 +29,7 @@ from phalanx.errors import JobStopped
 from phalanx.events import _troubles
 from phalanx.events._event_types import TrainingStarted
 from phalanx.events._troubles import Backoff, Troubles
-from phalanx.events._writer import EventLog, JsonLines, parse_lines, read_lines
+from phalanx.events._writer import EventLog, JsonLines, parse_lines
 
 SCRIPT = Path(__file__).parent / "full_disk_script.py"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

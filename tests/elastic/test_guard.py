@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scripted_world import Die, World
 from torch import nn
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import Guard, Job, LossSpike, NonFinite, Outcome, RunOptions, Saves, _rollback
 from phalanx.elastic._first_nonfinite import FirstNonFinite
@@ -34,7 +35,6 @@ from phalanx.elastic.checkpoint._save_folder import GOOD, good_save, list_saves
 from phalanx.elastic.checkpoint._saves import step_of
 from phalanx.elastic.checkpoint._stream import receive_state, send_state
 from phalanx.errors import PeerLost
-from phalanx.events._writer import read_lines
 from phalanx.protocol import broken_key
 
 pytestmark = pytest.mark.fast

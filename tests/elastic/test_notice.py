@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import NUM_STEPS, Cluster, Node
 
+from log_lines import read_lines
 from phalanx.elastic.membership._leave import LeaveRequest, leave_signals
-from phalanx.events._writer import read_lines
 from phalanx.launch.events import JobRestarted, NodeNoticed, read_events
 
 pytestmark = pytest.mark.timeout(400)

@@ -13,9 +13,9 @@ from sharded_training import make_job, train, weights
 from sharded_world import Fault, ShardedWorld
 from torch.nn import functional as F
 
+from log_lines import read_lines
 from phalanx.elastic import RunOptions, Saves
 from phalanx.elastic.audit import check_directory
-from phalanx.events._writer import read_lines
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -12,12 +12,12 @@ from scripted_world import Die
 from sharded_training import make_job, train, weights
 from sharded_world import COMMIT_POINT, Fault, ShardedWorld
 
+from log_lines import read_lines
 from phalanx.comm.faults import lose_result_at, play
 from phalanx.elastic import RunOptions, Saves, StepsLost
 from phalanx.elastic.audit import check_directory
 from phalanx.elastic.sharded._sharded_level import CellsLost
 from phalanx.errors import JobStopped
-from phalanx.events._writer import read_lines
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,6 +15,7 @@ from scripted_world import World
 from sharded_world import ShardedWorld
 from torch.nn import functional as F
 
+from log_lines import read_lines
 from phalanx.comm import Group, simulate
 from phalanx.elastic import NobodyDecides, RunOptions, VerifySlots
 from phalanx.elastic._verify_slots import SlotCheck, StepDigests, WrongKind, judge, plan_check
@@ -25,7 +26,6 @@ from phalanx.elastic.reduce._deal import even_deal, ranges_of
 from phalanx.elastic.reduce._flat_layout import FlatLayout
 from phalanx.elastic.reduce._waves import even_waves
 from phalanx.errors import PeerLost, WrongBits
-from phalanx.events._writer import read_lines
 
 THREE = ranges_of(even_deal(8, 3))
 

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from log_lines import read_lines
 from phalanx.comm import simulate
 from phalanx.elastic import RunOptions
 from phalanx.elastic._dealing import WINDOW
 from phalanx.elastic.reduce._deal import MIN_GAIN
 from phalanx.elastic.reduce._waves import better_waves, even_waves, relieved_waves, span
 from phalanx.elastic.tools._step_clock import COMPUTE, WAIT, StepClock
-from phalanx.events._writer import EventLog, read_lines
+from phalanx.events._writer import EventLog
 
 SECONDS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
 

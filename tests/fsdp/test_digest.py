@@ -13,10 +13,16 @@ from fsdp.test_layouts import LAYOUTS, held_by
 from phalanx import shard as shards
 from phalanx.fsdp import model_digest
 from phalanx.fsdp.layout import _cell_sums
-from phalanx.fsdp.layout._cell_sums import CELL, cell_sums, cell_sums_of_one, digest_of_cells
-from phalanx.fsdp.layout._unit_layout import cells
+from phalanx.fsdp.layout._cell_sums import CELL, cell_sums, digest_of_cells
+from phalanx.fsdp.layout._unit_layout import UnitLayout, cells, joined
 from phalanx.shard.checkpoint import _save
 from phalanx.tensor.debug import CommDebugMode
+
+
+def cell_sums_of_one(vector: torch.Tensor) -> torch.Tensor:
+    """The digests of all cells of a vector that one rank has as a whole: what the sum over ranks gives."""
+    everything = joined([(0, vector.numel())])
+    return cell_sums(UnitLayout(vector.numel(), (everything,), (everything,)), 0, vector)
 
 
 @pytest.mark.fast

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from tests.elastic.cluster import Cluster, Node
 from tests.hosts.box import Box, Host
 
-from phalanx.events._writer import read_lines
+from log_lines import read_lines
 from phalanx.launch.rendezvous._etcd_process import find_program
 
 SCRIPT = Path(__file__).parent / "host_script.py"

@@ -36,6 +36,17 @@ EVENTS: list[events.AnyEvent] = [
     events.JobWentBack(job="j", from_step=57, to_step=50, count=1),
     events.LimitReached(job="j", limit="node", reason="node n is left out", nodes=("n",)),
     events.NodeNoticed(job="j", source="aws", reason="AWS will stop this instance", seconds=119.5),
+    types.GoodputTold(
+        job="j",
+        goodput=0.9,
+        worker_seconds=50.0,
+        parts={"productive": 45.0, "save": 5.0},
+        failures=1,
+        seconds=25.0,
+        text="goodput 90.0%",
+        mtbf_seconds=25.0,
+    ),
+    types.AgentEventsLost(job="j", lines=3),
     events.ShutDown(job="j", reason="SIGTERM", succeeded=False),
     types.TrainingStarted(worker="w", pid=7),
     types.RoundFormed(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events._event_types import AgentEventsLost
+from phalanx.events._lines import dump
 from phalanx.launch import DefaultLogsSpecs, Std
 from phalanx.launch.events import EventLog, ShutDown, read_events
 from phalanx.launch.failures._error_file import EXIT_INCURABLE, write_error_file
@@ -150,6 +152,14 @@ def test_events_go_on_when_the_disk_takes_them_again(tmp_path, monkeypatch, capl
     assert found == ["shut_down", "shut_down"], "the one that was torn is written again"
     assert "the job goes on" in caplog.text
     assert "events can be written again" in caplog.text
+
+
+@pytest.mark.fast
+def test_lines_that_an_agent_gave_up_are_told_by_an_event_of_their_own_type(tmp_path):
+    record = EventLog(tmp_path / "events.jsonl", job="j").lost_record(3)
+    (tmp_path / "events.jsonl").write_text(dump(record) + "\n")
+    (found,) = read_events(tmp_path / "events.jsonl")
+    assert (type(found), found.job, found.lines) == (AgentEventsLost, "j", 3)
 
 
 @pytest.mark.fast

@@ -166,6 +166,31 @@ class NodeNoticed(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GoodputTold(JobEvent):
+    """Where the time of a job's workers went, told at its end (``phalanx.watch.goodput``)."""
+
+    goodput: float
+    """Productive worker-seconds of all, from 0 to 1."""
+    worker_seconds: float
+    parts: dict[str, Any]
+    """Worker-seconds by what they were spent on."""
+    failures: int
+    seconds: float
+    text: str
+    mttr_seconds: float | None = None
+    mtbf_seconds: float | None = None
+    kind: ClassVar[str] = "goodput"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEventsLost(JobEvent):
+    """So many lines of an agent could not be kept until the disk took them."""
+
+    lines: int
+    kind: ClassVar[str] = "agent_lost_events"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShutDown(JobEvent):
     reason: str
     succeeded: bool
@@ -455,45 +480,11 @@ AnyEvent = JobEvent | Event | TrainingEvent
 EVENT_TYPES: dict[str, type[AnyEvent]] = {
     kind.kind: kind
     for kind in (
-        Event,
-        GenerationFormed,
-        GenerationEnded,
-        WorkerStarted,
-        WorkerExited,
-        WorkerFailed,
-        WorkerReplaced,
-        JobRestarted,
-        WorkerHung,
-        NodeLoad,
-        ActionAsked,
-        JobWentBack,
-        LimitReached,
-        NodeNoticed,
-        ShutDown,
-        TrainingStarted,
-        RoundFormed,
-        SlotsDealt,
-        StepCommitted,
-        WorkerStepTimes,
-        GroupLost,
-        StateSent,
-        CellsMoved,
-        CellsHeld,
-        StateReceived,
-        RankTakenOver,
-        StepsRepeated,
-        NonFiniteFound,
-        WrongBitsFound,
-        WeightsCompared,
-        StepSkipped,
-        RolledBack,
-        Resumed,
-        Saved,
-        SaveFailed,
-        SaveUnreadable,
-        TrainingLeft,
-        NotNeeded,
-        TrainingFinished,
-        EventsLost,
+        Event, GenerationFormed, GenerationEnded, WorkerStarted, WorkerExited, WorkerFailed, WorkerReplaced,
+        JobRestarted, WorkerHung, NodeLoad, ActionAsked, JobWentBack, LimitReached, NodeNoticed, GoodputTold,
+        AgentEventsLost, ShutDown, TrainingStarted, RoundFormed, SlotsDealt, StepCommitted, WorkerStepTimes,
+        GroupLost, StateSent, CellsMoved, CellsHeld, StateReceived, RankTakenOver, StepsRepeated, NonFiniteFound,
+        WrongBitsFound, WeightsCompared, StepSkipped, RolledBack, Resumed, Saved, SaveFailed, SaveUnreadable,
+        TrainingLeft, NotNeeded, TrainingFinished, EventsLost,
     )
-}
+}  # fmt: skip

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.events._event_types import AnyEvent, EventsLost, StepCommitted
-from phalanx.events._free_event import Event
+from phalanx.events._event_types import AgentEventsLost, AnyEvent, EventsLost, StepCommitted
 from phalanx.events._lines import dump, step_line, to_record
 from phalanx.events._troubles import Backoff, Troubles
 
@@ -156,13 +155,14 @@ class EventLog(JsonLines):
         path: str | Path | None,
         handler: EventHandler | None = None,
         *,
+        job: str = "",
         worker: str = "",
         troubles: Troubles | None = None,
     ) -> None:
         says = troubles or Troubles(say=log.warning, consequence="the job goes on")
         super().__init__(path, troubles=says, is_shared=not worker)
         self._handler = handler
-        self._worker = worker
+        self._job, self._worker = job, worker
         self._worker_json = json.dumps(worker)
         self._has_complained = False
 
@@ -191,13 +191,8 @@ class EventLog(JsonLines):
 
     def lost_record(self, count: int) -> dict[str, Any]:
         if not self._worker:
-            return to_record(Event(name="lost_events", metadata={"lines": count}))
+            return to_record(AgentEventsLost(job=self._job, lines=count))
         return to_record(EventsLost(worker=self._worker, lines=count))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file; a last line cut short by a kill is left out, and so is what is no object."""
-    return parse_lines(path.read_bytes())[0]
 
 
 def parse_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:

@@ -28,9 +28,6 @@ class Lanes:
     def num_groups(self) -> int:
         return len(self.groups)
 
-    def lane_of(self, rank: int) -> int:
-        return next(lane for lane, ranks in enumerate(self.members) if rank in ranks)
-
     def group_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the ranks that this one computes with; None if it finds nobody."""
         return next((group for group in self.groups if rank in group), None)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.fsdp.layout._unit_layout import Range, UnitLayout, joined
+from phalanx.fsdp.layout._unit_layout import Range, UnitLayout
 
 CELL = 1 << 16
 _SEEDS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
@@ -41,13 +41,6 @@ def cell_sums(layout: UnitLayout, rank: int, local: Tensor) -> Tensor:
         first = begin % CELL * per_element
         sums[begin // CELL] += np.array([np.dot(row[first : first + count], words) for row in factors])
     return torch.from_numpy(sums.view(np.int64))
-
-
-def cell_sums_of_one(vector: Tensor) -> Tensor:
-    """Return the digests of all cells of a vector that one rank has as a whole: what the sum over ranks gives."""
-    count = vector.numel()
-    everything: tuple[Range, ...] = joined([(0, count)])
-    return cell_sums(UnitLayout(count, (everything,), (everything,)), 0, vector)
 
 
 def digest_of_cells(sums: Tensor, about: str = "") -> str:

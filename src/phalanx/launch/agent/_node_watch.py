@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from phalanx.comm import _background as background
 from phalanx.comm.stores._signing import read_secret
 from phalanx.errors import StoreError
+from phalanx.events._event_types import GoodputTold
 from phalanx.events._lines import to_json
 from phalanx.events._troubles import say
 from phalanx.launch.config._config import LaunchConfig
-from phalanx.launch.events import ActionAsked, AnyEvent, Event, EventSource, NodeLoad
+from phalanx.launch.events import ActionAsked, AnyEvent, NodeLoad
 from phalanx.launch.recovery._asking import Asking
 from phalanx.launch.rendezvous._interface import GenerationHandler, RendezvousInfo
 from phalanx.launch.system._node_load import LoadMeter
@@ -321,7 +322,7 @@ class NodeWatch:
         account = self._account()
         if account is not None and account.total and account.parts["untold"] < account.total:
             say(str(account))
-            self.write(Event("goodput", EventSource.AGENT, metadata=_flat(account.to_record())))
+            self.write(GoodputTold(job=self._config.run_id, **account.to_record()))
             self._add_news()
         if self._pusher is not None:
             self._push()
@@ -365,11 +366,3 @@ def _ask(asking: Asking, action: str, wish: dict[str, Any]) -> tuple[str, str]:
         asking.stop("asked on the page")
         return "asked all agents to stop", ""
     raise ValueError(f"no action {action[:50]!r}; there are scale, drain, save and stop")
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """
-    >>> _flat({"a": 1, "parts": {"b": 2}})
-    {'a': 1, 'b': 2}
-    """
-    return {**{name: value for name, value in record.items() if not isinstance(value, dict)}, **record["parts"]}

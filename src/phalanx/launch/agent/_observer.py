@@ -72,7 +72,7 @@ class Observer:
         Metrics whose port is taken or whose file cannot be opened go nowhere, with a warning.
         """
         job, metrics = config.run_id, config.metrics_cfg
-        events = EventLog(path, get_event_handler(config.event_log_handler))
+        events = EventLog(path, get_event_handler(config.event_log_handler), job=job)
         try:
             return cls(job, events, Metrics(make_handler(dict(metrics))), watch)
         except OSError as error:
@@ -130,7 +130,6 @@ class Observer:
         if failure.pid in self._failed:
             return
         self._failed.add(failure.pid)
-        self._metrics.count("workers.lost_contact" if failure.is_complaint else "workers.failed")
         self._write(
             WorkerFailed(
                 **self._where(failure.generation),

@@ -10,11 +10,13 @@ from phalanx.launch.events import (
     LimitReached,
     NodeNoticed,
     WorkerExited,
+    WorkerFailed,
     WorkerHung,
     WorkerReplaced,
     WorkerStarted,
 )
 from phalanx.launch.metrics import Metrics
+from phalanx.watch._goodput import LOST_CONTACT
 
 
 def measure(event: AnyEvent, metrics: Metrics) -> None:
@@ -30,6 +32,8 @@ def measure(event: AnyEvent, metrics: Metrics) -> None:
     elif isinstance(event, WorkerExited):
         if event.exit_code == 0:
             metrics.count("workers.succeeded")
+    elif isinstance(event, WorkerFailed):
+        metrics.count("workers.lost_contact" if event.cause == LOST_CONTACT else "workers.failed")
     elif isinstance(event, WorkerReplaced):
         metrics.count("workers.replaced")
     elif isinstance(event, WorkerHung):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from phalanx._devices import names_device
-from phalanx.tensor.layout._placement import REPLICATE, Placement, Shard
+from phalanx.tensor.layout._placement import REPLICATE, Placement
 from phalanx.tensor.layout._spec import Spec
 from phalanx.tensor.layout._without_modes import without_user_modes
 
@@ -86,10 +86,6 @@ class In:
     shape: torch.Size
     ndim: int
     dtype: torch.dtype
-
-    @property
-    def sharded_dims(self) -> set[int]:
-        return {p.dim for p in self.spec.placements if isinstance(p, Shard)}
 
     @property
     def is_partial(self) -> bool:
