@@ -111,6 +111,11 @@ def busy_with_others() -> Iterator[dict[str, float]]:
     said["others"] = round(max(0.0, used / max(time.monotonic() - began, 1e-9)), 2)
 
 
+def runs() -> list[Path]:
+    """The files of stored runs, the newest last; comparisons of two trees lie beside them."""
+    return sorted(FOLDER.glob("[0-9]*.json"))
+
+
 def write(figures: dict[str, dict[str, Figure]], others: dict[str, float], tree: Path) -> Path:
     """Store one run: figures by benchmark and name; the file's path."""
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -164,7 +169,7 @@ class Stored:
 
 def newest_with(benchmark: str, prefix: str = "") -> Stored:
     """The newest stored run that has figures of a benchmark, some of them under names that begin with ``prefix``."""
-    for path in sorted(FOLDER.glob("*.json"), reverse=True):
+    for path in reversed(runs()):
         stored = Stored.read(path)
         if any(name.startswith(prefix) for name in stored.content["figures"].get(benchmark, ())):
             return stored

@@ -9,13 +9,16 @@ the benchmarks are those of this tree, only ``phalanx`` is that of the other. Re
 new over old, lowest and highest: below 1 the new one is quicker. Beside it stands the same for what torch or gloo
 needed in those very runs, which no change of ours can have moved: that is the noise. With it goes new over old after
 both were divided by it. A figure has *moved* when every round agrees in which direction, and the median differs by more
-than a tenth and by more than the noise.
+than a tenth and by more than the noise. What was found is stored as ``benchmarks/results/compare-OLD-NEW.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import io
+import json
+import re
 import statistics
 import subprocess
 import sys
@@ -26,8 +29,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import _results
 from benchmarks.__main__ import QUICK, known, run
-from benchmarks._results import FOLDER, Figure, Stored
+from benchmarks._results import Figure, Stored, busy_with_others, commit_of, machine, runs
 
 ROOT = Path(__file__).parent.parent
 NOTICED = 0.1
@@ -69,6 +73,15 @@ class Change:
         agree = all(ratio > 1 for ratio in self.ours) or all(ratio < 1 for ratio in self.ours)
         values = [self.median] if self.normalized is None else [self.median, self.normalized]
         return agree and all(abs(value - 1) > max(NOTICED, self.noise) for value in values)
+
+    def row(self) -> dict[str, object]:
+        """It for JSON: the ratios of all rounds, and what they come to."""
+        return {
+            "ours": [float(f"{ratio:.4g}") for ratio in self.ours],
+            "theirs": [float(f"{ratio:.4g}") for ratio in self.theirs],
+            "median": float(f"{self.median:.4g}"),
+            "moved": self.moved,
+        }
 
     def __str__(self) -> str:
         def spread(ratios: Sequence[float]) -> str:
@@ -138,15 +151,39 @@ def in_turns(
 
 def compare_trees(options: argparse.Namespace) -> int:
     failed = False
+    found: dict[str, list[Change]] = {}
+    others: dict[str, float] = {}
     with ExitStack() as stack:
         sources = [stack.enter_context(source_of(tree)) for tree in (options.old, options.new)]
         for name in options.names or known():
             print(f"\n== {name}, {options.rounds} rounds of {options.old} and {options.new}", flush=True)
-            pairs = in_turns(name, sources, options.rounds, [] if options.full else QUICK[name])
+            with busy_with_others() as busy:
+                pairs = in_turns(name, sources, options.rounds, [] if options.full else QUICK[name])
             if pairs:
-                show(list(changes(pairs)))
+                found[name], others[name] = list(changes(pairs)), busy["others"]
+                show(found[name])
             failed |= len(pairs) < options.rounds
+    print(f"\nstored as {store(options.old, options.new, found, others)}")
     return int(failed)
+
+
+def store(old: str, new: str, found: dict[str, list[Change]], others: dict[str, float]) -> Path:
+    """Keep what moved between two trees, with the machine and the cores that others used; the file's path."""
+    names = [commit_of(Path(tree)) if Path(tree).is_dir() else tree for tree in (old, new)]
+    content = {
+        "format": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "old": names[0],
+        "new": names[1],
+        "machine": machine(),
+        "others": others,
+        "rows": {benchmark: {change.name: change.row() for change in rows} for benchmark, rows in found.items()},
+    }
+    _results.FOLDER.mkdir(exist_ok=True)
+    label = "-".join(re.sub(r"[^\w.]+", "_", name).strip("_") for name in names)
+    path = _results.FOLDER / f"compare-{label}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
 
 
 def compare_files(old: Stored, new: Stored) -> int:
@@ -171,7 +208,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.old:
         return compare_trees(options)
-    files = [Path(name) for name in options.names] or sorted(FOLDER.glob("*.json"))[-2:]
+    files = [Path(name) for name in options.names] or runs()[-2:]
     if len(files) != 2:
         parser.error(f"expected two files of results, or --old; got {len(files)}")
     return compare_files(*map(Stored.read, files))

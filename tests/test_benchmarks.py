@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks import _results
+from benchmarks import _results, compare
 from benchmarks.__main__ import QUICK, known
 from benchmarks._results import Figure, Stored, read_figures, record, write
-from benchmarks.compare import Change, changes, compare_files, source_of
+from benchmarks.compare import Change, changes, compare_files, compare_trees, source_of
 
 pytestmark = pytest.mark.fast
 
@@ -65,6 +66,20 @@ def test_two_files_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]
         stored.append(Stored.read(path.rename(folder / f"{number}.json")))
     assert compare_files(*stored) == 0
     assert "MOVED" in capsys.readouterr().out
+
+
+def test_a_comparison_of_trees_is_stored_beside_the_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = write({"elastic": figures(1.0)}, {}, Path(__file__).parent)
+    monkeypatch.setattr(compare, "in_turns", lambda *_: [(figures(1.0, 3.0), figures(1.5, 3.0))] * 2)
+    here = str(Path(__file__).parent.parent)
+    options = argparse.Namespace(old=here, new=here, rounds=2, full=False, names=["elastic"])
+    assert compare_trees(options) == 0
+    [path] = (folder / "results").glob("compare-*.json")
+    content = json.loads(path.read_text())
+    assert content["rows"]["elastic"]["a"] == {"ours": [1.5, 1.5], "theirs": [1.0, 1.0], "median": 1.5, "moved": True}
+    assert content["others"].keys() == {"elastic"}
+    assert content["machine"]["cores"] >= 1
+    assert _results.runs() == [stored], "it is no run"
 
 
 def test_a_tree_is_a_folder_or_a_commit() -> None:
