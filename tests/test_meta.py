@@ -137,6 +137,9 @@ SUBLAYERS: dict[str, list[str]] = {
         "_errors", "_object_bucket", "_remote_path", "_place", "_tensor_dtypes", "_open_tensors", "_transfer",
     ],
     "checkpoint": ["_open", "_inspect", "_export", "_commands"],
+    "integrations": ["_wandb_files", "step_loader", "frameworks", "accelerate", "trackers"],
+    "lightning": ["_refusals", "_logged_values", "_log_writer", "_trainer_state", "_strategy"],
+    "transformers": ["_refusals", "_trainer_state", "_trainer"],
     "events": ["_troubles", "_free_event", "_event_types", "_lines", "_writer"],
     "watch": [
         "_decimate", "_histogram", "_committed", "_goodput", "_incidents", "_in_words", "_lifelines", "_nodes",
@@ -287,6 +290,8 @@ def test_imports_inside_a_package_point_down_only() -> None:
 
 
 def test_the_orders_inside_packages_name_what_is_there() -> None:
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages <= set(SUBLAYERS), f"what is the order inside {sorted(packages - set(SUBLAYERS))}?"
     for package, order in SUBLAYERS.items():
         home = SOURCE / package.replace(".", "/")
         folders = {path.parent.name for path in home.glob("*/__init__.py")}
@@ -610,6 +615,18 @@ def test_fixtures_are_typed() -> None:
                 arguments = [*node.args.args, *node.args.kwonlyargs]
                 if node.returns is None or any(a.annotation is None and a.arg != "self" for a in arguments):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_docstring_begins_with_the_same() -> None:
+    """Who looks a name up sees one docstring, and not the one above it."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value.value.splitlines()[0]}"
+        for path in python_files(SOURCE)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if re.match(r"\s*(the )?same\b", node.value.value, re.IGNORECASE)
+    ]
     assert not wrong, "\n".join(wrong)
 
 

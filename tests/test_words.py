@@ -111,6 +111,15 @@ def test_a_file_name_that_returns_has_one_meaning() -> None:
     assert listed("files") <= twice, "no longer there twice; take it out of docs/words.md"
 
 
+def test_no_word_is_defined_twice() -> None:
+    text = (ROOT / "docs" / "words.md").read_text()
+    rows = re.findall(r"^\| ([^|`]+) \| ", text, re.MULTILINE)
+    words = [word.strip() for row in rows if row != "word" for word in re.split("[,/]", row)]
+    assert len(words) > 40, "docs/words.md has tables of words"
+    twice = sorted({word for word in words if words.count(word) > 1} - {"class", "file"})
+    assert not twice, f"docs/words.md defines {twice} more than once"
+
+
 def test_no_metaphor_stands_for_a_word_of_the_field() -> None:
     assert not banned_names(), sorted(banned_names())
 

@@ -118,7 +118,7 @@ class Reaction(Enum):
     SKIP = "skip"
     """Commit the step without its update."""
     ROLL_BACK = "roll back"
-    """The same, after the weights have become those of the last good save."""
+    """Commit the step without its update, after the weights have become those of the last good save."""
     RAISE = "raise"
     """Commit the step without its update, and raise."""
     STOP = "stop"

@@ -184,7 +184,7 @@ class _WorkerAccount:
 
 
 class Accounts:
-    """The same, one event after the other: for a job that runs. ``take`` expects each worker's events in order."""
+    """Keeps the account of a job that runs, event by event. ``take`` expects each worker's events in order."""
 
     def __init__(self) -> None:
         self._lives: dict[str, _WorkerAccount] = {}

@@ -33,7 +33,7 @@ default lease of a node, so that a job is not given up before a node of it would
 FOLLOW = 20.0
 """Seconds of use after which a client asks who the members of a cluster are that it follows."""
 FOLLOW_EARLY = 2.0
-"""The same as long as fewer than three are known: the cluster may just be growing."""
+"""``FOLLOW`` as long as fewer than three are known: the cluster may just be growing."""
 
 _RETRY_CODES = {1, 4, 8, 10, 14}  # cancelled, deadline exceeded, resource exhausted, aborted, unavailable
 _RETRY_WORDS = ("raft: stopped", "raft proposal dropped")

@@ -48,7 +48,7 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class StoredRange:
-    """The same without the values: what a manifest says."""
+    """Elements of a tensor of a state as a manifest names them, without their values."""
 
     name: str
     dtype: torch.dtype

@@ -65,7 +65,7 @@ class WorkerSpec:
     local_world_size: int
     rdzv_handler: RendezvousHandler
     fn: Callable[..., Any] | None = None
-    """The same as ``entrypoint``, under its oldest name."""
+    """``entrypoint`` under its oldest name."""
     entrypoint: Entrypoint | None = None
     args: tuple[Any, ...] = ()
     max_restarts: int = 3
@@ -112,7 +112,7 @@ class AgentOptions:
     hang_timeout: float = 0.0
     """0: no detection."""
     start_timeout: float = timeouts.WORKER_START
-    """The same until a worker has made its first step."""
+    """``hang_timeout`` until a worker has made its first step."""
     uninterruptible_state_timeout: float | None = None
     """Seconds that the kernel may hold a worker (state D) before the job ends; None: as the environment says."""
 

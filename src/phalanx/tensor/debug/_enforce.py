@@ -27,7 +27,7 @@ class ContractBreach(PhalanxError, RuntimeError):
 
 
 class ContractWarning(UserWarning):
-    """The same, where the user asked to be warned only."""
+    """A model broke its contract where the user asked to be warned only."""
 
 
 @contextmanager
