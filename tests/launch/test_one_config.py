@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from phalanx.launch.agent import _launch, _local_agent
 from phalanx.launch.agent._generation import Generation
 from phalanx.launch.agent._launch import launch_agent
 from phalanx.launch.agent._node import NodeAgent
-from phalanx.launch.cli import _run_command
+from phalanx.launch.cli import _flags, _from_flags, _run_command
 from phalanx.launch.cli._flags import parse
 from phalanx.launch.cli._from_flags import config_from_args
+from phalanx.launch.config._flag import flag as field_flag
 from phalanx.launch.config._flag import flags_of
 from phalanx.launch.config._worker_spec import RunResult, WorkerState
 from phalanx.launch.workers import _zygotes
@@ -127,6 +128,21 @@ def test_a_new_field_with_a_flag_needs_no_other_place() -> None:
     assert {flag.dest for flag in flags_of(LaunchConfig)} <= {each.name for each in fields(LaunchConfig)}
     assert all(hasattr(args, flag.dest) for flag in flags_of(LaunchConfig))
     assert config.nproc_per_node == 2
+
+
+def test_a_field_more_is_all_that_a_new_flag_needs(nodes: list[NodeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line to the agent: two files, the configuration and the one that uses the field."""
+
+    @dataclass
+    class Wider(LaunchConfig):
+        colour: str = field(default="", metadata=field_flag(help="of the agent"))
+
+    (new,) = (each for each in flags_of(Wider) if each not in flags_of(LaunchConfig))
+    monkeypatch.setattr(_flags, "FLAGS", (*_flags.FLAGS, new))
+    monkeypatch.setattr(_from_flags, "LaunchConfig", Wider)
+    monkeypatch.setattr(_run_command, "begin_to_load", lambda path: lambda: None)
+    assert _run_command.main(["--colour", "red", __file__]) == 0
+    assert [part.config.colour for part in parts_of(nodes[0])] == ["red"] * 3
 
 
 def test_users_of_the_elastic_api_get_the_same_agent(nodes: list[NodeAgent], tmp_path: Path) -> None:
