@@ -107,32 +107,49 @@ def compiled(found: Figures) -> Iterable[Sequence[str]]:
     yield "eager, against torch's DTensor eager", amount(eager), amount(eager, "theirs"), times(eager), "5x"
 
 
+DDP_MODELS = {"small": "2,000 small parameters", "transformer": "25M transformer", "bound": "communication-bound"}
+
+
 def ddp(found: Figures) -> Iterable[Sequence[str]]:
-    variants = ("by hand", "gloo", "same host", "gloo fp16", "same host fp16")
+    variants = ("alone", "by hand", "gloo", "same host", "gloo fp16", "same host fp16")
     goals = {"small": 0.80, "transformer": 0.75, "bound": 0.55}
-    titles = {
-        "small": "2,000 small parameters",
-        "transformer": "25M transformer",
-        "bound": "communication-bound",
-    }
-    yield "model", "by hand on gloo", "gloo (0.95)", "same host", "gloo, fp16 hook (0.95)", "same host, fp16 hook"
+    carriers = "gloo (0.95)", "same host", "gloo, fp16 hook (0.95)", "same host, fp16 hook"
+    yield "model", "no DDP", "by hand on gloo", *carriers
     for name, goal in goals.items():
         cells = []
         for variant in variants:
             values = [part(found.get(f"ddp/{name}/{view}/{variant}")) for view in ("plain", "views")]
-            wanted = {"gloo": 0.95, "by": 9.9}.get(variant.split()[0], goal)
-            marked = [f"**{value}**" if value and float(value) > wanted else value for value in values]
-            cells.append(" / ".join(marked) + (f" ({goal:.2f})" if variant.startswith("same host") else ""))
-        yield titles[name], *cells
+            limit = {"gloo": 0.95, "same": goal}.get(variant.split()[0], math.inf)
+            marked = [f"**{value}**" if value and float(value) > limit else value for value in values]
+            said = " / ".join(marked) if any(values) else "not measured"
+            cells.append(said + (f" ({goal:.2f})" if variant.startswith("same host") else ""))
+        yield DDP_MODELS[name], *cells
+
+
+def ddp_views(found: Figures) -> Iterable[Sequence[str]]:
+    variants = {"torch": "torch", "gloo": "gloo (1.00)", "same host": "same host (1.00)"}
+    variants |= {f"{name} fp16": f"{title.partition(' (')[0]}, fp16 hook" for name, title in variants.items()}
+    yield "model", *variants.values()
+    for name, title in DDP_MODELS.items():
+        values = {variant: part(found.get(f"ddp/views over plain/{name}/{variant}")) for variant in variants}
+        yield (
+            title,
+            *(
+                f"**{value}**" if value and float(value) > 1 and not variant.startswith("torch") else value
+                for variant, value in values.items()
+            ),
+        )
 
 
 def ddp_memory(found: Figures) -> Iterable[Sequence[str]]:
-    yield "model", "counted as", "torch", "gloo", "same host"
-    for name in ("small", "transformer", "bound"):
-        for how in ("peak", "proportional"):
-            ours = [found.get(f"ddp/memory/{name}/{carrier}/{how}") for carrier in ("gloo", "same host")]
-            if ours[0]:
-                yield name, how, amount(ours[0], "theirs"), *(amount(figure) for figure in ours)
+    yield "model", "gradients", "counted as", "torch", "gloo", "same host"
+    for name, title in DDP_MODELS.items():
+        for view in ("plain", "views"):
+            for how in ("peak", "proportional"):
+                ours = [found.get(f"ddp/memory/{view}/{name}/{carrier}/{how}") for carrier in ("gloo", "same host")]
+                if ours[0]:
+                    cells = [f"**{amount(one)}**" if one and (one.ratio or 1) < 1 else amount(one) for one in ours]
+                    yield title, view, how, amount(ours[0], "theirs"), *cells
 
 
 def fsdp(found: Figures) -> Iterable[Sequence[str]]:
@@ -409,7 +426,8 @@ TABLES = {
     "as_backend": Table("comm", as_backend),
     "compiled": Table("compile", compiled),
     "ddp": Table("ddp", ddp),
-    "ddp_memory": Table("ddp", ddp_memory),
+    "ddp_memory": Table("ddp", ddp_memory, "ddp/memory/plain/"),
+    "ddp_views": Table("ddp", ddp_views, "ddp/views over plain/"),
     "dtensor": Table("dtensor", dtensor),
     "elastic": Table("elastic", elastic, "elastic/kill/"),
     "elastic_sharded": Table("elastic", elastic_sharded, "elastic/sharded/"),
