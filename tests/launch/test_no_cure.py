@@ -10,6 +10,8 @@ import socket
 import pytest
 from tests.launch.conftest import complete_rows as lines
 
+from phalanx.launch.events import LimitReached, read_events
+
 pytestmark = pytest.mark.timeout(300)
 
 HEAL = ("--on-failure", "heal")
@@ -103,12 +105,15 @@ for step in job.steps(epochs=1):
 """
 
 
-def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path):
+@pytest.mark.parametrize("policy", [HEAL, ("--max-restarts", 50)], ids=["heal", "restart"])
+def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path, policy):
     """Five steps are committed before it; then no more, whoever tries."""
     script = tmp_path / "bad_sample.py"
     script.write_text(BAD_SAMPLE)
-    agent = launcher.run("--nproc-per-node", 2, *HEAL, script, tmp_path / "tries")
+    agent = launcher.run("--nproc-per-node", 2, *policy, f"--log-dir={tmp_path / 'log'}", script, tmp_path / "tries")
     assert agent.wait() == 1
+    (path,) = (tmp_path / "log").rglob("events.jsonl")
+    assert [event.limit for event in read_events(path) if isinstance(event, LimitReached)] == ["progress"]
     told = (
         r"step 5, slot 0, samples 40, 41, 42, 43 failed on workers (\S+, )+\S+: the code or the data \(all of them ran"
     )
