@@ -17,7 +17,7 @@ from phalanx.elastic import DataOptions, Guard, Job, NonFinite, Outcome, RunOpti
 from phalanx.elastic._guard import BAD_GRADIENT, Reaction, SlotReport, StepFacts, decide, explain
 from phalanx.elastic._guarding import is_finite
 from phalanx.elastic.audit import check_directory
-from phalanx.elastic.checkpoint._save_folder import find_save
+from phalanx.elastic.checkpoint._save_folder import find_save, good_save
 
 NAN, INF = math.nan, math.inf
 STEP, SLOT = 2, 3
@@ -356,6 +356,28 @@ def test_a_state_that_the_update_made_infinite_is_not_saved_and_does_not_leave_t
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("nonfinite", "good"), [("skip", 2), ("raise", 2), ("stop", 8), ("ignore", None)])
+def test_the_last_good_save_stays_outside_of_the_rotation_while_a_guard_looks(tmp_path, nonfinite, good):
+    """Steps 5, 7 and 9 are bad: only that of step 2 was followed by sound steps up to the next save."""
+    job = make(guard=Guard(nonfinite=nonfinite), saves=Saves(directory=tmp_path, every=2, keep=1))
+    bad, caught = (5, 7, 9) if nonfinite in ("skip", "raise") else (), []
+    for step in job.steps(max_steps=10):
+        job.saving.wait_idle()
+        for micro in step:
+            micro.backward(plain(step, micro) + (NAN if step.number in bad else 0.0))
+        try:
+            step.commit()
+        except NonFinite as error:
+            caught.append(error.step)
+    assert caught == (list(bad) if nonfinite == "raise" else [])
+    job.saving.wait_idle()
+    job.close()
+    left = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
+    assert left == ([good, 10] if good else [10])
+    assert good_save(tmp_path) == (f"step-{good:012d}" if good else "")
+
+
+@pytest.mark.fast
 def test_weights_that_were_infinite_before_are_named_as_the_cause():
     def spoil(step):
         with torch.no_grad():
@@ -410,6 +432,7 @@ def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_s
     assert "slot 2 (worker " in done.stderr
     assert "it stopped the job" in done.stderr
     assert sorted(path.name for path in Path(tmp_path / "saves").iterdir()) == [
+        "last-good",
         "step-000000000004",
         "step-000000000005",
     ]

@@ -78,7 +78,7 @@ class Guarding:
     @property
     def clean_since(self) -> int | None:
         """Return since which step nothing was wrong, if anybody looks."""
-        return self.record.clean_since if self.guard.spike is not None else None
+        return self.record.clean_since if self.is_on else None
 
     # -- while slots are computed -----------------------------------------------------------------------------
 
