@@ -71,7 +71,8 @@ def test_the_error_names_slot_worker_samples_and_the_first_that_is_not_finite(ki
         job = make_job(sharded=True, copies=2, run=run, is_random=False)
         bad = []
         job.model.middle[3].register_forward_hook(lambda module, args, output: output * NAN if bad else None)
-        with pytest.raises(NonFinite) as caught:
+
+        def train():
             for step in job.steps(max_steps=3):
                 for micro in step:
                     bad[:] = [True] if (step.number, micro.slot, kind) == (1, 3, "module") else []
@@ -80,6 +81,9 @@ def test_the_error_names_slot_worker_samples_and_the_first_that_is_not_finite(ki
                         loss = loss * NAN if kind == "loss" else Steep.apply(loss)
                     micro.backward(loss)
                 step.commit()
+
+        with pytest.raises(NonFinite) as caught:
+            train()
         assert caught.value.slots == {3: tuple(job.schedule.sampler.indices(1, 3))}
         return names_of_slot_3(job), str(caught.value)
 
