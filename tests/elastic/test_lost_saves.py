@@ -27,7 +27,7 @@ def test_a_job_whose_saves_are_damaged_is_not_restarted_and_does_not_begin_anew(
         assert "generation 1" not in text
         assert cluster.step() == 0, "nothing was committed"
         left = sorted(path.name for path in (tmp_path / "saves").iterdir())
-        assert left == ["last-good", "step-000000000005", "step-000000000010"], "nothing was removed"
+        assert left == ["last-good", "owner", "step-000000000005", "step-000000000010"], "nothing was removed"
     finally:
         cluster.close()
 

@@ -433,6 +433,7 @@ def test_phalanx_run_ends_with_an_error_replaces_nobody_and_the_last_good_save_s
     assert "it stopped the job" in done.stderr
     assert sorted(path.name for path in Path(tmp_path / "saves").iterdir()) == [
         "last-good",
+        "owner",
         "step-000000000004",
         "step-000000000005",
     ]

@@ -420,6 +420,16 @@ class SaveUnreadable(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DirectoryShared(TrainingEvent):
+    """Another job writes to a directory of this one at the same time."""
+
+    directory: str
+    owner: str
+    """The other one."""
+    kind: ClassVar[str] = "directory_shared"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingLeft(TrainingEvent):
     """The worker was told to leave, and did so at a step boundary."""
 
@@ -491,6 +501,7 @@ EVENT_TYPES: dict[str, type[AnyEvent]] = {
         Saved,
         SaveFailed,
         SaveUnreadable,
+        DirectoryShared,
         TrainingLeft,
         NotNeeded,
         TrainingFinished,
