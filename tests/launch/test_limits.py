@@ -258,6 +258,18 @@ def test_a_script_that_says_do_not_retry_is_started_once(launcher, tmp_path):
     assert [event.limit for event in read_events(path) if isinstance(event, LimitReached)] == ["do not retry"]
 
 
+def test_a_budget_that_is_used_up_is_an_event(launcher, tmp_path):
+    agent = launcher.run("--max-restarts", 1, "--restart-window", "1h", f"--log-dir={tmp_path / 'log'}",
+                         "--no-python", "sh", "-c", f"echo >> {tmp_path}/starts; exit 3")  # fmt: skip
+    assert agent.wait() == 1
+    assert len((tmp_path / "starts").read_text()) == 2
+    (path,) = (tmp_path / "log").rglob("events.jsonl")
+    (event,) = [event for event in read_events(path) if isinstance(event, LimitReached)]
+    assert event.limit == "restarts"
+    assert "all 1 restarts are used within 3600 s" in event.reason
+    assert event.reason in agent.output, "and a sentence"
+
+
 FAILING_NODE = """
 import os, sys, time
 with open(sys.argv[1] + "/starts", "a") as file:

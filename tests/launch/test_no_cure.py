@@ -123,6 +123,29 @@ def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path, p
     launcher.wait_until_empty()
 
 
+@pytest.mark.timeout(300)
+def test_one_place_that_fails_on_two_machines_is_the_code_or_the_data(launcher, tmp_path, held_port):
+    """The third failure ends the job: no node is at fault that could be left out."""
+    script = tmp_path / "bad_sample.py"
+    script.write_text(BAD_SAMPLE)
+    words = (
+        "run", "--nnodes", 2, *HEAL, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{held_port}",
+        "--rdzv-id", "two", "--local-addr", "127.0.0.1", script, tmp_path / "tries",
+    )  # fmt: skip
+    agents = [launcher.script("named_agent.py", name, *words) for name in ("first", "second")]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    told = (
+        r"step 5, slot 0, samples 40, 41, 42, 43 failed on workers (\S+, )+\S+: the code or the data, not the machine"
+    )
+    for agent in agents:
+        found = re.search(told, agent.output)
+        assert found, agent.output
+        assert "first_" in found.group()
+        assert "second_" in found.group()
+    assert len(lines(tmp_path / "tries")) == 3
+    launcher.wait_until_empty()
+
+
 def test_a_taken_master_port_is_said_at_once_with_its_holder(launcher, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
