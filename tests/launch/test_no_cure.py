@@ -113,7 +113,8 @@ def test_a_sample_that_kills_whoever_reads_it_ends_the_job(launcher, tmp_path, p
     agent = launcher.run("--nproc-per-node", 2, *policy, f"--log-dir={tmp_path / 'log'}", script, tmp_path / "tries")
     assert agent.wait() == 1
     (path,) = (tmp_path / "log").rglob("events.jsonl")
-    assert [event.limit for event in read_events(path) if isinstance(event, LimitReached)] == ["progress"]
+    limits = [event.limit for event in read_events(path) if isinstance(event, LimitReached)]
+    assert set(limits) == {"progress"}  # under heal maybe twice: the other worker goes on alone, and comes to it too
     told = (
         r"step 5, slot 0, samples 40, 41, 42, 43 failed on workers (\S+, )+\S+: the code or the data \(all of them ran"
     )
@@ -140,8 +141,8 @@ def test_one_place_that_fails_on_two_machines_is_the_code_or_the_data(launcher, 
     for agent in agents:
         found = re.search(told, agent.output)
         assert found, agent.output
-        assert "first_" in found.group()
-        assert "second_" in found.group()
+        assert "first." in found.group()
+        assert "second." in found.group()
     assert len(lines(tmp_path / "tries")) == 3
     launcher.wait_until_empty()
 
