@@ -84,7 +84,7 @@ def config_from_args(args: argparse.Namespace, local_size: int) -> LaunchConfig:
 
 
 def _budget(args: argparse.Namespace) -> tuple[int, float]:
-    """How many restarts, and within how many seconds (0: over the whole job), as both flags mean it together."""
+    """Return how many restarts there are, and within how many seconds (0: over the whole job)."""
     heals, told, window = args.on_failure == "heal", args.max_restarts, args.restart_window
     if window is None:
         window = HEAL_WINDOW if heals and told is None else 0.0

@@ -104,8 +104,8 @@ class LaunchConfig:
         metadata=flag(
             kind=duration,
             default=None,
-            help="count restarts within this time only, such as 1h or 90s (0: over the whole job; with heal, and no "
-            "--max-restarts, 1h)",
+            help="count restarts within this time only, such as 1h or 90s (0: over the whole job; with heal 1h, if no "
+            "number is given)",
         ),
     )
     max_failures_without_progress: int = field(
