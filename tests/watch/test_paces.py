@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from watching import story, told
 
 from phalanx.events import _event_types as types
-from phalanx.watch._paces import SHARE, SLOW, Paces, compare, in_words
+from phalanx.watch._paces import Paces, compare, in_words
 from phalanx.watch._prometheus import exposition
 
 pytestmark = pytest.mark.fast
@@ -29,22 +27,6 @@ def test_who_is_behind_in_both_is_slow_and_where_all_wait_alike_nobody_is_named(
     little = compare({"a": (0.1, 0.0, 0.005), "b": usual, "c": usual})["a"]
     assert little["is"] == "", "less than a tenth of a step is no reason for a word"
     assert little["relative"]["data"] is None, "of nothing there is no multiple"
-
-
-times = st.floats(0, 10, allow_nan=False)
-
-
-@given(st.lists(st.tuples(times, times, times), min_size=3, max_size=8), times)
-def test_what_others_wait_for_changes_nobodys_name(parts: list[tuple[float, float, float]], more: float) -> None:
-    rows = compare({str(n): one for n, one in enumerate(parts)})
-    for n, (compute, _, data) in enumerate(parts):
-        row = rows[str(n)]
-        median_data = sorted(one[2] for one in parts)
-        if row["is"] == "waits for data":
-            assert data > SLOW * median_data[(len(parts) - 1) // 2] * (1 - 1e-9)
-        if row["is"] == "slow":
-            assert compute > 0
-    assert 0 < SHARE < 1
 
 
 def test_the_last_steps_of_a_worker_count_and_those_of_who_left_are_forgotten() -> None:
