@@ -158,6 +158,9 @@ def elastic(names: Names, group: Any) -> Iterator[None]:
     names |= unsharded
     yield
     assert names["job"].guarding.record.num_skipped == 0
+    yield
+    assert names["job"].verifying.options.every == 100
+    names["job"].close()
 
 
 class _UpDown(nn.Module):

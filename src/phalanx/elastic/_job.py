@@ -31,6 +31,7 @@ from phalanx.elastic._telling import Telling
 from phalanx.elastic._tracking import Tracker, Tracking
 from phalanx.elastic._verify_slots import VerifySlots
 from phalanx.elastic._warm_up import warm_up
+from phalanx.elastic.checkpoint._owner import DirectoryOwner, identity_of_job
 from phalanx.elastic.checkpoint._saving import Saving
 from phalanx.elastic.checkpoint._state import Stateful, digest
 from phalanx.elastic.membership._coordinator import Coordinator
@@ -151,7 +152,9 @@ class Job(JobState):
         self.clock = StepClock(self.events)
         self.progress = StatusLine(run.progress and ENV_LIVE_LINE not in os.environ)
         self.position = PositionFile(os.environ.get(ENV_POSITION_FILE, ""))
-        self.saving = Saving(saves, self.events, self.troubles)
+        identity = identity_of_job(os.environ, has_group=run.group is not None)
+        self.log_owner = None if logs is None else DirectoryOwner(logs, identity)
+        self.saving = Saving(saves, self.events, self.troubles, identity=identity)
         self.regrouping: Regrouping = Regrouping(self, coordinator)
         self.is_fresh = True
         """Whether this worker has no state yet that counts; another's or a save's may replace its own."""
@@ -350,6 +353,8 @@ class Job(JobState):
             }
         )
         self.events.write(TrainingStarted(pid=os.getpid(), total_steps=total_steps, num_slots=self.num_slots))
+        if self.log_owner is not None:
+            self.log_owner.tell("logs", "the audit of two jobs would be one", self.events)
         self.regrouping.begin()
 
     def close(self) -> None:
@@ -360,6 +365,9 @@ class Job(JobState):
         atexit.unregister(self._at_exit)
         self.loading.close()
         self.saving.settle()
+        self.saving.release()
+        if self.log_owner is not None:
+            self.log_owner.release()
         self.progress.close()
         self.tracking.close()
         self.regrouping.close()

@@ -420,6 +420,16 @@ class SaveUnreadable(TrainingEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DirectoryShared(TrainingEvent):
+    """Another job writes to a directory of this one at the same time."""
+
+    directory: str
+    owner: str
+    """The other one."""
+    kind: ClassVar[str] = "directory_shared"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingLeft(TrainingEvent):
     """The worker was told to leave, and did so at a step boundary."""
 
@@ -455,45 +465,11 @@ AnyEvent = JobEvent | Event | TrainingEvent
 EVENT_TYPES: dict[str, type[AnyEvent]] = {
     kind.kind: kind
     for kind in (
-        Event,
-        GenerationFormed,
-        GenerationEnded,
-        WorkerStarted,
-        WorkerExited,
-        WorkerFailed,
-        WorkerReplaced,
-        JobRestarted,
-        WorkerHung,
-        NodeLoad,
-        ActionAsked,
-        JobWentBack,
-        LimitReached,
-        NodeNoticed,
-        ShutDown,
-        TrainingStarted,
-        RoundFormed,
-        SlotsDealt,
-        StepCommitted,
-        WorkerStepTimes,
-        GroupLost,
-        StateSent,
-        CellsMoved,
-        CellsHeld,
-        StateReceived,
-        RankTakenOver,
-        StepsRepeated,
-        NonFiniteFound,
-        WrongBitsFound,
-        WeightsCompared,
-        StepSkipped,
-        RolledBack,
-        Resumed,
-        Saved,
-        SaveFailed,
-        SaveUnreadable,
-        TrainingLeft,
-        NotNeeded,
-        TrainingFinished,
-        EventsLost,
+        Event, GenerationFormed, GenerationEnded, WorkerStarted, WorkerExited, WorkerFailed, WorkerReplaced,
+        JobRestarted, WorkerHung, NodeLoad, ActionAsked, JobWentBack, LimitReached, NodeNoticed, ShutDown,
+        TrainingStarted, RoundFormed, SlotsDealt, StepCommitted, WorkerStepTimes, GroupLost, StateSent, CellsMoved,
+        CellsHeld, StateReceived, RankTakenOver, StepsRepeated, NonFiniteFound, WrongBitsFound, WeightsCompared,
+        StepSkipped, RolledBack, Resumed, Saved, SaveFailed, SaveUnreadable, DirectoryShared, TrainingLeft,
+        NotNeeded, TrainingFinished, EventsLost,
     )
-}
+}  # fmt: skip

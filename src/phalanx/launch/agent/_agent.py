@@ -245,9 +245,10 @@ class Agent:
         failures = self._pool.failures_among(self._worker_ids.ids)
         first = min(failures, key=lambda failure: failure.precedence)
         reason = f"rank {first.rank} on {first.host} failed: {first.describe_exit()}"
-        streak = self._generation.streak_after(self._pool.workers[first.worker_id], first) if self._heals else None
+        now = self._situation()
+        streak = self._generation.streak_after(self._pool.workers[first.worker_id], first, anew=not now.keeps_survivors)
         recovery = _policy.on_failure(
-            replace(self._situation(), node=NOBODY) if first.is_complaint else self._situation(),
+            replace(now, node=NOBODY) if first.is_complaint else now,
             reason=reason,
             is_incurable=first.is_incurable,
             ends_job=any(failure.ends_job for failure in failures),
