@@ -54,10 +54,10 @@ class Small(nn.Module):
 class Transformer(nn.Module):
     """8 layers, width 512: 25M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 512, num_layers: int = 8) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x)

@@ -179,12 +179,19 @@ def elastic(found: Figures) -> Iterable[Sequence[str]]:
     ):
         figure = found.get(f"elastic/{name}")
         yield title, amount(figure), amount(figure, "theirs"), part(figure)
+    for title, name in (
+        ("the same micro-batches and nobody to sum with", "micro-batches/alone"),
+        ("the same one batch and nobody to sum with", "one batch/alone"),
+    ):
+        if figure := found.get(f"elastic/step/{name}"):
+            yield title, amount(figure), amount(figure, "theirs"), part(figure)
 
 
 def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
     yield "", "sharded", "compared with", "ours over theirs", "goal"
     step, memory = "4 workers, 25M parameters", "peak memory of a worker"
     sizes = ("10 MB", "100 MB", "1 GB")
+    share, usual = "2/3 of the parameters", "steps of as many workers with nothing to move"
     rows = [
         (f"step, {step}, copies=1; torch's `fully_shard` on gloo", "step/copies=1", "1.00"),
         (f"step, {step}, copies=2; torch's `fully_shard` on gloo", "step/copies=2", "1.00"),
@@ -192,9 +199,18 @@ def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
         (f"{memory}, copies=1; the formula", "memory/copies=1/formula", "1.15"),
         (f"{memory}, copies=2; the formula", "memory/copies=2/formula", "1.15"),
         (f"{memory}, copies=2; the unsharded job", "memory/copies=2/unsharded", "0.55"),
-        *((f"SIGKILL to the next step, {one} of state; the unsharded job", f"kill/{one}", "1.20") for one in sizes),
-        *((f"moved for new copies, {one} of state; 2/3 of the parameters", f"moved/{one}", "1.05") for one in sizes),
-        *((f"step while cells move, {one} of state; before", f"step while cells move/{one}", "1.10") for one in sizes),
+        *(
+            (f"{title}, {one} of state; {other}", f"{name}/{one}", goal)
+            for title, other, name, goal in (
+                ("SIGKILL to the next step less the median step before it", "the unsharded job", "kill", "1.20"),
+                ("SIGKILL to the next step, nothing subtracted", "the unsharded job", "kill with its step", ""),
+                ("moved between survivors", share, "moved between survivors", "1.05"),
+                ("moved to the newcomer", share, "moved to the newcomer", "1.05"),
+                ("steps from the kill until nothing moves, all", usual, "step while cells move", "1.10"),
+                ("the median of them", usual, "median step while cells move", ""),
+            )
+            for one in sizes
+        ),
     ]
     for title, name, goal in rows:
         if figure := found.get(f"elastic/sharded/{name}"):
