@@ -18,7 +18,7 @@ PER_NODE = 2
 
 
 @pytest.fixture
-def place(monkeypatch):
+def place(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Where the calling thread's worker is said to run."""
     here = threading.local()
     monkeypatch.setattr(_sharding, "World", SimpleNamespace(from_env=lambda: SimpleNamespace(node_rank=here.node_rank)))
