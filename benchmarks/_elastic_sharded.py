@@ -5,8 +5,9 @@ for each layer; torch's ``fully_shard`` on gloo, the job with one and with two c
 everything, in turns in the same processes (memory: each in processes of its own, above what they have after two steps
 of the same kind with a small model, so that modules which the first step imports do not count). Kills: three workers
 under ``phalanx run``, the sharded job and the one with whole replicas in turn: the time from SIGKILL to the next
-committed step, as it is and without the step itself, since a larger model has a longer one. While one is hurt and
-looked at, the other rests: six workers on two cores would measure each other.
+committed step, as it is and without the step itself (the median of a job of two workers, who have more waves), since a
+larger model has a longer one. While one is hurt and looked at, the other rests: six workers on two cores would measure
+each other.
 """
 
 from __future__ import annotations

@@ -143,12 +143,14 @@ class Contender:
     def _marks(self) -> list[tuple[float, int, int]]:
         return sorted(mark for each in self._marks_of_workers() for mark in each)
 
-    def _wait(self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float) -> bool:
+    def _wait(
+        self, condition: Callable[[list[tuple[float, int, int]]], bool], limit: float, every: float = 0.01
+    ) -> bool:
         until = time.monotonic() + limit
         while time.monotonic() < until and self.process is not None and self.process.poll() is None:
             if condition(self._marks()):
                 return True
-            time.sleep(0.01)
+            time.sleep(every)
         return False
 
     def _alive(self) -> list[int]:
@@ -191,7 +193,7 @@ class Contender:
 
         The first step that all workers of a new size take is left out: before it came the regroup.
         """
-        self._wait(lambda _: moves.are_over(), sharded.SETTLED_AFTER)
+        self._wait(lambda _: moves.are_over(), sharded.SETTLED_AFTER, every=0.5)  # looking costs the job processor time
         end = moves.last()
         return [
             (b - a, size)
@@ -280,12 +282,12 @@ def came_back(one: Contender) -> str:
 class Kills:
     """What kills at one size of state have cost."""
 
-    steps: dict[int, float] = field(default_factory=dict)
-    """Seconds of a step of the sharded job by the number of its workers, with nothing to move."""
+    steps: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Seconds of a step by job and number of workers, with nothing to move."""
     raw: dict[str, list[float]] = field(default_factory=lambda: {"sharded": [], "replicas": []})
     """Seconds from a kill to the next step, by job."""
     took: dict[str, list[float]] = field(default_factory=lambda: {"sharded": [], "replicas": []})
-    """The same without a step."""
+    """The same without a step of the workers that are left."""
     to_survivors: list[int] = field(default_factory=list)
     """Bytes of parameters."""
     to_newcomers: list[int] = field(default_factory=list)
@@ -301,17 +303,18 @@ def sharded_recovery(num_kills: int) -> None:
     loaded = "--preload=torch._dynamo,phalanx.elastic,phalanx.fsdp"
     command = [sys.executable, "-m", "phalanx", "run", "--on-failure=heal", loaded]
     print(
-        "\nSIGKILL to the next committed step, without the median step before it (and as it is); parameters moved "
+        "\nSIGKILL to the next committed step, without a median step of the workers left (and as it is); bytes moved "
         "between survivors and to the newcomer, over 2/3 of them; steps from the kill until nothing moves, over steps "
         "of as many workers with nothing to move: all of them (and the median)"
     )
     for size, (width, depth) in sharded.SIZES.items():
         found = Kills()
-        fewer = Contender("sharded", command, [size], SIZE - 1)
-        with contextlib.ExitStack() as stack:
-            stack.callback(fewer.stop)
-            fewer.start()
-            found.steps[SIZE - 1] = fewer.step_seconds(2 * sharded.STEPS_BEFORE)
+        for name in ("sharded", "replicas"):
+            fewer = Contender(name, command, [size], SIZE - 1)
+            with contextlib.ExitStack() as stack:
+                stack.callback(fewer.stop)
+                fewer.start()
+                found.steps[name, SIZE - 1] = fewer.step_seconds(2 * sharded.STEPS_BEFORE)
         pair = [Contender(name, command, [size]) for name in ("sharded", "replicas")]
         with contextlib.ExitStack() as stack:
             for one in pair:
@@ -327,20 +330,18 @@ def sharded_recovery(num_kills: int) -> None:
 def strike_once(one: Contender, chance: random.Random, found: Kills) -> None:
     """Kill a worker of a job that rests, wait until it is as before, and have it rest again."""
     one.go_on()
-    step = one.step_seconds(sharded.STEPS_BEFORE)
+    found.steps[one.name, SIZE] = one.step_seconds(sharded.STEPS_BEFORE)
     moves = sharded.Moves(one.directory)
     if one.strike(chance):
         found.raw[one.name].append(one.to_any[-1])
-        found.took[one.name].append(one.to_any[-1] - step)
+        found.took[one.name].append(one.to_any[-1] - found.steps[one.name, SIZE - 1])
         if one.name == "sharded":
-            found.steps[SIZE] = step
-            steps = [(seconds, size) for seconds, size in one.settle(moves) if size in found.steps]
+            steps = [(seconds, found.steps[one.name, size]) for seconds, size in one.settle(moves) if size >= SIZE - 1]
             found.to_survivors.append(moves.between_survivors())
             found.to_newcomers.append(moves.to_newcomers())
             if len(steps) > 1:
-                usual = [found.steps[size] for _, size in steps]
-                found.mean.append(sum(seconds for seconds, _ in steps) / sum(usual))
-                found.median.append(statistics.median(seconds / found.steps[size] for seconds, size in steps))
+                found.mean.append(sum(seconds for seconds, _ in steps) / sum(usual for _, usual in steps))
+                found.median.append(statistics.median(seconds / usual for seconds, usual in steps))
     one.pause()
 
 

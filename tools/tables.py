@@ -219,7 +219,7 @@ def elastic_sharded(found: Figures) -> Iterable[Sequence[str]]:
         *(
             (f"{title}, {one} of state; {other}", f"{name}/{one}", goal)
             for title, other, name, goal in (
-                ("SIGKILL to the next step less the median step before it", "the unsharded job", "kill", "1.20"),
+                ("SIGKILL to the next step less a step", "the unsharded job", "kill", "1.20"),
                 ("SIGKILL to the next step, nothing subtracted", "the unsharded job", "kill with its step", ""),
                 ("moved between survivors", share, "moved between survivors", "1.05"),
                 ("moved to the newcomer", share, "moved to the newcomer", "1.05"),
